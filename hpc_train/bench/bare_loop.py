@@ -27,6 +27,7 @@ from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
 from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.feed import loader_workers
 from hpc_train.data.sampler import pad_or_truncate
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
@@ -235,6 +236,12 @@ def _initialise(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     optim = config.optim
+    if optim._target_ is not None or optim.groups:
+        raise UserError(
+            "the loop of plain torch that the run is compared with has adamw and sgd only, without groups",
+            where="optim._target_, optim.groups",
+            fix="optim=adamw or optim=sgd",
+        )
     if optim.name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=optim.lr, momentum=optim.momentum, fused=True)
     betas = (optim.betas[0], optim.betas[1])

@@ -74,11 +74,13 @@ def restore(
     """
     path = found.checkpoint.path
     reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
-    state = training_state(engine, optimizer)
     stored = _stored_shapes(reader, group)
-    wanted = gather_shapes(shapes(state), mesh, group)
+    expected = optimizer.expect(stored)
+    state = training_state(engine, optimizer)
+    wanted = gather_shapes(shapes(state), mesh, group) | expected
     with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
     if not with_optimizer:
+        optimizer.expect({})
         stored = model_part(stored)
         wanted = model_part(wanted)
         state = {name: tensor for name, tensor in state.items() if name in wanted}

@@ -44,6 +44,9 @@ class ModelState(Protocol):
 class OptimizerState(Protocol):
     """Interface of an optimizer whose state is saved in checkpoints."""
 
+    def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+        """Makes room for the tensors of a checkpoint before a load; returns those whose shapes only it knows."""
+
     def named_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns canonical parameter name -> key -> tensor; a load writes into these tensors."""
 

@@ -25,7 +25,7 @@ _FORBIDDEN = "torch"
 
 def location(path: str) -> str:
     """Returns the file of ``module:attribute`` for messages, or ``path`` itself if there is no such file."""
-    spec = _spec(path.partition(":")[0])
+    spec = module_spec(path.partition(":")[0])
     return spec.origin if spec is not None and spec.origin else path
 
 
@@ -39,7 +39,7 @@ def import_without_torch(path: str, key: str) -> Any:
         UserError: the file or the attribute does not exist, or the file cannot be executed or imports torch.
     """
     name, separator, attribute = path.partition(":")
-    spec = _spec(name) if separator and attribute else None
+    spec = module_spec(name) if separator and attribute else None
     if spec is None or spec.loader is None:
         raise UserError(
             f"the module of {path} cannot be found" if separator else f"{path!r} is not an import path",
@@ -62,17 +62,17 @@ def check_callable(path: str, arguments: int, where: str) -> None:
             that the file imports from other modules are not checked.
     """
     name, _, attribute = str(path).partition(":")
-    spec = _spec(name) if attribute else None
+    spec = module_spec(name) if attribute else None
     if spec is None or not spec.origin:
         raise UserError(
             f"{path} cannot be found", where=where, fix="the path package.module:NAME of a class or function"
         )
     if not spec.origin.endswith(".py"):
         return
-    found = _definition(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
+    found = definition_in(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
     if found is None:
         raise UserError(f"{spec.origin} defines no {attribute}", where=where, fix="the name of a class or function")
-    signature = _signature(found)
+    signature = signature_of(found)
     if signature is not None and not _accepts(*signature, arguments):
         raise UserError(
             f"{path} does not take {arguments} positional argument{'s' * (arguments != 1)}",
@@ -88,7 +88,7 @@ def method_parameters(path: str, method: str) -> list[str]:
     count if the same file defines them.
     """
     module, _, name = path.rpartition(".")
-    spec = _spec(module) if module else None
+    spec = module_spec(module) if module else None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return []
     try:
@@ -97,7 +97,7 @@ def method_parameters(path: str, method: str) -> list[str]:
         return []
     names = [name]
     for each in names:
-        found = _definition(tree, each)
+        found = definition_in(tree, each)
         if not isinstance(found, ast.ClassDef):
             continue
         for inner in found.body:
@@ -129,9 +129,9 @@ def check_keywords(
         UserError: the file does not exist or does not define the attribute, or a parameter is missing or unknown.
     """
     name, _, attribute = path.rpartition(".")
-    spec = _spec(name) if name else None
+    spec = module_spec(name) if name else None
     if spec is None:
-        if _spec(name.rpartition(".")[0]) is None:
+        if module_spec(name.rpartition(".")[0]) is None:
             raise UserError(
                 f"the module of {path} cannot be found",
                 where=key,
@@ -140,10 +140,10 @@ def check_keywords(
         return None  # an attribute of a class
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
-    found = _definition(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
+    found = definition_in(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
     if found is None:
         raise UserError(f"{spec.origin} defines no {attribute}", where=key, fix=f"{key}={name}.NAME, defined there")
-    signature = _signature(found)
+    signature = signature_of(found)
     if signature is not None:
         unknown, missing = _difference(*signature, positional, {*keywords}, {*keywords, *optional})
         where, called = f"{key}, {spec.origin}:{found.lineno}", ", ".join([*["one argument"] * positional, *keywords])
@@ -186,7 +186,7 @@ def methods_of(found: ast.stmt | None) -> set[str] | None:
     return set().union(*(_bound(statement) for statement in found.body)) | {"__class__"}
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def module_spec(name: str) -> ModuleSpec | None:
     """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages."""
     search: Sequence[str] | None = None
     parts = name.split(".")
@@ -271,7 +271,7 @@ def _without_torch() -> Iterator[None]:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
 
 
-def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
+def definition_in(tree: ast.Module, name: str) -> ast.stmt | None:
     """Returns the top-level statement that binds ``name``. A star import may bind any name."""
     for statement in reversed(tree.body):
         if name in _bound(statement) or "*" in _bound(statement):
@@ -287,7 +287,7 @@ def _bound(statement: ast.stmt) -> set[str]:
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def _signature(statement: ast.stmt) -> tuple[ast.arguments, int] | None:
+def signature_of(statement: ast.stmt) -> tuple[ast.arguments, int] | None:
     """Returns the parameters of a function or constructor, and how many of them are already bound (self)."""
     if isinstance(statement, ast.FunctionDef):
         return None if statement.decorator_list else (statement.args, 0)

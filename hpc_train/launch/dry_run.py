@@ -19,6 +19,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import prepare
 from hpc_train.plan.memory import estimate, host_copy_bytes
+from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze
@@ -125,7 +126,9 @@ def _memory(job: Job) -> list[str]:
     fits = (
         "" if there is None else f", {'more than' if needed.total > there else 'of'} the {format_bytes(there)} of a GPU"
     )
-    return [f"  memory: a rank needs about {needed}{fits}"]
+    assumed = describe_values(job.config.optim)
+    note = [] if assumed is None else [f"  memory: the estimate assumes {assumed}"]
+    return [f"  memory: a rank needs about {needed}{fits}", *note]
 
 
 def _host_memory(job: Job) -> list[str]:

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_train.checkpoint.manager import CheckpointManager
-from hpc_train.checkpoint.reader import SafeReader
-from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.loop.state import LoopState, Registered
@@ -32,16 +30,6 @@ from hpc_train.train.saving import LastSave, SaveSchedule
 from hpc_train.train.step import Control
 
 RESERVED = ("time", "step", "attempt", "world_size", "step_s", "save_s")  # keys of a line that hpc_train writes itself
-
-
-class LoopCheckpoints(CheckpointManager):
-    """The checkpoints of a ``LoopState``, which has to know what a checkpoint holds before it is loaded."""
-
-    def _stored_shapes(self, reader: SafeReader) -> dict[str, TensorShape]:
-        found = super()._stored_shapes(reader)
-        assert isinstance(self.optimizer, LoopState)
-        self.optimizer.stored = set(found)
-        return found
 
 
 @dataclass
@@ -95,7 +83,7 @@ class Context:
     _heartbeat: Heartbeat
     _report: Report
     _schedule: SaveSchedule
-    _checkpoints: LoopCheckpoints
+    _checkpoints: CheckpointManager
     _state: LoopState
     step: int = 0
     _total: int | None = None

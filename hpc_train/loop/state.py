@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.checkpoint.state import TensorShape
 from hpc_train.errors import UserError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and of activation checkpointing
@@ -89,6 +90,12 @@ class LoopState:
 
     def compressions(self) -> tuple[()]:
         return ()
+
+    def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+        """Takes the names of the tensors that a load fills; an empty ``stored`` leaves the optimizers as they are."""
+        if stored:
+            self.stored = set(stored)
+        return {}
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load of exactly those that the checkpoint has."""

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
+from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.config.description_file import import_attribute
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_save_every
-from hpc_train.loop.context import Context, LoopCheckpoints
+from hpc_train.loop.context import Context
 from hpc_train.loop.state import LoopState
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import Mesh
@@ -108,6 +109,6 @@ def _context(
         _heartbeat=heartbeat,
         _report=open_report(config, run, mesh, events, 0, 0),
         _schedule=SaveSchedule(every, mesh.layout.world_size, mesh.rank == 0, rate),
-        _checkpoints=LoopCheckpoints(run, state, state, mesh, config, events, spec.local_world_size),
+        _checkpoints=CheckpointManager(run, state, state, mesh, config, events, spec.local_world_size),
         _state=state,
     )

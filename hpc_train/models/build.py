@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hpc_train.config.extensions import family_of
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import CustomModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert
@@ -68,7 +69,7 @@ def imported(path: str) -> Callable[..., Any]:
 
 def build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
     """Calls ``_target_`` and wraps the result if it is not a ``Model``; see ``build_model``."""
-    target = _locate(config._target_)
+    target = locate(config._target_, "model._target_")
     if isinstance(target, type) and issubclass(target, Model):
         return _on_meta(target, config)
     with torch.random.fork_rng(), torch.device("cpu"):
@@ -101,35 +102,3 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
             where="model.args",
             fix=f"change model.args, which are {dict(config.args)}",
         ) from error
-
-
-def _locate(path: str) -> Callable[..., Any]:
-    """Imports a class or function by its dotted path, which may end in a class attribute (``package.Class.create``)."""
-    parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:cut])
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (module_name + ".").startswith(error.name + "."):
-                continue  # a shorter path may be the module, and the rest a class and its attribute
-            raise _not_imported(path, error) from error
-        except Exception as error:
-            raise _not_imported(path, error) from error
-        for name in parts[cut:]:
-            if not hasattr(found, name):
-                raise _not_imported(path, f"{module_name} has no {'.'.join(parts[cut:])}")
-            found = getattr(found, name)
-        if callable(found):
-            return found
-        raise _not_imported(path, f"it is a {type(found).__name__}, which cannot be called")
-    raise _not_imported(path, f"there is no module {'.'.join(parts[:-1]) or path}")
-
-
-def _not_imported(path: str, reason: object) -> UserError:
-    detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
-    return UserError(
-        f"model {path!r} cannot be imported: {detail}",
-        where="model._target_",
-        fix="package.module.Class, importable where the workers run (installed, or in the directory of the call)",
-    )

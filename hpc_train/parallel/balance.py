@@ -34,7 +34,7 @@ from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision import autocast, hidden_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import values_per_parameter
+from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_json, write_json
@@ -159,7 +159,7 @@ def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[Blo
     copies = {"parameters": 1, "gradients": 1, "optimizer": values_per_parameter(config.optim)}
     values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
     shards = layout.kind.shards if layout.shards_state else frozenset()
-    state = sum(values * number // (layout.shard if part in shards else 1) for part, number in copies.items())
+    state = sum(int(values * number) // (layout.shard if part in shards else 1) for part, number in copies.items())
     return state + layout.in_flight(stage) * sum(block.activation_bytes for block in blocks)
 
 

@@ -329,7 +329,8 @@ def _check_carried(config: Config, tp: int) -> None:
             where=f"{_WHERE}, precision",
             fix=f"precision=bf16, or {_WHERE}=fp16",
         )
-    twice = technique in ("topk", "auto") and config.optim.name == "sgd" and config.optim.momentum
+    sgd = config.optim._target_ is None and config.optim.name == "sgd"
+    twice = technique in ("topk", "auto") and sgd and config.optim.momentum
     if twice and strategy.compression_momentum:
         raise UserError(
             f"momentum would count twice: strategy.compression_momentum is {strategy.compression_momentum:g} and "

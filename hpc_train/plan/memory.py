@@ -12,8 +12,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import Activations, family_of
-from hpc_train.config.schema import Config, ModelConfig, OptimConfig, StrategyConfig
+from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
 from hpc_train.config.values import parse_recomputation, runs_own_code
+from hpc_train.plan.optimizers import held_whole, values_per_parameter
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.techniques import CARRYING
 from hpc_train.units import format_bytes
@@ -63,7 +64,9 @@ def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
     gathered = _gathered(config, layout, pp_rank, parameters) if sharded else parameters
     copies = gathered * narrow if sharded or narrow < width else 0.0  # autocast keeps its copies until the backward
     whole_gradients = not sharded or ("gradients" not in layout.kind.shards and layout.micro_batches > 1)
-    moments = values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
+    # the owner of a whole parameter has a copy of it and of its gradient
+    whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
+    moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
     return Memory(
         parameters=copies + (0.0 if offload == "all" else share * width),
         gradients=0.0 if offload == "all" else (parameters if whole_gradients else share) * width,
@@ -170,7 +173,7 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     width = 8 if config.precision.name == "fp64" else 4
     moment = 2 if config.optim.moments == "bf16" else width
     values = width + moment * values_per_parameter(config.optim)
-    return parameters * (values + width * _carried_per_parameter(config.strategy, replicas))
+    return int(parameters * (values + width * _carried_per_parameter(config.strategy, replicas)))
 
 
 def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
@@ -180,11 +183,6 @@ def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
     """
     size = state_bytes(config, replicas)
     return None if size is None else size / nodes
-
-
-def values_per_parameter(optim: OptimConfig) -> int:
-    """Returns the values that the optimizer keeps per parameter: two moments for AdamW, one for SGD with momentum."""
-    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
 
 
 def _carried_per_parameter(strategy: StrategyConfig, replicas: int) -> int:

@@ -15,6 +15,7 @@ import sys
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hpc_train.config.description_file import check_keywords
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
@@ -33,6 +34,7 @@ from hpc_train.config.values import (
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
+from hpc_train.plan.optimizers import check_optimizers, own_code, own_targets
 from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
@@ -68,6 +70,8 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     check_profiled_steps(config.telemetry.profile, layout.world_size)
     if is_extension(config.model.kind):
         check_built_model(config)
+    if own_code(config.optim) or config.optim.groups:
+        check_tried_optimizer(config)
     return layout
 
 
@@ -105,6 +109,7 @@ def _check_lists(config: Config) -> None:
             where="strategy.pp_split",
             fix="even, flops, measured, or the number of layers of each stage: [1,2,2]",
         )
+    check_optimizers(config.optim, in_container=config.cluster.container.image is not None)
     node_range(config.cluster)
     _check_fabric_variables(config.cluster.fabric)
     preflight_actions(config.cluster)
@@ -198,6 +203,7 @@ def check_savers(config: Config, layout: Layout) -> None:
     """
     _check_loss_chunks(config, layout)
     _check_offload(config, layout)
+    _check_whole_updates(config)
     if config.optim.moments != "fp32" and config.optim.name != "adamw":
         raise UserError(
             f"optim.moments is {config.optim.moments}, but {config.optim.name} has no such moments",
@@ -251,6 +257,17 @@ def _check_offload(config: Config, layout: Layout) -> None:
         )
 
 
+def _check_whole_updates(config: Config) -> None:
+    whole = [target for target in own_targets(config.optim) if not target.elementwise]
+    if config.strategy.offload == "all" and whole:
+        raise UserError(
+            f"{whole[0].path} updates whole parameters, which strategy.offload=all cannot gather: their shards are in "
+            "host memory",
+            where=f"strategy.offload, {whole[0].where}._target_",
+            fix=f"strategy.offload=optimizer, or {whole[0].where}.elementwise=true if it computes each element alone",
+        )
+
+
 VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|TP|FI|OFI|UCX|SHARP|MLX5|RDMAV)_[A-Z0-9_]+")
 
 
@@ -279,17 +296,50 @@ def check_built_model(config: Config) -> None:
     """
     if importlib.util.find_spec("torch") is None:
         return  # the workers check the model if the login node has no torch
-    problem = _problem(json.dumps({"model": asdict(config.model), "data": asdict(config.data)}, default=str))
+    given = json.dumps({"model": asdict(config.model), "data": asdict(config.data)}, default=str)
+    problem = _answer("hpc_train.models.contract", given, "the model cannot be built")
     if problem:
         raise UserError(problem, where=location(config.model.kind), fix="make the description and the model agree")
 
 
+def check_tried_optimizer(config: Config) -> None:
+    """Tries the user's optimizer and schedule on small parameters in another process.
+
+    A worker builds them itself, and what is installed in a container is not known here.
+
+    Raises:
+        UserError: they cannot be imported or called, or their state cannot be saved.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_worker = distributed is not None and distributed.is_initialized()
+    if is_worker or config.cluster.container.image is not None or importlib.util.find_spec("torch") is None:
+        return
+    tried = (
+        "name",
+        "_target_",
+        "args",
+        "elementwise",
+        "groups",
+        "schedule",
+    )  # the jobs of a sweep over lr share a trial
+    optim = {key: value for key, value in asdict(config.optim).items() if key in tried}
+    given = {"model": asdict(config.model), "optim": optim, "steps": config.train.steps or 1}
+    failed = "the optimizer cannot be tried"
+    answer = _answer("hpc_train.train.optimizers.probe", json.dumps(given, default=str), failed)
+    try:
+        mistake = json.loads(answer.splitlines()[-1])  # after what the user's code prints
+    except (ValueError, IndexError):
+        mistake = {"what": answer or failed, "where": "optim", "fix": "correct the code that optim names"}
+    if mistake:
+        raise UserError(mistake["what"], where=mistake["where"], fix=mistake["fix"])
+
+
 @lru_cache(maxsize=64)
-def _problem(configs: str) -> str:
+def _answer(module: str, configs: str, failed: str) -> str:
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "hpc_train.models.contract"],
+            [sys.executable, "-m", module],
             input=configs,
             capture_output=True,
             text=True,
@@ -298,7 +348,7 @@ def _problem(configs: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"building the model took longer than {LIMIT_S:g} s"
+        return f"{failed}: it took longer than {LIMIT_S:g} s"
     if done.returncode == 0:
         return done.stdout.strip()
-    return f"the model cannot be built:\n{done.stderr.strip()[-2000:]}"
+    return f"{failed}:\n{done.stderr.strip()[-2000:]}"

@@ -30,6 +30,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
+from hpc_train.plan.optimizers import own_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.units import format_bytes
 
@@ -60,7 +61,8 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data)]
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    for target in {*rows, *(name for owner in owners for name in _own_names(owner))}:
+    own = [path for each in configs for path in own_code(each.optim)]
+    for target in {*rows, *own, *(name for owner in owners for name in _own_names(owner))}:
         _check_target(target, root, names)
     for entry in {each.run.entry for each in configs if each.run.entry is not None}:
         _check_target(entry, root, names)

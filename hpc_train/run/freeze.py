@@ -293,6 +293,10 @@ def _hash(config: bytes) -> str:
     return hashlib.sha256(config).hexdigest()
 
 
+# keys of optim that decide how an update is computed and stored, and not what
+_HOW_OPTIMIZED = ("moments", "elementwise", "state_per_parameter")
+
+
 def identity(config: Config) -> dict[str, Any]:
     """Returns the identity keys, flat: model, data, global batch, optimizer, seed, reproducibility, and the user's
     function; of a command only that there is one, as its arguments may say how far to train.
@@ -300,9 +304,7 @@ def identity(config: Config) -> dict[str, Any]:
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
-        "optim": {
-            key: value for key, value in asdict(config.optim).items() if key != "moments"
-        },  # moments is only a storage format
+        "optim": {key: value for key, value in asdict(config.optim).items() if key not in _HOW_OPTIMIZED},
         "batch": {
             "global_size": config.batch.global_size,
             "logical_micro_batches": config.batch.logical_micro_batches,

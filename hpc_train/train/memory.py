@@ -160,7 +160,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
     if layout.dp > 1 and "parameters" not in layout.kind.shards and not layout.logical_micro_batches:
         sharded: dict[str, Any] = {"data_parallel": "zero3", "compression": "none"}
         yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))
-    if config.optim.name == "adamw" and config.optim.moments == "fp32":
+    if config.optim._target_ is None and config.optim.name == "adamw" and config.optim.moments == "fp32":
         yield "optim.moments=bf16", replace(config, optim=replace(config.optim, moments="bf16"))
     if gpu and config.strategy.offload == "none":
         yield "strategy.offload=optimizer", replace(config, strategy=replace(config.strategy, offload="optimizer"))

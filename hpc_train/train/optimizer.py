@@ -1,70 +1,40 @@
-"""Runs AdamW and SGD on the local shards of the parameters, and computes the learning rate of each step.
+"""Updates the parameters of a rank with AdamW, SGD, and optimizers of the user.
 
-Both optimizers are elementwise, so each rank updates its local shards as plain tensors, with one fused kernel per group
+AdamW and SGD are elementwise, so each rank updates its local shards as plain tensors, with one fused kernel per group
 and without DTensor's dispatch. If the gradient norm is not finite, the fused kernels leave parameters and state
-unchanged (``found_inf``, the protocol of ``torch.amp.GradScaler``); the host does not read the flag. The learning rate
-is a pure function of the step, so it has no state to save or resume.
-
-With offload (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840) the state and a copy of the parameters are in host
-memory: gradients are copied to the host, which takes the step and copies the new parameters back.
+unchanged (``found_inf``, the protocol of ``torch.amp.GradScaler``); the host does not read the flag. An optimizer of
+the user that does not know this protocol makes the host read the flag in each step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._dynamo  # torch's optimizers import it when the first one is made: the warm parent does it for all workers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from hpc_train.checkpoint.state import TensorShape
+from hpc_train.config.import_path import refuse_unknown
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.plan.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
 from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, wide
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Pairs a parameter with the tensor that the optimizer updates: itself, its local shard, or a copy on the host."""
-
-    parameter: nn.Parameter
-    local: nn.Parameter
-    offloaded: bool
-
-    def refresh(self) -> None:
-        """Updates ``local`` and its gradient, since FSDP2 may replace a shard's memory and makes new gradients."""
-        gradient = None if self.parameter.grad is None else _local(self.parameter.grad)
-        if not self.offloaded:
-            if self.local is not self.parameter:
-                self.local.data = _local(self.parameter)
-                self.local.grad = gradient
-        elif gradient is None:
-            self.local.grad = None
-        else:
-            if self.local.grad is None:
-                self.local.grad = _on_host(gradient)
-            self.local.grad.copy_(gradient, non_blocking=True)
-
-    def fetch(self) -> None:
-        """Copies the parameter's value from the device to the host if it is offloaded."""
-        if self.offloaded:
-            self.local.data.copy_(_local(self.parameter.detach()))
-
-    def write_back(self) -> None:
-        """Copies the updated value from the host to the device if it is offloaded."""
-        if self.offloaded:
-            _local(self.parameter.detach()).copy_(self.local, non_blocking=True)
+from hpc_train.train.optimizers import own
+from hpc_train.train.optimizers.held import Held, hold
+from hpc_train.train.optimizers.own import OwnState
+from hpc_train.train.optimizers.state import flattened
 
 
 class Optimizer:
     """Updates ``parameters`` (canonical name -> parameter of this rank).
 
-    Weight decay applies to parameters with two or more dimensions, not to biases and norms. All state is allocated at
-    construction, so that a checkpoint can be loaded into it before the first step.
+    Weight decay applies to parameters with two or more dimensions, not to biases and norms, unless a group of
+    ``optim.groups`` sets it. The state of AdamW and SGD is allocated at construction, so that a checkpoint can be
+    loaded into it before the first step. Collective over the ranks that share parameters, as are ``step`` and
+    ``loaded``.
 
     Args:
         offload: whether to keep the state in host memory and take the steps there.
@@ -72,18 +42,16 @@ class Optimizer:
 
     def __init__(self, config: OptimConfig, parameters: Mapping[str, nn.Parameter], offload: bool = False) -> None:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self._held = {name: _hold(parameter, offload) for name, parameter in trained.items()}
-        groups = []
-        for decay in (True, False):
-            members = [held.local for held in self._held.values() if (held.parameter.ndim >= 2) == decay]
-            if members:
-                groups.append({"params": members, "weight_decay": config.weight_decay if decay else 0.0})
-        self._inner = _build(config, groups)
+        self._config, self._groups = config, parameter_groups(config)
+        self._held = hold(trained, {name: self._target(name).elementwise for name in trained}, offload)
+        members: dict[str, dict[str, ParameterGroup | None]] = {}  # by the place of the optimizer in the config
+        for name in trained:
+            members.setdefault(self._target(name).where, {})[name] = self._group(name)
+        self._parts = [_part(config, self._target(next(iter(some))), some, self._held) for some in members.values()]
         self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}  # (tensor of the optimizer, its DTensor view)
         self._widened: list[tuple[Tensor, Tensor]] = []  # (8-bit moment, its fp32 copy for a checkpoint)
         self._before_update: list[Callable[[], None]] = []
-        for held in self._held.values():
-            self._inner.state[held.local] = _initial_state(self._inner, held.local)
+        self._updated = False
 
     @torch.no_grad()
     def step(self, learning_rate: float, finite: Tensor) -> None:
@@ -92,12 +60,12 @@ class Optimizer:
             self._before_update.pop()()
         for held in self._held.values():
             held.refresh()
-        for group in self._inner.param_groups:
-            group["lr"] = learning_rate
-        # with offload this copy waits for the device and thereby for the copies of the gradients
-        device = next(iter(self._held.values())).local.device if self._held else finite.device
-        self._inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
-        self._inner.step()
+        # with offload this waits for the copies of the gradients, too
+        if any(part.waits for part in self._parts) and not finite.item():
+            return
+        for part in self._parts:
+            part.update(learning_rate, finite, first=not self._updated)
+        self._updated = True
         for held in self._held.values():
             held.write_back()
 
@@ -105,23 +73,59 @@ class Optimizer:
         """Calls ``action`` once, before the next update changes a parameter or the state."""
         self._before_update.append(action)
 
+    def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+        """Makes room for the state of optimizers of the user, which the following load writes.
+
+        Args:
+            stored: all tensors of a checkpoint; an empty one discards that state.
+
+        Returns:
+            Those that are state of such optimizers, on any rank.
+        """
+        known = own_targets(self._config)
+        taken: dict[str, dict[str, TensorShape]] = {target.where: {} for target in known}
+        for full, shape in stored.items():
+            for target in known:
+                name = own.parameter_name(full, target)
+                if name is not None and self._target(name) == target:
+                    taken[target.where][full] = shape
+        for part in self._parts:
+            if part.own is not None:
+                part.own.expect(taken[part.own.target.where])
+        return {full: shape for found in taken.values() for full, shape in found.items()}
+
+    def _group(self, name: str) -> ParameterGroup | None:
+        return next((group for group in self._groups if group.holds(name)), None)
+
+    def _target(self, name: str) -> Target:
+        return target_of(self._config, self._group(name))
+
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns canonical name -> key -> tensor, sharded like the parameter.
+        """Returns canonical name -> key -> tensor, sharded like the parameter if the optimizer is elementwise.
 
         The tensors share memory with the optimizer, except for 8-bit moments, whose blocks depend on the layout: these
         are copies in fp32 in host memory. Call ``loaded`` after a load into the tensors.
         """
         self._widened.clear()
-        return {
-            name: {key: self._like_parameter(name, key, value) for key, value in self._inner.state[held.local].items()}
-            for name, held in self._held.items()
-        }
+        return {name: state for part in self._parts for name, state in self._named_of(part)}
+
+    def _named_of(self, part: _Part) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        if part.own is not None:
+            yield from part.own.named()
+        elif part.inner is not None:
+            for name in part.names:
+                local = self._held[name].local
+                assert local is not None, "the built-in optimizers are elementwise"
+                state = part.inner.state[local]
+                yield name, {key: self._like_parameter(name, key, value) for key, value in state.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all tensors of the state as they are stored, i.e. codes and scales of 8-bit moments."""
-        for state in self._inner.state.values():
-            for value in state.values():
-                yield from (value.codes, value.scale) if is_8bit(value) else (value,)
+        for part in self._parts:
+            for state in () if part.inner is None else part.inner.state.values():
+                values: Iterable[Any] = state.values() if part.own is None else flattened(state, "optim").values()
+                for value in values:
+                    yield from (value.codes, value.scale) if is_8bit(value) else (value,)
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -131,34 +135,117 @@ class Optimizer:
         for moment, widened in self._widened:
             moment.copy_(widened.to(moment.device))
         self._widened.clear()
+        for part in self._parts:
+            if part.own is not None:
+                part.own.loaded()
 
     def _like_parameter(self, name: str, key: str, value: Tensor) -> Tensor:
         """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save."""
         if is_8bit(value):
             self._widened.append((value, wide(value, torch.float32).cpu()))
-            return _as_parameter(self._widened[-1][1], self._held[name].parameter)
+            return self._held[name].as_saved(self._widened[-1][1])
         known = self._named.get((name, key))
         if known is None or known[0] is not value:
-            known = self._named[name, key] = value, _as_parameter(value, self._held[name].parameter)
+            known = self._named[name, key] = value, self._held[name].as_saved(value)
         return known[1]
 
 
-def _hold(parameter: nn.Parameter, offload: bool) -> _Held:
-    local = _local(parameter.detach())
-    if offload:
-        return _Held(parameter, nn.Parameter(_on_host(local).copy_(local)), True)
-    return _Held(parameter, nn.Parameter(local) if isinstance(parameter, DTensor) else parameter, False)
+@dataclass
+class _Part:
+    """One optimizer and the parameters of this rank that it updates.
+
+    Attributes:
+        inner: None if other ranks own all these parameters.
+        lr_factors: the factor of the learning rate for each of torch's parameter groups.
+        own: names the state of an optimizer of the user; None for the built-in ones.
+        waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
+    """
+
+    names: list[str]
+    inner: torch.optim.Optimizer | None
+    lr_factors: list[float]
+    own: OwnState | None
+    waits: bool
+
+    def update(self, learning_rate: float, finite: Tensor, first: bool) -> None:
+        if self.inner is None:
+            return
+        for group, factor in zip(self.inner.param_groups, self.lr_factors, strict=True):
+            if isinstance(group.get("lr"), Tensor):
+                group["lr"].fill_(learning_rate * factor)
+            elif "lr" in group:
+                group["lr"] = learning_rate * factor
+        if not self.waits:
+            # with offload this copy waits for the device and thereby for the copies of the gradients
+            device = self.inner.param_groups[0]["params"][0].device
+            self.inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
+        checked = self.own if first else None
+        if checked is not None:
+            checked.before_first_update()
+        self.inner.step()
+        if checked is not None:
+            checked.check_first_update()
 
 
-def _on_host(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+def _part(
+    config: OptimConfig, target: Target, members: Mapping[str, ParameterGroup | None], held: Mapping[str, Held]
+) -> _Part:
+    """
+    Args:
+        members: the names of the parameters of ``target`` on this rank, with their groups.
+    """
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    factors: dict[int, float] = {}
+    for decays in (True, False):
+        for name, group in members.items():
+            local = held[name].local
+            if local is None or (held[name].parameter.ndim >= 2) is not decays:
+                continue
+            key = ("" if group is None else group.name, decays)
+            groups.setdefault(key, _settings(config, group, decays))["params"].append(local)
+            factors[id(local)] = 1.0 if group is None else group.lr_factor
+    inner = _build(config, target, [*groups.values()], held, members) if groups else None
+    order = [] if inner is None else [factors[id(group["params"][0])] for group in inner.param_groups]
+    if target.path is None:
+        return _Part([*members], inner, order, None, waits=False)
+    state = OwnState(target, inner, {name: held[name] for name in members})
+    waits = not target.elementwise or inner is None or not own.skips_by_itself(inner)
+    return _Part([*members], inner, order, state, waits)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _settings(config: OptimConfig, group: ParameterGroup | None, decays: bool) -> dict[str, Any]:
+    """Returns a parameter group of torch without parameters."""
+    weight_decay = config.weight_decay if decays else 0.0
+    if group is None:
+        return {"params": [], "weight_decay": weight_decay}
+    if group.weight_decay is not None:
+        weight_decay = group.weight_decay
+    others = {} if group._target_ is not None else dict(group.args)
+    return {"params": [], "weight_decay": weight_decay, **others}
 
 
-def _build(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _build(
+    config: OptimConfig,
+    target: Target,
+    groups: list[dict[str, Any]],
+    held: Mapping[str, Held],
+    members: Mapping[str, ParameterGroup | None],
+) -> torch.optim.Optimizer:
+    if target.path is not None:
+        return own.build(target, groups, config.lr, config.weight_decay)
+    inner = _built_in(config, groups)
+    for group in members.values():
+        if group is not None:
+            allowed = [str(key) for key in ("betas", "eps", "momentum") if key in inner.defaults]
+            refuse_unknown(f"the optimizer {config.name}", [*group.args], allowed, f"{group.where}.args")
+    for name in members:
+        local = held[name].local
+        assert local is not None, "the built-in optimizers are elementwise"
+        inner.state[local] = _initial_state(inner, local)
+    return inner
+
+
+def _built_in(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if config.name == "adamw":
         first, second = config.betas
         if config.moments != "fp32":
@@ -176,80 +263,5 @@ def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
     # the first step from zeros gives the same result: momentum x 0 + gradient
-    has_momentum = optimizer.param_groups[0]["momentum"] != 0
+    has_momentum = any(group["momentum"] for group in optimizer.param_groups)
     return {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
-
-
-def _as_parameter(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    value = value.detach()
-    if not isinstance(parameter, DTensor) or value.ndim == 0:
-        return value
-    # from_local would move a tensor on the host to the mesh's device
-    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
-
-
-LR_SCALINGS = ("none", "linear", "sqrt")
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
-
-
-def peak_rate(config: OptimConfig, batch_size: int) -> float:
-    """Returns the highest learning rate of a run with ``batch_size`` samples per step.
-
-    ``linear`` (Goyal et al. 2017, arXiv:1706.02677): lr x batch / base_batch. ``sqrt`` (Krizhevsky 2014,
-    arXiv:1404.5997; for Adam Malladi et al. 2022, arXiv:2205.10287): lr x sqrt(batch / base_batch).
-    """
-    ratio = batch_size / config.base_batch
-    match config.lr_scaling:
-        case "none":
-            return config.lr
-        case "linear":
-            return config.lr * ratio
-        case "sqrt":
-            return config.lr * math.sqrt(ratio)
-    raise UserError(
-        f"unknown learning rate scaling {config.lr_scaling!r}",
-        where="optim.lr_scaling",
-        fix=f"use one of {' | '.join(LR_SCALINGS)}",
-    )
-
-
-def rate(config: OptimConfig, peak: float, step: int, total_steps: int) -> float:
-    """Returns the learning rate of step ``step`` in [0, ``total_steps``).
-
-    It rises linearly over ``warmup_steps`` (step 0 has 1 / warmup_steps of the peak) and then follows the schedule; all
-    but ``constant`` reach ``min_lr_ratio`` x peak at the last step. ``cosine``: Loshchilov and Hutter 2016,
-    arXiv:1608.03983. ``wsd`` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) falls linearly in the last
-    ``decay_share`` of all steps.
-    """
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    return peak * _factor(config, step, total_steps)
-
-
-def _factor(config: OptimConfig, step: int, total_steps: int) -> float:
-    last, lowest = total_steps - 1, config.min_lr_ratio
-    match config.schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - (1.0 - lowest) * _progress(step, config.warmup_steps, last)
-        case "cosine":
-            decayed = 0.5 * (1.0 - math.cos(math.pi * _progress(step, config.warmup_steps, last)))
-            return 1.0 - (1.0 - lowest) * decayed
-        case "wsd":
-            begin = max(config.warmup_steps, total_steps - math.ceil(config.decay_share * total_steps) - 1)
-            return 1.0 - (1.0 - lowest) * _progress(step, begin, last)
-    raise UserError(
-        f"unknown learning rate schedule {config.schedule!r}",
-        where="optim.schedule",
-        fix=f"use one of {' | '.join(SCHEDULES)}",
-    )
-
-
-def _progress(step: int, begin: int, end: int) -> float:
-    """Returns the fraction of [begin, end] that has passed at ``step``, clamped to [0, 1]."""
-    if step <= begin:
-        return 0.0
-    return min(1.0, (step - begin) / max(1, end - begin))

@@ -23,7 +23,8 @@ from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import StepBatch
 from hpc_train.parallel.engine import Engine, StepResult, seed_step
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.train.optimizer import Optimizer, peak_rate, rate
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.learning_rate import learning_rates
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ class TrainStep:
         self._mesh = mesh
         self._engine = engine
         self.optimizer = optimizer
-        self._total_steps = total_steps
-        self._peak = peak_rate(config.optim, config.batch.global_size)
+        self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
         self.loss_scale = LossScale(config.precision, mesh.device) if config.precision.name == "fp16" else None
 
@@ -78,7 +78,7 @@ class TrainStep:
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
         self._engine.commit(finite)
-        learning_rate = rate(self._config.optim, self._peak, step, self._total_steps)
+        learning_rate = self._rate(step)
         self.optimizer.step(learning_rate, finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)

@@ -49,7 +49,9 @@ from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.loss_check import check_loss
 from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
-from hpc_train.train.optimizer import Optimizer, peak_rate
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.groups import check_groups
+from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, open_report
@@ -139,6 +141,7 @@ def _build(
     if artifacts is not None:
         artifacts.load()
     engine = _build_engine(config, run, mesh, events, training)
+    check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, local_ranks)
     restored = checkpoints.restore()
@@ -255,9 +258,8 @@ def _log_settings(
     print(f"layout: {mesh.layout} on {mesh.device.type}")
     for note in mesh.layout.notes:
         print(f"  note: {note}")
-    optim, size = config.optim, config.batch.global_size
-    scaled = "" if optim.lr_scaling == "none" else f" ({optim.lr:g} x {optim.lr_scaling} {size}/{optim.base_batch})"
-    print(f"learning rate: {peak_rate(optim, size):g}{scaled}, {optim.warmup_steps} steps warm-up, {optim.schedule}")
+    print(f"learning rate: {describe_rates(config.optim, config.batch.global_size)}")
+    size = config.batch.global_size
     print(f"steps: {length.total_steps}, {length.steps_per_epoch} per epoch, {size} samples each")
     if restored is None:
         return

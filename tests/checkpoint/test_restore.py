@@ -60,10 +60,11 @@ def test_a_fork_begins_with_the_state_of_its_source(tmp_path: Path) -> None:
     assert [path.name for path in source.checkpoints.iterdir()] == ["step-00000007"]
 
 
-def test_a_fork_with_another_optimizer_takes_the_model_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["optim=sgd", "optim._target_=torch.optim.RMSprop"])
+def test_a_fork_with_another_optimizer_takes_the_model_only(tmp_path: Path, optimizer: str) -> None:
     source = frozen(tmp_path / "source", "+strategy=single")
     run_ranks(1, save_made_up, str(source.path))
-    run = fork(tmp_path / "fork", source, "+strategy=dp", "optim=sgd")
+    run = fork(tmp_path / "fork", source, "+strategy=dp", optimizer)
     assert run_ranks(2, restore_and_save, str(run.path))[0]["with_optimizer"] is False
     before = read_tensors(source.checkpoints / "step-00000007")
     after = read_tensors(run.checkpoints / "step-00000008")

@@ -45,6 +45,7 @@ IMAGES = (
     ["data=images", "data.path=/data", "data.n_classes=5"],
     ["data=shards", "data.path=/data", "data.n_classes=5"],
 )
+LEFT = {"optim=custom": ("optim._target_=torch.optim.RMSprop",)}
 SITE = ["cluster.account=project_1", "run.root=/runs"]
 
 
@@ -65,7 +66,10 @@ def models() -> list[list[str]]:
 def rows() -> list[list[str]]:
     """Command lines that together choose every file but the experiments: composing each one by itself takes minutes."""
     groups = ("cluster", "strategy", "optim", "precision", "train", "run")
-    columns = [models(), *([[f"{group}={name}"] for name in names(group)] for group in groups)]
+    columns = [
+        models(),
+        *([[f"{group}={name}", *LEFT.get(f"{group}={name}", ())] for name in names(group)] for group in groups),
+    ]
     count = max(map(len, columns))
     return [[*SITE, *(part for column in columns for part in column[row % len(column)])] for row in range(count)]
 

@@ -64,7 +64,7 @@ def runs(folder: Path) -> list[list[str]]:
          "run.name=base"],
         ["+strategy=dp", *vit, *pictures, *two, "optim=sgd", "train.reproducible=any_world_size"],
         ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
-         "data.image_size=32"],
+         "data.image_size=32", "optim._target_=torch.optim.RMSprop"],
         ["+strategy=single", *vit, "data=shards", f"data.path={folder}/shards", "data.n_classes=2",
          "data.image_size=32"],
         ["+strategy=dp", *custom, *pictures, *two, "+model.args.n_classes=10", "strategy.compression=topk",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_train.checkpoint.state import shapes
 from hpc_train.errors import UserError
 from hpc_train.loop.state import LoopState
 
@@ -66,7 +67,7 @@ def test_an_optimizer_and_plain_values_are_restored() -> None:
     empty.state = {"mean": torch.zeros(2), "by_step": {}, "name": ""}
     weights = other.weight.detach().clone()
     loaded = registered(net=other, optimizer=fresh, counter=empty)
-    loaded.stored = set(tensors)
+    loaded.expect(shapes(tensors))
     for name, value in loaded.named_parameters().items():
         value.data.copy_(tensors[f"model.{name}"])
     for name, keys in loaded.named_state().items():

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from hpc_train.config.schema import OptimConfig
-from hpc_train.train.optimizer import peak_rate, rate
+from hpc_train.train.optimizers.learning_rate import peak_rate, rate
 
 
 def rates(total: int, **settings: object) -> list[float]:

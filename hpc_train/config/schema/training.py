@@ -75,7 +75,34 @@ class StrategyConfig:
 class OptimConfig:
     """The optimizer and its learning rate schedule."""
 
-    name: str = key("adamw", "The optimizer.", choices=("adamw", "sgd"))
+    name: str = key(
+        "adamw", "The optimizer, unless _target_ is set, which custom requires.", choices=("adamw", "sgd", "custom")
+    )
+    _target_: str | None = key(
+        None,
+        "Any subclass of torch.optim.Optimizer, or a function that returns one: package.module.Name. It is called with "
+        "the parameters, lr and weight_decay if its signature has them, and args.",
+    )
+    args: dict[str, Any] = key({}, "The other keyword arguments of _target_.")
+    elementwise: bool | None = key(
+        None,
+        "Whether _target_ computes each element of a parameter from that element, its gradient and its state alone. If "
+        "so, ranks update their shards. Otherwise one rank of those that share a parameter updates the whole "
+        "parameter. null: true for those of torch.optim that are, and false for others.",
+    )
+    state_per_parameter: float | None = key(
+        None,
+        "The values that _target_ keeps per parameter, for estimates of memory. null: known for torch.optim, and 2 for "
+        "others.",
+        at_least=0,
+    )
+    groups: dict[str, Any] = key(
+        {},
+        "Groups of parameters with settings of their own. NAME.match: a regular expression that is found "
+        "in the names of the parameters; the first group that matches counts. lr_factor: the factor of the learning "
+        "rate. weight_decay: that of all parameters of the group. args: arguments of the optimizer. _target_, "
+        "elementwise: another optimizer.",
+    )
     lr: float = key(3e-3, "The highest learning rate.", above=0)
     lr_scaling: str = key(
         "none",
@@ -83,7 +110,9 @@ class OptimConfig:
         choices=("none", "linear", "sqrt"),
     )
     base_batch: int = key(256, "The global batch size for which lr was chosen, for lr_scaling.", at_least=1)
-    weight_decay: float = key(0.1, "The decoupled weight decay of matrices.", at_least=0)
+    weight_decay: float = key(
+        0.1, "The weight decay of parameters of at least two dimensions: not of biases and norms.", at_least=0
+    )
     betas: list[float] = key([0.9, 0.95], "adamw: the decay rates of the two moments, each at least 0 and below 1.")
     eps: float = key(1e-8, "adamw: the epsilon in the denominator.", above=0)
     moments: str = key(
@@ -94,8 +123,19 @@ class OptimConfig:
     )
     momentum: float = key(0.9, "sgd: the momentum.", at_least=0, below=1)
     clip_norm: float = key(1.0, "The largest global gradient norm. 0 disables clipping.", at_least=0)
-    schedule: str = key("cosine", "The learning rate schedule.", choices=("constant", "linear", "cosine", "wsd"))
-    warmup_steps: int = key(20, "Steps in which the learning rate rises linearly from 0.", at_least=0, unit="steps")
+    schedule: Any = key(
+        "cosine",
+        "The learning rate schedule: a built-in one, the import path of your own, or the path with arguments as "
+        "{_target_: package.module.name, args: {...}}. Your own is a function of the step that returns a factor of lr, "
+        "or a scheduler class like those of torch.optim.lr_scheduler.",
+    )
+    warmup_steps: int = key(
+        20,
+        "Steps in which the learning rate rises linearly from 0. A schedule of your own has no other warm-up than its "
+        "own.",
+        at_least=0,
+        unit="steps",
+    )
     min_lr_ratio: float = key(0.1, "The last learning rate as a share of the highest.", at_least=0, at_most=1)
     decay_share: float = key(0.2, "wsd: the share of the steps in which the rate decays.", at_least=0, at_most=1)
 

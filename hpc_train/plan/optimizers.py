@@ -1,0 +1,268 @@
+"""Reads what a config says about optimizers, parameter groups and learning rate schedules, without torch.
+
+An optimizer of the user is named by its import path. What is known here about those of ``torch.optim`` decides how a
+sharded parameter is updated and how much memory the state takes; for all others the config states it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hpc_train.config.import_path import check_source
+from hpc_train.config.schema import OptimConfig
+from hpc_train.errors import UserError, nearest
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+GIVEN = ("params", "lr", "weight_decay")  # arguments of an optimizer that are not set in ``args``
+ASSUMED = 2.0  # values per parameter that an unknown optimizer keeps
+_TORCH: dict[str, float] = {  # those of torch.optim that compute each element alone, and their values per parameter
+    "ASGD": 1, "Adadelta": 2, "Adagrad": 1, "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1,
+    "Rprop": 2, "SGD": 1,
+}  # fmt: skip
+_WHOLE: dict[str, float] = {"Adafactor": 0, "Muon": 1}  # the others; Adafactor keeps a row and a column of a matrix
+
+
+@dataclass(frozen=True)
+class Target:
+    """An optimizer of the user.
+
+    Attributes:
+        path: the import path; None means the built-in optimizer that ``optim.name`` names.
+        elementwise: whether it computes each element of a parameter from that element, its gradient and its state.
+        where: the config key, for messages: ``optim`` or ``optim.groups.NAME``.
+    """
+
+    path: str | None
+    args: Mapping[str, Any]
+    elementwise: bool
+    where: str
+
+    @property
+    def torch_name(self) -> str | None:
+        """The name of the class in ``torch.optim``; None for others."""
+        path = self.path or ""
+        name = path.rpartition(".")[2]
+        return name if path.startswith("torch.optim.") and name in _TORCH | _WHOLE else None
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The settings of ``optim.groups.NAME``; see the key for their meaning."""
+
+    name: str
+    match: str
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+    _target_: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    elementwise: bool | None = None
+
+    @property
+    def where(self) -> str:
+        return f"optim.groups.{self.name}"
+
+    def holds(self, name: str) -> bool:
+        """Returns whether ``match`` is found in the name of a parameter."""
+        return re.search(self.match, name) is not None
+
+
+def target_of(optim: OptimConfig, group: ParameterGroup | None = None) -> Target:
+    """Returns the optimizer of the parameters of ``group``, or of those that are in no group."""
+    if group is not None and group._target_ is not None:
+        return _target(group._target_, group.args, group.elementwise, group.where)
+    return _target(optim._target_, optim.args, optim.elementwise, "optim")
+
+
+def _target(path: str | None, args: Mapping[str, Any], elementwise: bool | None, where: str) -> Target:
+    known = Target(path, args, True, where)
+    return Target(path, args, known.torch_name in _TORCH or path is None if elementwise is None else elementwise, where)
+
+
+def own_targets(optim: OptimConfig) -> list[Target]:
+    """Returns all optimizers of a config, without those that are built in."""
+    found = [target_of(optim), *(target_of(optim, group) for group in parameter_groups(optim))]
+    return [target for number, target in enumerate(found) if target.path is not None and target not in found[:number]]
+
+
+def own_code(optim: OptimConfig) -> list[str]:
+    """Returns the import paths in a config: those of its optimizers and of its schedule."""
+    schedule = parse_schedule(optim.schedule)
+    paths = [target.path for target in own_targets(optim) if target.path is not None]
+    return [*paths, *([schedule.name] if schedule.is_own else [])]
+
+
+def parameter_groups(optim: OptimConfig) -> list[ParameterGroup]:
+    """Returns the groups of ``optim.groups`` in their order.
+
+    Raises:
+        UserError: a group has no ``match``, an unknown key, or a value of the wrong type.
+    """
+    return [_group(str(name), values) for name, values in optim.groups.items()]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "match": (str,), "lr_factor": (int, float), "weight_decay": (int, float, type(None)), "_target_": (str, type(None)),
+    "args": (dict,), "elementwise": (bool, type(None)),
+}  # fmt: skip
+
+
+def _group(name: str, values: Any) -> ParameterGroup:
+    where = f"optim.groups.{name}"
+    if not isinstance(values, Mapping) or not values.get("match"):
+        fix = f"+{where}.match=REGEX, such as 'embedding|\\.bias$'"
+        raise UserError(f"{where} does not say which parameters it has", where=f"{where}.match", fix=fix)
+    known = [each.name for each in fields(ParameterGroup) if each.name != "name"]
+    for key, value in values.items():
+        if key not in known:
+            fix = f"{nearest(str(key), known)}; arguments of the optimizer belong in {where}.args"
+            raise UserError(f"{where}.{key} is not a config key", where=f"{where}.{key}", fix=fix)
+        negative = key in ("lr_factor", "weight_decay") and isinstance(value, int | float) and value < 0
+        if not isinstance(value, _TYPES[key]) or negative:
+            kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in _TYPES[key])
+            must = "at least 0" if negative else f"of type {kinds}"
+            raise UserError(f"{where}.{key} is {value!r}, but must be {must}", where=where, fix=f"{where}.{key}=VALUE")
+    try:
+        re.compile(values["match"])
+    except re.error as error:
+        what = f"{where}.match is {values['match']!r}, which is not a regular expression: {error}"
+        raise UserError(what, where=f"{where}.match", fix="a regular expression of Python's module re") from error
+    return ParameterGroup(name, **values)
+
+
+_KEYS = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
+
+
+def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
+    """Checks the optimizers, groups and schedule of a config as far as that is possible without torch.
+
+    Args:
+        in_container: whether the user's code may be installed in a container only, so that its source is not read.
+
+    Raises:
+        UserError: a value is wrong, or the source of the user's code shows that it cannot be used.
+    """
+    groups, schedule = parameter_groups(optim), parse_schedule(optim.schedule)
+    _refuse_given("optim", optim.args, _KEYS)
+    for group in groups:
+        factors = {"lr": f"{group.where}.lr_factor", "weight_decay": f"{group.where}.weight_decay"}
+        _refuse_given(group.where, group.args, factors)
+        if group._target_ is None and group.elementwise is not None:
+            what = f"{group.where}.elementwise is set without {group.where}._target_"
+            raise UserError(what, where=f"{group.where}.elementwise", fix=f"remove {group.where}.elementwise")
+    if optim._target_ is None and optim.name == "custom":
+        fix = "optim._target_=package.module.Name"
+        raise UserError("optim.name is custom, but optim._target_ names no optimizer", where="optim._target_", fix=fix)
+    if optim._target_ is None and (optim.args or optim.elementwise is not None):
+        key = "args" if optim.args else "elementwise"
+        fix = f"optim._target_=package.module.Name, or remove optim.{key}"
+        raise UserError(f"optim.{key} is set without optim._target_", where=f"optim.{key}", fix=fix)
+    if optim._target_ is not None and optim.moments != "fp32":
+        fix = "optim.moments=fp32, or optim._target_=null"
+        raise UserError("optim.moments applies to adamw, not to optim._target_", where="optim.moments", fix=fix)
+    if in_container:
+        return
+    for target in own_targets(optim):
+        assert target.path is not None
+        check_source(target.path, [*target.args], f"{target.where}._target_", f"{target.where}.args")
+    if schedule.is_own:
+        check_source(schedule.name, [*schedule.args], "optim.schedule", "optim.schedule.args")
+
+
+def _refuse_given(where: str, args: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    for name, key in keys.items():
+        if name in args:
+            what = f"{where}.args.{name} is set, but hpc_train passes {name} itself"
+            raise UserError(what, where=f"{where}.args.{name}", fix=f"{key}=VALUE")
+
+
+def check_matches(groups: list[ParameterGroup], names: list[str]) -> None:
+    """
+    Args:
+        names: all trained parameters of the model.
+
+    Raises:
+        UserError: a group has no parameter.
+    """
+    left = names
+    for group in groups:
+        if not any(group.holds(name) for name in left):
+            earlier = " that no earlier group has" if any(group.holds(name) for name in names) else ""
+            raise UserError(
+                f"{group.where}.match is {group.match!r}, which matches no parameter{earlier}",
+                where=f"{group.where}.match",
+                fix=f"a regular expression that is found in some of the names: {shortened(left)}",
+            )
+        left = [name for name in left if not group.holds(name)]
+
+
+SHOWN = 20  # names in a message
+
+
+def shortened(names: list[str]) -> str:
+    """Returns the names once for all layers, such as ``layers.*.norm.weight``."""
+    found = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return ", ".join(found[:SHOWN]) + (f", and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+
+
+def values_per_parameter(optim: OptimConfig) -> float:
+    """Returns the values that the optimizer keeps per parameter; ``describe_values`` says on what that relies."""
+    if optim._target_ is None:
+        return 2.0 if optim.name == "adamw" else float(optim.momentum > 0)
+    if optim.state_per_parameter is not None:
+        return optim.state_per_parameter
+    name = target_of(optim).torch_name
+    return ASSUMED if name is None else (_TORCH | _WHOLE)[name]
+
+
+def held_whole(optim: OptimConfig) -> bool:
+    """Returns whether one of the ranks that share a parameter of no group updates the whole parameter."""
+    return not target_of(optim).elementwise
+
+
+def describe_values(optim: OptimConfig) -> str | None:
+    """Returns what the estimate of memory assumes about an optimizer of the user; None for the built-in ones."""
+    if optim._target_ is None:
+        return None
+    number = values_per_parameter(optim)
+    values = f"{number:g} value{'s' * (number != 1)} of optimizer state per parameter"
+    if optim.state_per_parameter is not None:
+        return f"{values}, from optim.state_per_parameter"
+    if target_of(optim).torch_name is not None:
+        return f"{values}, as {optim._target_} keeps in general"
+    return f"{values}, since {optim._target_} is unknown (optim.state_per_parameter=N states the number)"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The value of ``optim.schedule``: the name of a built-in schedule, or an import path and its arguments."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_own(self) -> bool:
+        return self.name not in SCHEDULES
+
+
+def parse_schedule(value: Any) -> Schedule:
+    """
+    Raises:
+        UserError: ``value`` is neither a built-in schedule nor an import path, alone or with arguments.
+    """
+    where = "optim.schedule"
+    if isinstance(value, str) and (value in SCHEDULES or "." in value):
+        return Schedule(value)
+    if isinstance(value, str):
+        fix = f"{nearest(value, SCHEDULES)}, or the import path of your own: package.module.name"
+        raise UserError(f"{where} is {value!r}", where=where, fix=fix)
+    if isinstance(value, Mapping) and isinstance(value.get("_target_"), str) and "." in value["_target_"]:
+        args, unknown = value.get("args") or {}, set(value) - {"_target_", "args"}
+        if isinstance(args, Mapping) and not unknown:
+            return Schedule(value["_target_"], args)
+    fix = (
+        f"{where}=cosine, {where}=package.module.name, or {where}={{_target_: package.module.name, args: {{N: VALUE}}}}"
+    )
+    raise UserError(f"{where} is {value!r}", where=where, fix=fix)

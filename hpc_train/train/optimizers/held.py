@@ -1,0 +1,248 @@
+"""Pairs each parameter with the tensor that the optimizer of a rank updates.
+
+``LocalShard`` is for optimizers that compute each element alone: each rank updates its shard. ``WholeTensor`` is for
+all others, such as Muon, whose update of an element depends on the whole matrix: one rank of those that share a
+parameter owns it. The owner gathers the gradient, updates the whole parameter and broadcasts it. The state is then
+sharded by parameter instead of by row, has the shapes that the optimizer gives it, and is the same under every layout.
+
+With offload (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840) the tensor is in host memory: gradients are copied to the
+host, and the new values back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+class Held(Protocol):
+    """A parameter, and what the optimizer of this rank updates. All methods but ``as_saved`` may be collective."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter of the engine."""
+
+    @property
+    def local(self) -> nn.Parameter | None:
+        """What the optimizer updates; None if another rank owns the parameter."""
+
+    def refresh(self) -> None:
+        """Updates ``local`` and its gradient before an update."""
+
+    def write_back(self) -> None:
+        """Takes over the updated value of ``local``."""
+
+    def fetch(self) -> None:
+        """Takes over a value that was loaded into the parameter."""
+
+    def as_saved(self, value: Tensor) -> Tensor:
+        """Returns a tensor of the state in the form in which a checkpoint names and shapes it."""
+
+
+def hold(parameters: Mapping[str, nn.Parameter], elementwise: Mapping[str, bool], offload: bool) -> dict[str, Held]:
+    """
+    Args:
+        parameters: the trained parameters of this rank by name.
+        elementwise: whether the optimizer of a parameter computes each element alone.
+        offload: whether what the optimizer updates is in host memory.
+    """
+    owners = _Owners()
+    return {
+        name: local_shard(parameter, offload)
+        if elementwise[name] or not _sharded_dims(parameter)
+        else WholeTensor.of(parameter, owners.next(parameter), offload)
+        for name, parameter in parameters.items()
+    }
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """``local`` is the parameter itself, its local shard, or a copy of it on the host."""
+
+    parameter: nn.Parameter
+    local: nn.Parameter
+    offloaded: bool
+
+    def refresh(self) -> None:
+        """FSDP2 may replace a shard's memory, and makes new gradients."""
+        gradient = None if self.parameter.grad is None else local_part(self.parameter.grad)
+        if self.offloaded:
+            _copy_gradient(self.local, gradient)
+        elif self.local is not self.parameter:
+            self.local.data = local_part(self.parameter)
+            self.local.grad = gradient
+
+    def write_back(self) -> None:
+        if self.offloaded:
+            local_part(self.parameter.detach()).copy_(self.local, non_blocking=True)
+
+    def fetch(self) -> None:
+        if self.offloaded:
+            self.local.data.copy_(local_part(self.parameter.detach()))
+
+    def as_saved(self, value: Tensor) -> Tensor:
+        return like_shard(value, self.parameter)
+
+
+def local_shard(parameter: nn.Parameter, offload: bool) -> LocalShard:
+    local = local_part(parameter.detach())
+    if offload:
+        return LocalShard(parameter, nn.Parameter(_on_host(local).copy_(local)), True)
+    return LocalShard(parameter, nn.Parameter(local) if isinstance(parameter, DTensor) else parameter, False)
+
+
+def _copy_gradient(local: nn.Parameter, gradient: Tensor | None) -> None:
+    """Copies a gradient to the host."""
+    if gradient is None:
+        local.grad = None
+        return
+    if local.grad is None:
+        local.grad = _on_host(gradient)
+    local.grad.copy_(gradient, non_blocking=True)
+
+
+def _on_host(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Returns ``value``, which has the shape of the local shard of ``parameter``, as a tensor sharded like it."""
+    value = value.detach()
+    if not isinstance(parameter, DTensor) or value.ndim == 0:
+        return value
+    # from_local would move a tensor on the host to the mesh's device
+    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+Place = tuple[int, ...]  # one coordinate for each dimension of the mesh over which a parameter is sharded
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """``local`` is the whole parameter on its ``owner`` and None on other ranks."""
+
+    parameter: nn.Parameter
+    owner: Place
+    local: nn.Parameter | None
+    offloaded: bool
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, owner: Place, offload: bool) -> WholeTensor:
+        """Collective over the ranks that share the parameter."""
+        whole = _gathered(parameter.detach(), parameter)
+        if _own_place(parameter) != owner:
+            return cls(parameter, owner, None, offload)
+        return cls(parameter, owner, nn.Parameter(_on_host(whole).copy_(whole) if offload else whole), offload)
+
+    def refresh(self) -> None:
+        gradient = None if self.parameter.grad is None else _gathered(self.parameter.grad, self.parameter)
+        if self.local is None:
+            return
+        if self.offloaded:
+            _copy_gradient(self.local, gradient)
+        else:
+            self.local.grad = gradient
+
+    def write_back(self) -> None:
+        if self.parameter.grad is None:
+            return
+        shard = local_part(self.parameter.detach())
+        if self.local is None:
+            whole = torch.empty(self.parameter.shape, dtype=shard.dtype, device=shard.device)
+        else:
+            whole = self.local.detach().to(shard.device).contiguous()
+        _broadcast(whole, self.parameter, self.owner)
+        shard.copy_(_cut(whole, self.parameter))
+        if self.local is not None and not self.offloaded:
+            self.local.grad = None  # a whole gradient, which would stay in memory until the next step
+
+    def fetch(self) -> None:
+        whole = _gathered(self.parameter.detach(), self.parameter)
+        if self.local is not None:
+            self.local.data.copy_(whole)
+
+    def as_saved(self, value: Tensor) -> Tensor:
+        return value.detach()
+
+
+@dataclass
+class _Owners:
+    """Gives each parameter to the rank that has the fewest elements among those that share it. Every rank agrees."""
+
+    _elements: dict[Place, dict[Place, int]] = field(default_factory=dict)
+
+    def next(self, parameter: nn.Parameter) -> Place:
+        assert isinstance(parameter, DTensor)
+        sizes = tuple(parameter.device_mesh.size(dim) for dim in _sharded_dims(parameter))
+        places = [_unravelled(index, sizes) for index in range(prod(sizes))]
+        elements = self._elements.setdefault(sizes, dict.fromkeys(places, 0))
+        chosen = min(places, key=elements.__getitem__)
+        elements[chosen] += parameter.numel()
+        return chosen
+
+
+def _unravelled(index: int, sizes: Place) -> Place:
+    place = []
+    for size in reversed(sizes):
+        index, rest = divmod(index, size)
+        place.append(rest)
+    return tuple(reversed(place))
+
+
+def _sharded_dims(parameter: Tensor) -> list[int]:
+    """Returns the dimensions of the mesh over which a parameter is sharded; empty if each rank has all of it."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh  # is_shard() is false for a strided shard (ZeRO over tensor parallelism)
+    return [dim for dim, kind in enumerate(parameter.placements) if not kind.is_replicate() and mesh.size(dim) > 1]
+
+
+def _own_place(parameter: nn.Parameter) -> Place:
+    assert isinstance(parameter, DTensor)
+    return tuple(parameter.device_mesh.get_local_rank(dim) for dim in _sharded_dims(parameter))
+
+
+def _gathered(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Returns the whole of a tensor that is sharded like ``parameter``. Collective."""
+    sharded = like_shard(local_part(tensor), parameter)
+    assert isinstance(sharded, DTensor)
+    whole = sharded.full_tensor()
+    return (
+        whole.clone()
+        if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()
+        else whole
+    )
+
+
+def _broadcast(whole: Tensor, parameter: nn.Parameter, owner: Place) -> None:
+    """Sends ``whole`` from its owner to all ranks that share ``parameter``, one dimension of the mesh at a time."""
+    assert isinstance(parameter, DTensor)
+    own, dims = _own_place(parameter), _sharded_dims(parameter)
+    for index in reversed(range(len(dims))):
+        if own[:index] == owner[:index]:
+            group = parameter.device_mesh.get_group(dims[index])
+            dist.broadcast(whole, group=group, group_src=owner[index])
+
+
+def _cut(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Returns this rank's shard of a whole parameter."""
+    assert isinstance(parameter, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, start if length else 0, length)
+    return whole

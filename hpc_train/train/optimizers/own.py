@@ -1,0 +1,272 @@
+"""Builds the optimizers of a user by import path, and keeps their state in the form of a checkpoint.
+
+An optimizer makes its state in its first update, in any form. A load therefore takes the names and shapes from the
+checkpoint and not from the optimizer: before a load, ``OwnState.expect`` allocates what the checkpoint has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.state import TensorShape
+from hpc_train.config.import_path import locate, refuse_unknown
+from hpc_train.errors import UserError
+from hpc_train.plan.optimizers import GIVEN, Target
+from hpc_train.train.optimizers.held import Held, local_part
+from hpc_train.train.optimizers.state import flattened, restored
+
+
+def check_signature(target: Target, of_groups: Collection[str] = ()) -> Callable[..., Any]:
+    """Imports ``target`` and returns it.
+
+    Args:
+        of_groups: the arguments that parameter groups set.
+
+    Raises:
+        UserError: it cannot be imported, or does not take an argument.
+    """
+    assert target.path is not None
+    found = locate(target.path, f"{target.where}._target_")
+    accepts = _accepted(found)
+    if accepts is not None:
+        refuse_unknown(target.path, [*target.args, *of_groups], accepts, f"{target.where}.args")
+    return found
+
+
+def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Calls the class or function of ``target`` with ``groups``.
+
+    Args:
+        groups: torch's parameter groups, each with the key weight_decay.
+        lr: given to ``target`` if its signature has ``lr``; ``weight_decay`` likewise, also in the groups.
+
+    Raises:
+        UserError: it cannot be imported or called, or what it returns cannot be used.
+    """
+    found = check_signature(target, [key for group in groups for key in group if key not in GIVEN])
+    given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if _has(found, name)}
+    if "weight_decay" not in given:
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    try:
+        built = found(groups, **given, **target.args)
+    except Exception as error:
+        raise UserError(
+            f"{target.path} could not be built: {type(error).__name__}: {error}",
+            where=f"{target.where}._target_, {target.where}.args",
+            fix="change the arguments, or give the parameters that it does not support to another optimizer with "
+            "+optim.groups.NAME.match=REGEX +optim.groups.NAME._target_=torch.optim.AdamW",
+        ) from error
+    _check_built(built, target, groups)
+    assert isinstance(built, torch.optim.Optimizer)
+    return built
+
+
+def _accepted(found: Callable[..., Any]) -> list[str] | None:
+    """Returns the keyword arguments that may be set in ``args``; None if any may."""
+    parameters = inspect.signature(found).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return [name for name in list(parameters)[1:] if name not in GIVEN]
+
+
+def _has(found: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(found).parameters
+
+
+def _check_built(built: Any, target: Target, groups: list[dict[str, Any]]) -> None:
+    where = f"{target.where}._target_"
+    if not isinstance(built, torch.optim.Optimizer):
+        raise UserError(
+            f"{target.path} returned {type(built).__name__}, not a torch.optim.Optimizer",
+            where=where,
+            fix="a subclass of torch.optim.Optimizer, or a function that returns one",
+        )
+    closure = inspect.signature(type(built).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{target.path} calls a closure that computes the loss again, which hpc_train does not provide",
+            where=where,
+            fix="an optimizer whose step() needs only the gradients",
+        )
+    taken = {id(parameter) for group in built.param_groups for parameter in group["params"]}
+    if taken != {id(parameter) for group in groups for parameter in group["params"]}:
+        raise UserError(
+            f"the optimizer that {target.path} returned does not have the parameters that it was given",
+            where=where,
+            fix="pass the first argument on to the optimizer",
+        )
+
+
+ROWS, COLUMNS, UPDATES = 6, 4, 3  # the parameter and the updates with which ``check_elementwise`` compares
+
+
+def check_elementwise(target: Target) -> None:
+    """Compares updates of a small matrix with those of its halves, if the config says that this makes no difference.
+
+    Raises:
+        UserError: it does.
+    """
+    if not target.elementwise or target.torch_name is not None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    value = torch.randn(ROWS, COLUMNS, **options)
+    gradients = [torch.randn(ROWS, COLUMNS, **options) for _ in range(UPDATES)]
+    try:
+        whole = _updated(target, value, gradients)
+        above, below = (_updated(target, value[half], [each[half] for each in gradients]) for half in _HALVES)
+    except (ImportError, NotImplementedError, RuntimeError):
+        return  # such as kernels that only a GPU has
+    if not torch.allclose(whole, torch.cat((above, below)), rtol=1e-6, atol=1e-9):
+        raise UserError(
+            f"{target.where}.elementwise is true, but {target.path} updates a matrix differently from its halves",
+            where=f"{target.where}.elementwise",
+            fix=f"{target.where}.elementwise=false, with which one rank updates the whole parameter",
+        )
+
+
+_HALVES = (slice(None, ROWS // 2), slice(ROWS // 2, None))
+
+
+def _updated(target: Target, value: Tensor, gradients: list[Tensor]) -> Tensor:
+    parameter = torch.nn.Parameter(value.clone())
+    optimizer = build(target, [{"params": [parameter], "weight_decay": 0.1}], 0.1, 0.1)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether ``found_inf`` makes it skip an update, as for torch's fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@dataclass
+class OwnState:
+    """Names and loads the state of one optimizer of a user.
+
+    Args:
+        held: the parameters of this rank by name that the optimizer updates; some may belong to other ranks.
+    """
+
+    target: Target
+    optimizer: torch.optim.Optimizer | None
+    held: Mapping[str, Held]
+    _expected: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _numbers: dict[str, Any] | None = field(default=None, init=False)
+
+    def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yields each parameter's name and its state by key, or what the next load writes into."""
+        for name, held in self.held.items():
+            if self._expected:
+                tensors = self._expected.get(name, {})
+            elif self.optimizer is None or held.local is None:
+                continue
+            else:
+                tensors = self._flat(name, held, self.optimizer.state.get(held.local, {}))
+            yield name, {f"{class_name(self.target)}.{key}": tensor for key, tensor in tensors.items()}
+
+    def _flat(self, name: str, held: Held, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        assert held.local is not None
+        found = flattened(state, f"{self.target.where}._target_")
+        shape = held.local.shape
+        for key, tensor in found.items():
+            if self.target.elementwise and tensor.ndim and tensor.shape != shape:
+                raise self._not_elementwise(name, key, tuple(tensor.shape), tuple(shape))
+        return {key: held.as_saved(tensor) for key, tensor in found.items()}
+
+    def _not_elementwise(self, name: str, key: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
+        return UserError(
+            f"{self.target.path} keeps {key} of shape {list(shape)} for {name} of shape {list(wanted)}, so it does not "
+            "compute each element of a parameter alone",
+            where=f"{self.target.where}.elementwise",
+            fix=f"{self.target.where}.elementwise=false, with which one rank updates the whole parameter",
+        )
+
+    def expect(self, stored: Mapping[str, TensorShape]) -> None:
+        """Discards the state, and allocates tensors for what a checkpoint has stored of it on this rank.
+
+        Args:
+            stored: the tensors of this optimizer in a checkpoint by name.
+        """
+        self._expected = {}
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        for full, entry in stored.items():
+            name, key = parameter_name(full, self.target), full.rpartition(".")[2]
+            held = None if name is None else self.held.get(name)
+            if name is not None and held is not None and held.local is not None:
+                self._expected.setdefault(name, {})[key] = self._allocated(name, key, entry, held)
+
+    def _allocated(self, name: str, key: str, entry: TensorShape, held: Held) -> Tensor:
+        assert held.local is not None and self.optimizer is not None
+        if not entry.shape:  # like torch, which keeps the step of an optimizer on the CPU unless a kernel reads it
+            on_device = ":" not in key and (key != "step" or any(map(_on_device, self.optimizer.param_groups)))
+            return torch.zeros((), dtype=entry.dtype, device=held.local.device if on_device else "cpu")
+        shape = entry.shape
+        if self.target.elementwise:
+            if shape != tuple(held.parameter.shape):
+                raise self._not_elementwise(name, key, shape, tuple(held.parameter.shape))
+            shape = tuple(held.local.shape)
+        return held.as_saved(torch.zeros(shape, dtype=entry.dtype, device=held.local.device))
+
+    def loaded(self) -> None:
+        """Makes the state from the values that a load has written."""
+        for name, tensors in self._expected.items():
+            local = self.held[name].local
+            assert self.optimizer is not None and local is not None
+            self.optimizer.state[local] = restored({key: local_part(tensor) for key, tensor in tensors.items()})
+        self._expected = {}
+
+    def before_first_update(self) -> None:
+        assert self.optimizer is not None
+        self._numbers = self._own_numbers()
+
+    def check_first_update(self) -> None:
+        """
+        Raises:
+            UserError: the update has left something that a checkpoint cannot hold.
+        """
+        assert self.optimizer is not None and self._numbers is not None
+        changed = [key for key, value in self._own_numbers().items() if self._numbers.get(key) != value]
+        if changed:
+            raise UserError(
+                f"{self.target.path} keeps {', '.join(changed)} in its parameter groups or in itself, which would be "
+                "lost in a checkpoint and differ between ranks",
+                where=f"{self.target.where}._target_",
+                fix="keep such values in self.state[parameter]",
+            )
+        for _ in self.named():  # raises for a state that cannot be saved
+            pass
+
+    def _own_numbers(self) -> dict[str, Any]:
+        """Returns the numbers of the optimizer that are not in its state."""
+        assert self.optimizer is not None
+        groups = enumerate(self.optimizer.param_groups)
+        found = {f"{key} of group {number}": group[key] for number, group in groups for key in group if key != "lr"}
+        found |= {key: value for key, value in vars(self.optimizer).items() if not key.startswith("_")}
+        return {key: value for key, value in found.items() if isinstance(value, int | float)}
+
+
+def _on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def parameter_name(full: str, target: Target) -> str | None:
+    """Returns NAME if ``full`` is ``optim.NAME.KIND.KEY``, the name in a checkpoint of state of ``target``."""
+    match = re.fullmatch(rf"optim\.(.+)\.{re.escape(class_name(target))}\.[^.]+", full)
+    return None if match is None else match[1]
+
+
+def class_name(target: Target) -> str:
+    """Returns the last part of the import path, which names the state in a checkpoint."""
+    assert target.path is not None
+    return target.path.replace(":", ".").rpartition(".")[2]

@@ -1,0 +1,366 @@
+"""Optimizers of a user under every strategy, compared with one process, and their state in checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.own_optimizer import Lion
+from hpc_train.checkpoint.state import TensorShape, shapes
+from hpc_train.config.schema import OptimConfig
+from hpc_train.errors import UserError
+from hpc_train.models.build import build_model
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelise import materialise
+from hpc_train.plan.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
+from hpc_train.plan.validate import check_savers, check_tried_optimizer
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers import probe
+from hpc_train.train.optimizers.learning_rate import learning_rates
+from hpc_train.train.optimizers.own import check_elementwise
+from tests.checkpoint.progress import LONG
+from tests.checkpoint.training import Training, join_again
+from tests.layouts.cells import Cell
+from tests.layouts.oracle import MAX_NORM, error, global_batch, local_batch, mesh_of, whole
+from tests.ranks import run_on_world
+from tests.train.own_optimizers import Preconditioned
+from tests.train.runs import frozen
+
+OWN, LION = "tests.train.own_optimizers", "examples.own_optimizer.Lion"
+STEPS, LR = 3, 1e-2
+MIXED = OptimConfig(  # an optimizer for each kind of matrix, so that one training shows them all
+    _target_="torch.optim.RMSprop",
+    args={"alpha": 0.9},
+    lr=LR,
+    groups={
+        "muon": {"match": r"wq|wk|ffn\.w1", "_target_": "torch.optim.Muon", "args": {"ns_steps": 3}},
+        "lion": {"match": r"wv|ffn_norm", "_target_": LION, "elementwise": True, "lr_factor": 0.5},
+        "adafactor": {"match": r"wo|attention_norm|head\.norm", "_target_": "torch.optim.Adafactor"},
+        "sides": {"match": r"ffn\.w2", "_target_": f"{OWN}.Preconditioned", "weight_decay": 0.2},
+        "factor": {"match": "stem", "lr_factor": 2.0, "args": {"alpha": 0.5}},
+    },
+)
+
+
+def expected(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    """The optimizer of one parameter, by hand."""
+    decay = 0.1 if parameter.ndim >= 2 else 0.0
+    one = [parameter]
+    if any(part in name for part in ("wq", "wk", "ffn.w1")):
+        return torch.optim.Muon(one, lr=LR, weight_decay=decay, ns_steps=3)
+    if "wv" in name or "ffn_norm" in name:
+        return Lion(one, lr=LR / 2, weight_decay=decay)
+    if "wo" in name or "attention_norm" in name or "head.norm" in name:
+        return torch.optim.Adafactor(one, lr=LR, weight_decay=decay)
+    if "ffn.w2" in name:
+        return Preconditioned(one, lr=LR, weight_decay=0.2)
+    in_stem = "stem" in name
+    return torch.optim.RMSprop(one, 2 * LR if in_stem else LR, 0.5 if in_stem else 0.9, weight_decay=decay)
+
+
+def train_plainly(cell: Cell) -> Mapping[str, Tensor]:
+    config = cell.config()
+    model: Any = build_model(config.model, config.train.seed)
+    materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
+    optimizers = [expected(name, parameter) for name, parameter in model.named_parameters()]
+    for step in range(STEPS):
+        model.zero_grad()
+        inputs, targets = global_batch(cell, step)
+        total, count = model(inputs, {}, targets)
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def compare(rank: int, world_size: int, cells: list[Cell]) -> list[float]:
+    return [compare_one(rank, cell) for cell in cells]
+
+
+def compare_one(rank: int, cell: Cell) -> float:
+    mesh, config = mesh_of(cell, rank), cell.config()
+    engine = build_engine(config, mesh)
+    parameters = engine.named_parameters()
+    optimizer = Optimizer(MIXED, parameters, config.strategy.offload == "optimizer")
+    for step in range(STEPS):
+        engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+        optimizer.step(LR, engine.clip_grad_norm_(MAX_NORM).isfinite())
+    return error({name: whole(value.detach()) for name, value in parameters.items()}, train_plainly(cell))
+
+
+SPLITS: list[dict[str, Any]] = [
+    {"dp": 4, "data_parallel": "ddp"},
+    {"dp": 4, "data_parallel": "zero2", "offload": "optimizer"},
+    {"dp": 4, "data_parallel": "zero3", "shard": 2},
+    {"dp": 2, "pp": 2, "data_parallel": "zero1"},
+    {"dp": 2, "tp": 2, "data_parallel": "zero3"},
+    {"pp": 2, "tp": 2, "offload": "optimizer"},
+]
+MORE: list[dict[str, Any]] = [
+    *({"dp": 4, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero3")),
+    *({"dp": 2, "tp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2")),
+    *({"dp": 2, "pp": 2, "data_parallel": kind} for kind in ("ddp", "zero2", "zero3")),
+]
+
+
+def test_every_optimizer_trains_as_in_one_process_under_every_strategy() -> None:
+    batch, splits = {"micro_batches": 2}, SPLITS + (MORE if LONG else [])
+    cells = [Cell(4, "gpt-tied" if "pp" in split else "gpt", strategy=split, batch=batch) for split in splits]
+    ranks = run_on_world(4, compare, cells)
+    worst = {str(cell): max(errors) for cell, errors in zip(cells, zip(*ranks, strict=True), strict=True)}
+    assert not {cell: error for cell, error in worst.items() if not error < 1e-10}
+    single = [Cell(1, strategy={}), Cell(1, strategy={"offload": "optimizer"})]
+    assert max(run_on_world(1, compare, single)[0]) < 1e-10
+
+
+SAVED = [
+    "+strategy=zero3 strategy.shard=2",
+    "+strategy=hybrid strategy.dp=1 strategy.pp=2 strategy.tp=2",
+    "+strategy=dp",
+]
+
+
+def configured(path: Path, *overrides: str) -> RunDirectory:
+    return frozen(path, *overrides, "precision=fp64", "train.steps=8", "optim.clip_norm=0.05", "model.dropout=0")
+
+
+def go_on(rank: int, world_size: int, paths: list[str]) -> list[float]:
+    """Takes a step under each layout in turn, from the checkpoint of the one before; the last one never stops."""
+    found: list[Mapping[str, Tensor]] = []
+    for number, path in enumerate(paths):
+        training = opened(path, rank, world_size)
+        if number and path != paths[-1]:
+            training.manager.run = RunDirectory(Path(paths[0]))
+            assert training.manager.restore() is not None
+        training.steps(*((0, len(paths) - 1) if path == paths[-1] else (number, number + 1)))
+        training.manager.run = RunDirectory(Path(paths[0]))
+        if path != paths[-1]:
+            training.manager.save(number + 1, {"tokens": 0, "loss_scale": None}, final=True)
+        found = [
+            *found[-1:],
+            {name: whole(value.detach()) for name, value in training.engine.named_parameters().items()},
+        ]
+    return [float((found[0][name] - value).abs().max()) for name, value in found[1].items() if name in found[0]]
+
+
+def opened(path: str, rank: int, world_size: int) -> Training:
+    run = RunDirectory(Path(path))
+    config = replace(load(run), optim=replace(MIXED, schedule="constant", warmup_steps=0))
+    return Training.of(run, config, join_again(config, rank, world_size))
+
+
+def test_a_run_goes_on_under_other_layouts(tmp_path: Path) -> None:
+    paths = [str(configured(tmp_path / str(n), *over.split()).path) for n, over in enumerate([*SAVED, SAVED[2]])]
+    differences = [each for rank in run_on_world(4, go_on, paths) for each in rank]
+    assert differences
+    assert max(differences) < 1e-10
+
+
+MATRICES = {"layers.0.weight": (4, 3), "layers.0.bias": (4,), "norm.weight": (4,)}
+
+
+def small(**settings: Any) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    parameters = {name: nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in MATRICES.items()}
+    return Optimizer(OptimConfig(lr=0.1, **settings), parameters), parameters
+
+
+def update(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], finite: bool = True, lr: float = 0.1) -> None:
+    for parameter in parameters.values():
+        parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel(), dtype=torch.float64).view_as(parameter)
+    optimizer.step(lr, torch.tensor(finite))
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    optimizer, parameters = small(_target_=LION)
+    update(optimizer, parameters, finite=False)
+    assert all((parameter == 1).all() for parameter in parameters.values())
+    assert not any(optimizer.named_state().values())
+
+
+def test_weight_decay_is_that_of_matrices_or_of_the_group() -> None:
+    groups = {"norms": {"match": "norm", "weight_decay": 0.5, "lr_factor": 2.0}}
+    optimizer, parameters = small(_target_=LION, weight_decay=0.2, groups=groups)
+    update(optimizer, parameters)
+    centres = {name: float((value.detach().min() + value.detach().max()) / 2) for name, value in parameters.items()}
+    assert centres == pytest.approx({"layers.0.weight": 0.98, "layers.0.bias": 1.0, "norm.weight": 0.9})
+
+
+def test_groups_of_a_built_in_optimizer() -> None:
+    groups = {"slow": {"match": "bias", "lr_factor": 0.0}, "own": {"match": "norm", "args": {"eps": 1.0}}}
+    optimizer, parameters = small(weight_decay=0.0, groups=groups)
+    plain, others = small(weight_decay=0.0)
+    for _ in range(3):
+        update(optimizer, parameters)
+        update(plain, others)
+    assert (parameters["layers.0.bias"] == 1).all()
+    assert torch.equal(parameters["layers.0.weight"], others["layers.0.weight"])
+    assert not torch.equal(parameters["norm.weight"], others["norm.weight"])
+
+
+def test_a_factory_gets_lr_and_its_own_arguments() -> None:
+    optimizer, parameters = small(_target_=f"{OWN}.lion", args={"beta": 0.5})
+    update(optimizer, parameters, lr=0.25)
+    assert float(parameters["norm.weight"].detach().max()) == 1.25
+
+
+def test_state_keeps_its_names_in_a_checkpoint_and_its_python_values() -> None:
+    optimizer, parameters = small(_target_=f"{OWN}.Preconditioned")
+    update(optimizer, parameters)
+    state = optimizer.named_state()
+    assert [*state["layers.0.weight"]] == [
+        f"Preconditioned.{key}" for key in ("count:int", "unused:none", "sides[0]", "sides[1]")
+    ]
+    assert [*state["norm.weight"]] == [f"Preconditioned.{key}" for key in ("count:int", "unused:none", "sides:list")]
+    stored = shapes(training_names(state)) | {"optim.norm.weight.exp_avg": TensorShape((4,), torch.float64)}
+    other, copies = small(_target_=f"{OWN}.Preconditioned")
+    assert set(other.expect(stored)) == set(training_names(state)), "not the state of AdamW"
+    for name, tensors in other.named_state().items():
+        for key, tensor in tensors.items():
+            tensor.copy_(state[name][key])
+        copies[name].data.copy_(parameters[name])
+    other.loaded()
+    for one, values in ((optimizer, parameters), (other, copies)):
+        update(one, values)
+    assert all(torch.equal(copies[name], parameters[name]) for name in MATRICES)
+
+
+def training_names(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"optim.{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"_target_": f"{OWN}.CountsInGroup"}, "keeps count of group 0, count of group 1"),
+        ({"_target_": f"{OWN}.KeepsText"}, "keeps 'note' for a parameter, which is a str"),
+        ({"_target_": f"{OWN}.NeedsClosure"}, "calls a closure"),
+        ({"_target_": f"{OWN}.not_an_optimizer"}, "returned list, not a torch.optim.Optimizer"),
+        ({"_target_": f"{OWN}.Missing"}, "has no Missing"),
+        ({"_target_": LION, "args": {"beta": 1}}, "Lion has no parameter beta"),
+        ({"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
+        ({"groups": {"a": {"match": "norm", "args": {"beta": 1}}}}, "adamw has no parameter beta"),
+        ({"_target_": f"{OWN}.Preconditioned", "elementwise": True}, "updates a matrix differently from its halves"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value.values())),
+)
+def test_what_cannot_be_used_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        for target in own_targets(OptimConfig(**settings)):
+            check_elementwise(target)
+        update(*small(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"_target_": "nope.Lion"}, "optim._target_"),
+        ({"_target_": f"{OWN}.Lino"}, "optim._target_"),
+        ({"_target_": LION, "args": {"beta": 1}}, "optim.args.beta"),
+        ({"_target_": LION, "args": {"lr": 1}}, "optim.args.lr"),
+        ({"_target_": LION, "moments": "bf16"}, "optim.moments"),
+        ({"name": "custom"}, "optim._target_"),
+        ({"args": {"beta": 1}}, "optim.args"),
+        ({"groups": {"a": {"lr_factor": 1.0}}}, "optim.groups.a.match"),
+        ({"groups": {"a": {"match": "["}}}, "optim.groups.a.match"),
+        ({"groups": {"a": {"match": "b", "lr_factr": 1}}}, "optim.groups.a.lr_factr"),
+        ({"groups": {"a": {"match": "b", "lr_factor": -1}}}, "optim.groups.a"),
+        ({"groups": {"a": {"match": "b", "elementwise": True}}}, "optim.groups.a.elementwise"),
+        ({"schedule": "cosin"}, "optim.schedule"),
+        ({"schedule": f"{OWN}.missing"}, "optim.schedule"),
+        ({"schedule": {"_target_": f"{OWN}.to_zero", "args": {"power": 2}}}, "optim.schedule.args.power"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_found_without_torch(settings: dict[str, Any], where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_optimizers(OptimConfig(**settings))
+    assert caught.value.where == where
+
+
+def test_the_trial_before_a_submission_names_the_parameters() -> None:
+    model = Cell(1).config().model
+    mistaken = {"a": {"match": "norm"}, "b": {"match": r"ffn_norm|\.bias$"}}
+    with pytest.raises(UserError, match=r"which matches no parameter that no earlier group has") as caught:
+        probe.check(model, OptimConfig(groups=mistaken), 10)
+    assert "layers.*.attention.wq.weight" in caught.value.fix
+    with pytest.raises(UserError, match="which is a str"):
+        probe.check(model, OptimConfig(_target_=f"{OWN}.KeepsText"), 10)
+    probe.check(model, MIXED, 10)
+
+
+def test_a_mistake_is_printed_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for module, name in ((OWN, "KeepsText"), ("torch.optim", "RMSprop")):
+        given = {"model": asdict(Cell(1).config().model), "optim": {"_target_": f"{module}.{name}"}, "steps": 3}
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(given)))
+        probe.main()
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["where"] == "optim._target_"
+    assert found[1] == {}
+
+
+@pytest.mark.skipif(not LONG, reason="imports torch in another process, as the commands of docs/howto/optimizer.md do")
+def test_a_login_node_hears_of_a_mistake_from_another_process() -> None:
+    config = replace(Cell(1).config(), optim=OptimConfig(_target_=f"{OWN}.KeepsText"))
+    with pytest.raises(UserError, match="which is a str"):
+        check_tried_optimizer(config)
+
+
+def test_whole_updates_need_parameters_on_the_device() -> None:
+    zero = {"dp": 2, "data_parallel": "zero3", "offload": "all"}
+    cell = Cell(2, strategy=zero)
+    config, layout = cell.config(), cell.layout()
+    for settings in ({"_target_": LION, "elementwise": True}, {"_target_": "torch.optim.RMSprop"}):
+        check_savers(replace(config, optim=OptimConfig(**settings)), layout)
+    with pytest.raises(UserError, match="offload=all cannot gather"):
+        check_savers(replace(config, optim=OptimConfig(_target_=LION)), layout)
+
+
+def rates(total: int, **settings: Any) -> list[float]:
+    rate = learning_rates(OptimConfig(lr=2.0, **settings), 8, total)
+    return [rate(step) for step in range(total)]
+
+
+def test_schedules_of_a_user() -> None:
+    assert rates(4, schedule=f"{OWN}.to_zero") == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    own = {"_target_": "examples.own_optimizer.inverse_square_root", "args": {"warmup": 1}}
+    assert rates(4, schedule=own) == pytest.approx([2.0, 2**0.5, 2 / 3**0.5, 1.0])
+    with pytest.raises(UserError, match=r"returned -1\.0"):
+        rates(1, schedule=f"{OWN}.negative")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_of_torch_goes_on_where_it_was() -> None:
+    schedule = {"_target_": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 2, "gamma": 0.5}}
+    assert rates(5, schedule=schedule) == [2.0, 2.0, 1.0, 1.0, 0.5]
+    resumed = learning_rates(OptimConfig(lr=2.0, schedule=schedule), 8, 5)
+    assert [resumed(4), resumed(2), resumed(3)] == [0.5, 1.0, 1.0], "after a resume, and after a rollback"
+    with pytest.raises(UserError, match="not a scheduler that depends on the step alone"):
+        rates(1, schedule="torch.optim.lr_scheduler.ReduceLROnPlateau")
+
+
+def test_the_estimate_says_what_it_assumes() -> None:
+    def described(**settings: Any) -> tuple[float, str | None]:
+        optim = OptimConfig(**settings)
+        return values_per_parameter(optim), describe_values(optim)
+
+    assert described() == (2.0, None)
+    assert described(_target_="torch.optim.RMSprop")[0] == 1.0
+    assert described(_target_=LION, state_per_parameter=1.0)[0] == 1.0
+    assert described(_target_=LION) == (
+        2.0,
+        f"2 values of optimizer state per parameter, since {LION} is unknown "
+        "(optim.state_per_parameter=N states the number)",
+    )
