@@ -33,13 +33,14 @@ from hpc_train.checkpoint.state import (
     check_match,
     gather_shapes,
     kept_until_update,
+    missing_in,
     model_part,
     optimizer_part,
+    required,
     saved_state,
     shapes,
     stored_shapes,
     training_state,
-    without_compression,
 )
 from hpc_train.checkpoint.store import (
     Checkpoint,
@@ -50,6 +51,7 @@ from hpc_train.checkpoint.store import (
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter, quiet
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
+from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
@@ -74,12 +76,14 @@ class RestoredState:
         step: number of completed optimizer steps.
         extra: the values that were passed to ``save``.
         with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
+        forked: whether the checkpoint is that of the run that this one was forked from.
     """
 
     step: int
     extra: Mapping[str, Any]
     path: Path
     with_optimizer: bool = True
+    forked: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class CheckpointManager:
     _asynchronous: bool = field(init=False)
     _copies: HostCopies = field(init=False)
     _lacked: bool | None = field(default=None, init=False)  # whether host memory was short at the last save
+    _restored: tuple[SafeReader, dict[str, TensorShape]] | None = field(default=None, init=False)
     _group: dist.ProcessGroup = field(init=False)
     _writer: TensorWriter = field(init=False)
     _removals: Removals = field(init=False)
@@ -158,6 +163,7 @@ class CheckpointManager:
         extra: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
         *,
+        tensors: Mapping[str, Tensor] | None = None,
         final: bool = False,
         again: bool = False,
     ) -> None:
@@ -169,6 +175,7 @@ class CheckpointManager:
         Args:
             extra: JSON values, equal on all ranks.
             metrics: results of an evaluation at this step.
+            tensors: tensors of hooks by their names in the checkpoint.
             final: save synchronously, so that the checkpoint is committed on return.
             again: retry a failed save without writing another event about its failure.
 
@@ -179,7 +186,7 @@ class CheckpointManager:
         self.wait()
         if self._saved_step != step:
             began = time.monotonic()
-            state = saved_state(self.engine, self.optimizer, self.mesh)
+            state = saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {})
             snapshot = self._snapshot(step, state) if self._asynchronous and not final else None
             save = _Save(step, extra, metrics or {}, began, state, snapshot, final, again)
             if snapshot is not None:
@@ -293,7 +300,7 @@ class CheckpointManager:
         path = found.checkpoint.path
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
         state = training_state(self.engine, self.optimizer)
-        stored = self._stored_shapes(reader)
+        stored = in_checkpoint = self._stored_shapes(reader)
         wanted = gather_shapes(shapes(state), self.mesh, self._group)
         with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
         if not with_optimizer:
@@ -301,15 +308,29 @@ class CheckpointManager:
             wanted = model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         compression = CompressionLoad(self.engine, stored if with_optimizer else {})
-        check_match(without_compression(stored), wanted, where=str(path))
+        check_match(required(stored), wanted, where=str(path))
         self._load(state | compression.targets, reader)
+        self._restored = reader, in_checkpoint
         compression.finish()
         self.optimizer.loaded()
         if path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
             self._archiver.wake()
-        return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
+        return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer, forked)
+
+    def load_hook(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Loads tensors of a hook by their names from the checkpoint that was restored last. Collective.
+
+        Returns:
+            None, or which tensor of a rank cannot be loaded; then no rank has loaded any.
+        """
+        assert self._restored is not None
+        reader, stored = self._restored
+        missing: str | None = lowest(missing_in(stored, shapes(tensors)), self._group)
+        if missing is None:
+            self._load(tensors, reader)
+        return missing
 
     def roll_back(self, step: int) -> RestoredState | None:
         """Loads the newest valid checkpoint of at most ``step`` steps and sets aside the later ones.
@@ -403,7 +424,7 @@ class CheckpointManager:
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
-        retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
+        retention = Retention(settings.keep, settings.keep_every, best_metric(settings))
         self._whole[committed] = manifest  # each rank has told the size of its files
         self.store.prune(retention, self.events.attempt, self._whole)
 
@@ -448,7 +469,8 @@ class CheckpointManager:
         failure: Exception | None = None
         try:
             with quiet():
-                dcp.load(dict(state), storage_reader=reader, no_dist=True)
+                if state:
+                    dcp.load(dict(state), storage_reader=reader, no_dist=True)
         except Exception as error:
             failure = error
         found = lowest(None if failure is None else f"rank {self.mesh.rank}: {failure}", self._group)

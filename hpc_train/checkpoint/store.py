@@ -31,6 +31,7 @@ from hpc_train.checkpoint.manifest import (
     verify,
     verify_listing,
 )
+from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 
@@ -301,12 +302,12 @@ class Retention:
     Attributes:
         newest: keep this many of the newest, at least one.
         every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
-        best: keep the best by this metric, i.e. the highest accuracy or the lowest of another metric.
+        best: keep the best by this metric.
     """
 
     newest: int = 2
     every: int = 0
-    best: str | None = None
+    best: BestMetric | None = None
 
 
 def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
@@ -324,14 +325,14 @@ def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
     return set(steps) - kept
 
 
-def _best(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
+def _best(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | None:
     if metric is None:
         return None
-    sign = -1.0 if "accuracy" in metric else 1.0
+    sign = -1.0 if metric.highest else 1.0
     found = [
-        (sign * found.metrics[metric], -found.step)
+        (sign * found.metrics[metric.name], -found.step)
         for found in checkpoints
-        if metric in found.metrics and math.isfinite(found.metrics[metric])
+        if metric.name in found.metrics and math.isfinite(found.metrics[metric.name])
     ]
     return -min(found)[1] if found else None
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
+from hpc_train.models.model import Observe
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
@@ -36,6 +37,8 @@ class WrappedModel(nn.Module):
     Raises:
         UserError: ``loss`` is unknown.
     """
+
+    observe: Observe | None = None  # see ``Head``
 
     def __init__(self, module: nn.Module, loss: str) -> None:
         super().__init__()
@@ -84,6 +87,8 @@ class WrappedModel(nn.Module):
             count = total.new_full((), count, dtype=torch.float64)
         if self.training:
             return total, count
+        if self.observe is not None:
+            self.observe(outputs, targets)
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
+from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
 from hpc_train.config.schema import Config, FabricConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
@@ -29,6 +30,7 @@ from hpc_train.config.values import (
     preflight_actions,
 )
 from hpc_train.errors import UserError
+from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
@@ -55,6 +57,8 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     _check_tensor_parallel(config, family, layout.tp)
     _check_pieces(config, layout)
     check_savers(config, layout)
+    check_evaluation(config)
+    check_targets(config, layout)
     check_profiled_steps(config.telemetry.profile, layout.world_size)
     if is_extension(config.model.kind):
         check_built_model(config)

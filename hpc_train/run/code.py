@@ -59,7 +59,8 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data)]
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    for target in {*rows, *(owner._target_ for owner in owners if owner.kind == "custom")}:
+    own = [each._target_ for config in configs for each in (*config.metrics.values(), *config.hooks.values())]
+    for target in {*rows, *own, *(owner._target_ for owner in owners if owner.kind == "custom")}:
         _check_target(target, root, names)
     for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
         _check_target(kind.partition(":")[0], root, names)
