@@ -64,7 +64,8 @@ class HookContext:
     def stop(self, reason: str) -> None:
         """Asks to end the run as done, after a checkpoint. One rank is enough.
 
-        A request in ``evaluation`` ends the run at that step, one in ``step`` after one more step, which is evaluated.
+        A request in ``evaluation`` ends the run at that step. One in ``step`` ends it up to two steps later, since the
+        ranks agree on it while they compute; the last step is evaluated.
         """
         self.request_end(reason)
 

@@ -38,16 +38,19 @@ ALL = (
 
 
 class Recorder(Hook):
-    """Records the events of a run in its state."""
+    """Records the events of a run in its state, and asks for its end on rank 1 after step ``stop_at``."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_at: int | None = None) -> None:
         self.events: list[list[Any]] = []
+        self.stop_at = stop_at
 
     def start(self, context: HookContext) -> None:
         self.events.append(["start", context.step])
 
     def step(self, context: HookContext) -> None:
         self.events.append(["step", context.step])
+        if context.step == self.stop_at and context.rank == 1:
+            context.stop("enough")
 
     def evaluation(self, context: HookContext) -> None:
         assert context.metrics["step"] == context.step
@@ -96,16 +99,19 @@ def test_a_hook_ends_the_run_and_its_state_goes_on_under_another_layout(
     with pytest.raises(UserError, match="no weights of the hook mine; it has those of ema"):
         export(run, None, tmp_path / "no.pt", "pt", None, lambda *_: nullcontext(lambda _: None), "mine")
 
-    frozen(run.path, "+strategy=zero3", *ALL, "hooks.early_stopping.args.patience=3")
+    more = ("hooks.early_stopping.args.patience=9", "+hooks.mine.args.stop_at=7", "train.eval_every=100")
+    frozen(run.path, "+strategy=zero3", *ALL, *more)
     assert run_attempt(run, 2) == [0, 0]
-    assert run.record()["result"]["steps"] == 8, "the counter of early stopping goes on"
+    result = run.record()["result"]
+    assert (result["steps"], result["ended_early"]) == (9, "a hook on another rank asked to end the run")
+    assert "val_loss" in run.read_metrics()[-1], "the last step is evaluated"
     log = (run.path / "logs/rank-0-001.log").read_text()
-    steps = [["step", step] for step in range(1, 9)]
-    events = eval(log.split("recorded after step 8:\n")[1].splitlines()[0])
-    assert [event for event in events if event[0] == "step"] == steps
-    assert events[0] == ["start", 0] and events[-1] == ["checkpoint", 8] and ["start", 6] not in events
+    events = eval(log.split("recorded after step 9:\n")[1].splitlines()[0])
+    assert [event for event in events if event[0] == "step"] == [["step", step] for step in range(1, 10)]
+    assert events[0] == ["start", 0] and events[-1] == ["checkpoint", 9] and ["start", 6] not in events
     assert "has no state" not in log
-    assert choose(run, 8).manifest().extra["ended_early"]["reason"] == run.record()["result"]["ended_early"]
+    state = choose(run, 9).manifest().extra["hooks"]["early_stopping"]
+    assert (state["best_step"], state["without"]) == (2, 3), "early stopping has gone on counting"
 
 
 class Broken(Hook):
