@@ -39,7 +39,7 @@ from hpc_train.train.memory import report_memory
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
-from hpc_train.train.step import Agreement, Control, StepOutcome, TrainStep
+from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 
 OpenFeed = Callable[[int, Skipped], TrainFeed]  # (first step, data to skip) -> feed
 
@@ -157,6 +157,7 @@ class Trainer:
         if not self._has_diverged:  # otherwise keep the last checkpoint from before the divergence
             self._save(final=True)
         self._fail_at_bad_end()
+        self.heartbeat.enter(Phase.STOPPING, self.step)  # an end may take long
         self.hooks.end(self.step)
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
         rates, sha256 = self.meter.read(), self._weights_sha256()
@@ -320,11 +321,9 @@ class Trainer:
         line |= self.meter.read()
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
-            line |= self._evaluate()
-        self.report.line(line, skipped)
-        self.hooks.metrics = line
-        if evaluates:
-            self._after_evaluation()
+            self._evaluate(line, skipped)
+        else:
+            self._report(line, skipped)
         self._bad_end = None
         if step == self._end:
             self._bad_end = self.watch.at_end(step, loss, line["val_loss"], skipped.in_a_row, "loss_scale" in line)
@@ -338,25 +337,26 @@ class Trainer:
                     line, skipped = begun.content()
                     self.report.line(line | self.meter.read(), skipped)
 
-    def _evaluate(self) -> dict[str, float | None]:
-        """Evaluates and returns metrics. A stop request interrupts it, except at the end of the run."""
-        began = time.monotonic()
-        last = self.step == self._end
+    def _report(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
+        self.report.line(line, skipped)
+        self.hooks.metrics = line
+
+    def _evaluate(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
+        """Evaluates, reports ``line`` with the metrics, and calls the hooks, any of which may end the run at this step.
+
+        A stop request interrupts the evaluation, except at the end of the run.
+        """
+        began, last = time.monotonic(), self.step == self._end
         with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
             found = self.evaluation.run(self.engine, None if last else Control(self.mesh), self.stop)
-        if found is not None:
+            line |= (found or {}) | {"eval_s": time.monotonic() - began}
+            self._report(line, skipped)
+            if found is None:
+                return
             self._evaluated = self.step, found
-        return (found or {}) | {"eval_s": time.monotonic() - began}
-
-    def _after_evaluation(self) -> None:
-        """Calls the hooks after an evaluation that was not interrupted; any of them may end the run at this step."""
-        step, found = self._evaluated
-        if step != self.step:
-            return
-        self._save_due |= self.best.improves(found)
-        with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
-            ends = self.hooks.after_evaluation(self.step)
-        self._end = self.step if ends else self._end
+            self._save_due |= self.best.improves(found)
+            if self.hooks.after_evaluation(self.step):
+                self._end = self.step
 
     def _begin_hooks(self) -> None:
         """Starts the hooks with the weights and states of the loaded checkpoint, if any."""
@@ -367,8 +367,8 @@ class Trainer:
         self._keep_artifacts()  # an evaluation may have compiled graphs of its own
         began = time.monotonic()
         self._save_due = False
-        self.hooks.before_save(self.step)
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
+            self.hooks.before_save(self.step)
             extra = {
                 "tokens": self.tokens,
                 "losses": self.watch.state(),
