@@ -17,6 +17,7 @@ from hpc_train.metrics.metric import MetricSums, build_metric
 from hpc_train.metrics.ready import F1, Accuracy, MeanIoU, Perplexity, TopK
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision import parameter_dtype
@@ -68,8 +69,19 @@ def measured(rank: int, world_size: int, cells: list[Cell], metrics: dict[str, T
                 engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, step))
             values = sums.read()
         engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, 0))  # nobody watches
+        check_outputs(cell, engine)
         found.append(values)
     return found
+
+
+def check_outputs(cell: Cell, engine: Engine) -> None:
+    """Compares the outputs that a hook gets with those of one process; a pipeline has none."""
+    inputs = global_batch(cell, 2)[0]
+    if cell.layout().pp > 1:
+        with pytest.raises(UserError, match="no rank holds the whole model"):
+            engine.outputs(inputs)
+        return
+    torch.testing.assert_close(engine.outputs(inputs), whole_outputs(cell)[0], rtol=1e-10, atol=1e-12)
 
 
 def whole_outputs(cell: Cell) -> tuple[Tensor, Tensor]:
