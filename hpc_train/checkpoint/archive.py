@@ -24,6 +24,7 @@ from hpc_train.checkpoint.removals import Kept, Retention, removable
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.cluster.storage import renames_by_copying
+from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -52,7 +53,7 @@ class Archive:
 
     run: RunDirectory
     copy: RunDirectory
-    metric: str | None
+    metric: BestMetric | None
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config) -> Archive | None:
@@ -62,7 +63,7 @@ class Archive:
         if archive is None:
             return None
         name = run.path.relative_to(root) if run.path.is_relative_to(root) else Path(run.path.name)
-        return cls(run, RunDirectory(Path(archive) / name), config.checkpoint.keep_best)
+        return cls(run, RunDirectory(Path(archive) / name), best_metric(config.checkpoint))
 
     @property
     def store(self) -> CheckpointStore:

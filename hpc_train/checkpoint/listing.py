@@ -11,6 +11,7 @@ from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
 from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, sweep_given
 from hpc_train.run.freeze import load
@@ -110,7 +111,7 @@ def choose(run: RunDirectory, step: int | None) -> Checkpoint:
 NEWEST, BEST = "newest", "best"
 
 
-def choose_by_name(run: RunDirectory, name: str, metric: str) -> Checkpoint:
+def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoint:
     """Returns the checkpoint ``newest``, ``best`` or of a step.
 
     Args:
@@ -131,7 +132,7 @@ def choose_by_name(run: RunDirectory, name: str, metric: str) -> Checkpoint:
     step = best_step([Kept(step, manifest.metrics) for step, manifest in manifests.items()], metric)
     if step is None:
         raise UserError(
-            f"no checkpoint of {run.path} has a result for {metric}",
+            f"no checkpoint of {run.path} has a result for {metric.name}",
             where="--checkpoint best",
             fix="--checkpoint newest or a step; train.eval_every=N evaluates during the training",
         )

@@ -23,7 +23,7 @@ from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.checkpoint.removals import Removals
-from hpc_train.checkpoint.restoring import RestoredState, restore
+from hpc_train.checkpoint.restoring import LoadHook, RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     ModelState,
@@ -40,6 +40,7 @@ from hpc_train.checkpoint.store import (
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
+from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.parallel.mesh import Mesh, use_device
@@ -99,6 +100,7 @@ class CheckpointManager:
     _asynchronous: bool = field(init=False)
     _copies: HostCopies = field(init=False)
     _lacked: bool | None = field(default=None, init=False)  # whether host memory was short at the last save
+    _load_hook: LoadHook | None = field(default=None, init=False)
     _group: dist.ProcessGroup = field(init=False)
     _writer: TensorWriter = field(init=False)
     _removals: Removals = field(init=False)
@@ -130,6 +132,7 @@ class CheckpointManager:
         extra: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
         *,
+        tensors: Mapping[str, Tensor] | None = None,
         final: bool = False,
         again: bool = False,
     ) -> None:
@@ -141,6 +144,7 @@ class CheckpointManager:
         Args:
             extra: JSON values, equal on all ranks.
             metrics: results of an evaluation at this step.
+            tensors: tensors of hooks by their names in the checkpoint.
             final: save synchronously, so that the checkpoint is committed on return.
             again: retry a failed save without writing another event about its failure.
 
@@ -151,7 +155,7 @@ class CheckpointManager:
         self.wait()
         if self._saved_step != step:
             began = time.monotonic()
-            state = saved_state(self.engine, self.optimizer, self.mesh)
+            state = saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {})
             snapshot = self._snapshot(step, state) if self._asynchronous and not final else None
             save = _Save(step, extra, metrics or {}, began, state, snapshot, final, again)
             if snapshot is not None:
@@ -262,12 +266,21 @@ class CheckpointManager:
         found, forked = choice.newest()
         if found is None:
             return None
-        restored = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
+        restored, self._load_hook = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
         if restored.path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
             self._archiver.wake()
         return restored
+
+    def load_hook(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Loads tensors of a hook by their names from the checkpoint that was restored last. Collective.
+
+        Returns:
+            None, or which tensor of a rank cannot be loaded; then no rank has loaded any.
+        """
+        assert self._load_hook is not None
+        return self._load_hook(tensors)
 
     def roll_back(self, step: int) -> RestoredState | None:
         """Loads the newest valid checkpoint of at most ``step`` steps and sets aside the later ones.
@@ -361,7 +374,7 @@ class CheckpointManager:
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
-        retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
+        retention = Retention(settings.keep, settings.keep_every, best_metric(settings))
         self._whole[committed] = manifest  # each rank has told the size of its files
         self.store.prune(retention, self.events.attempt, self._whole)
 

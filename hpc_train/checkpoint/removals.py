@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpc_train.config.evaluation import BestMetric
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -30,12 +32,12 @@ class Retention:
     Attributes:
         newest: keep this many of the newest, at least one.
         every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
-        best: keep the best by this metric, i.e. the highest accuracy or the lowest of another metric.
+        best: keep the best by this metric.
     """
 
     newest: int = 2
     every: int = 0
-    best: str | None = None
+    best: BestMetric | None = None
 
 
 def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
@@ -53,15 +55,15 @@ def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
     return set(steps) - kept
 
 
-def best_step(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
+def best_step(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | None:
     """Returns the step with the best ``metric``, the first of equals; None if no checkpoint has it."""
     if metric is None:
         return None
-    sign = -1.0 if "accuracy" in metric else 1.0
+    sign = -1.0 if metric.highest else 1.0
     found = [
-        (sign * found.metrics[metric], -found.step)
+        (sign * found.metrics[metric.name], -found.step)
         for found in checkpoints
-        if metric in found.metrics and math.isfinite(found.metrics[metric])
+        if metric.name in found.metrics and math.isfinite(found.metrics[metric.name])
     ]
     return -min(found)[1] if found else None
 

@@ -5,8 +5,9 @@ An evaluation loads the weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,22 @@ from hpc_train.checkpoint.state import (
     TensorShape,
     check_match,
     gather_shapes,
+    missing_in,
     model_part,
     model_state,
     optimizer_part,
+    required,
     shapes,
     stored_shapes,
     training_state,
-    without_compression,
 )
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import Mesh
+
+LoadHook = Callable[[Mapping[str, Tensor]], str | None]  # see ``CheckpointManager.load_hook``
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,14 @@ class RestoredState:
         step: number of completed optimizer steps.
         extra: the values that were passed to ``save``.
         with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
+        forked: whether the checkpoint is that of the run that this one was forked from.
     """
 
     step: int
     extra: Mapping[str, Any]
     path: Path
     with_optimizer: bool = True
+    forked: bool = False
 
 
 def restore(
@@ -62,8 +68,8 @@ def restore(
     optimizer: OptimizerState,
     mesh: Mesh,
     group: dist.ProcessGroup,
-) -> RestoredState:
-    """Loads the checkpoint ``found``.
+) -> tuple[RestoredState, LoadHook]:
+    """Loads the checkpoint ``found``; also returns how a hook loads its tensors from it.
 
     Args:
         forked: whether it is one of another run, whose optimizer this run need not continue.
@@ -74,7 +80,7 @@ def restore(
     """
     path = found.checkpoint.path
     reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
-    stored = _stored_shapes(reader, group)
+    stored = in_checkpoint = _stored_shapes(reader, group)
     expected = optimizer.expect(stored)
     state = training_state(engine, optimizer)
     wanted = gather_shapes(shapes(state), mesh, group) | expected
@@ -85,11 +91,21 @@ def restore(
         wanted = model_part(wanted)
         state = {name: tensor for name, tensor in state.items() if name in wanted}
     compression = CompressionLoad(engine, stored if with_optimizer else {})
-    check_match(without_compression(stored), wanted, where=str(path))
+    check_match(required(stored), wanted, where=str(path))
     _load(state | compression.targets, reader, group)
     compression.finish()
     optimizer.loaded()
-    return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
+    restored = RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer, forked)
+    return restored, partial(_load_hook, reader, in_checkpoint, group)
+
+
+def _load_hook(
+    reader: SafeReader, stored: Mapping[str, TensorShape], group: dist.ProcessGroup, tensors: Mapping[str, Tensor]
+) -> str | None:
+    missing: str | None = lowest(missing_in(stored, shapes(tensors)), group)
+    if missing is None:
+        _load(tensors, reader, group)
+    return missing
 
 
 def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint) -> Manifest:
@@ -146,7 +162,8 @@ def _load(state: Mapping[str, Tensor], reader: SafeReader, group: dist.ProcessGr
     failure: Exception | None = None
     try:
         with quiet():
-            dcp.load(dict(state), storage_reader=reader, no_dist=True)
+            if state:
+                dcp.load(dict(state), storage_reader=reader, no_dist=True)
     except Exception as error:
         failure = error
     found = lowest(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)

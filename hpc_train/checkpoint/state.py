@@ -6,6 +6,8 @@ canonical name in the unsplit model. A rank holds a part of the names, and of ea
 ``compression.NAME.residual.SLOT`` is the error-feedback residual of one replica for parameter NAME. Only the sum over
 the slots matters: under another layout the old slot s is added to the new slot (s modulo their number), so no gradient
 is lost or counted twice. ``compression.NAME.basis`` is shared by all replicas.
+
+``hooks.HOOK.KEY`` is a tensor of a hook's state.
 """
 
 from __future__ import annotations
@@ -166,6 +168,7 @@ def _problem(kind: str, names: Iterable[str]) -> list[str]:
 
 
 PREFIX = "compression."
+HOOKS = "hooks."
 _SLOT = re.compile(r"(.+)\.(\d+)")
 _Value = TypeVar("_Value")
 
@@ -180,8 +183,19 @@ def compression_state(engine: ModelState) -> dict[str, Tensor]:
     return state
 
 
-def without_compression(stored: Mapping[str, _Value]) -> dict[str, _Value]:
-    return {name: value for name, value in stored.items() if not name.startswith(PREFIX)}
+def required(stored: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Returns what a run with this model and optimizer must load; compression and hooks may have changed."""
+    return {name: value for name, value in stored.items() if not name.startswith((PREFIX, HOOKS))}
+
+
+def missing_in(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape]) -> str | None:
+    """Returns what keeps the tensors ``wanted`` of a hook from being loaded, or None."""
+    for name, shape in wanted.items():
+        if name not in stored:
+            return f"{name} is not in the checkpoint"
+        if not _loads_into(stored[name], shape, converts=True):
+            return f"{name} is {stored[name]} in the checkpoint, {shape} in the run"
+    return None
 
 
 class CompressionLoad:

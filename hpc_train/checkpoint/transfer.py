@@ -33,7 +33,15 @@ POSITIONS = 2048  # assumed longest sequence where the run does not define one; 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
 
 
-def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: str | None, bar: Bar) -> dict[str, Any]:
+def export(
+    run: RunDirectory,
+    step: int | None,
+    to: Path,
+    format: str,
+    dtype: str | None,
+    bar: Bar,
+    weights: str | None = None,
+) -> dict[str, Any]:
     """Verifies every byte of a checkpoint and writes its model to ``to``.
 
     If a live run removes the checkpoint meanwhile, the newest one is exported instead, unless ``step`` names it.
@@ -42,6 +50,7 @@ def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: st
         step: the step of the checkpoint; None selects the newest.
         format: ``hf`` or ``pt``.
         dtype: torch's name for the dtype of the written tensors; None keeps the stored one.
+        weights: the name of a hook whose tensors to write instead of the parameters, such as ema.
 
     Returns:
         A dict of ``step``, ``path`` and ``bytes``, the bytes of the model in the checkpoint.
@@ -55,7 +64,7 @@ def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: st
     for _ in range(TRIES):
         found = choose(run, step)
         try:
-            return _export(found, model, positions, to, format, dtype, bar)
+            return _export(found, model, positions, to, format, dtype, bar, weights)
         except (UserError, BadCheckpoint, CheckpointException, OSError):
             if was_kept(store, found):
                 raise
@@ -68,11 +77,18 @@ def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: st
 
 
 def _export(
-    found: Checkpoint, model: ModelConfig, positions: int, to: Path, format: str, dtype: str | None, bar: Bar
+    found: Checkpoint,
+    model: ModelConfig,
+    positions: int,
+    to: Path,
+    format: str,
+    dtype: str | None,
+    bar: Bar,
+    weights: str | None,
 ) -> dict[str, Any]:
     with bar("verifying", sum(file.stat().st_size for file in found.path.iterdir())) as advance:
         manifest = verified_manifest(found, advance)
-    stored = StoredTensors(found.path, manifest)
+    stored = StoredTensors(found.path, manifest, weights)
     kind = None if dtype is None else getattr(torch, dtype)
     with bar("exporting", export_bytes(stored)) as advance:
         if format == "hf":

@@ -40,6 +40,7 @@ examples:
   python -m hpc_train checkpoint verify outputs/mine
   python -m hpc_train checkpoint export mine --to llama --dtype bfloat16
   python -m hpc_train checkpoint export mine --to mine.pt --format pt
+  python -m hpc_train checkpoint export mine --to ema.pt --format pt --weights ema
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
   python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
@@ -80,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf) or a file (pt)")
     exported.add_argument("--format", choices=["hf", "pt"], default="hf", help="default: %(default)s")
     exported.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
+    exported.add_argument(
+        "--weights", metavar="HOOK", help="export the weights that this hook keeps, such as ema, instead of the model's"
+    )
     imported.add_argument("source", type=Path, metavar="DIR", help="directory with config.json and safetensors files")
     imported.add_argument(
         "--to", required=True, metavar="NAME", help="name of the new run; train with run.name=NAME run.fork=NEW"
@@ -151,9 +155,8 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 def _export(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.transfer import export
 
-    result = export(
-        find_run(options.run, _root(), options.action), options.step, options.to, options.format, options.dtype, _bar
-    )
+    run = find_run(options.run, _root(), options.action)
+    result = export(run, options.step, options.to, options.format, options.dtype, _bar, options.weights)
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
     if options.format == "pt":
         hint = f"torch.load({str(options.to)!r}, mmap=True)"

@@ -11,6 +11,7 @@ from typing import Any
 from hpc_train.bench.measuring import run_benchmark
 from hpc_train.checkpoint.listing import NEWEST, choose_by_name, find_run
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
+from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.evaluate.config import evaluation_config
@@ -21,6 +22,7 @@ from hpc_train.plan.validate import validate
 from hpc_train.run.code import frozen_code
 from hpc_train.run.freeze import load
 
+LOWEST_LOSS = BestMetric("val_loss", highest=False)
 ENTRY = "hpc_train.evaluate.worker:evaluate_checkpoint"
 _EPILOG = """\
 examples:
@@ -39,7 +41,7 @@ def main(arguments: list[str]) -> int:
     run = find_run(options.run, Path(default_root()), "verify")
     of_run = load(run)
     config = evaluation_config(of_run, rest)
-    found = choose_by_name(run, options.checkpoint, of_run.checkpoint.keep_best or "val_loss")
+    found = choose_by_name(run, options.checkpoint, best_metric(of_run.checkpoint) or LOWEST_LOSS)
     if options.submit:
         words = ["evaluate", *without_submission(arguments)]
         return follow(submit(words, of_run, run.logs / "slurm", [*_gpus(of_run), *shlex.split(options.sbatch)]))

@@ -45,6 +45,8 @@ def _headline(found: Diagnosis) -> str:
     head = f"{shown(Path(found.run))}: {found.state}"
     if found.waiting is not None or _ended_badly(found) or found.state == TO_BE_REQUEUED:
         return head
+    if found.ended_early is not None and found.cause is None:
+        return f"{head}; ended early by a hook: {found.ended_early}"
     return f"{head}; nothing failed" if found.cause is None else f"{head}; it recovered from the failure below"
 
 

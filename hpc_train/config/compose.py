@@ -34,7 +34,7 @@ from hpc_train.config.extensions import (
     location,
 )
 from hpc_train.config.run_path import default_root, run_directory
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.config.values import command_words, for_debugging
@@ -138,7 +138,29 @@ def _to_object(values: dict[str, Any]) -> Config:
     if set(values) != set(schema):
         OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
     kinds = values["model"]["kind"], values["data"]["kind"]
-    return Config(**{name: deepcopy(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()})
+    config = Config(**{name: deepcopy(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()})
+    config.metrics, config.hooks = _targets("metrics", config.metrics), _targets("hooks", config.hooks)
+    return config
+
+
+def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of ``metrics`` or ``hooks`` as ``TargetConfig``."""
+    found = {}
+    for name, value in named.items():
+        where = f"{group}.{name}"
+        if not str(name).isidentifier():
+            raise UserError(f"{name!r} is not a name", where=where, fix="use letters, digits and underscores")
+        if not isinstance(value, dict) or not isinstance(value.get("_target_"), str):
+            fix = f"+{where}._target_=package.module.Name, or +{group}=NAME for a built-in one"
+            raise UserError(f"{where} has no _target_", where=where, fix=fix)
+        unknown = [key for key in value if key not in ("_target_", "args")]
+        if unknown:
+            what = f"{where}.{unknown[0]} is not a config key; the arguments of {value['_target_']} are below args"
+            raise UserError(what, where=where, fix=f"+{where}.args.{unknown[0]}=VALUE")
+        if not isinstance(value.get("args", {}), dict):
+            raise UserError(f"{where}.args is not a table", where=where, fix=f"+{where}.args.NAME=VALUE")
+        found[str(name)] = TargetConfig(**value)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -11,14 +11,14 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, nearest
 
 _FORBIDDEN = "torch"
 
@@ -184,6 +184,61 @@ def methods_of(found: ast.stmt | None) -> set[str] | None:
     if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
         return None
     return set().union(*(_bound(statement) for statement in found.body)) | {"__class__"}
+
+
+def check_target(path: str, args: Mapping[str, Any], where: str) -> None:
+    """Checks the source of the class or function that the dotted ``path`` names, without importing it.
+
+    Raises:
+        UserError: there is no such module, its file does not define the name, or the constructor of the class does not
+            take ``args``. What a module defines dynamically is not checked.
+    """
+    parts = path.split(".")
+    cut = next((cut for cut in range(len(parts) - 1, 0, -1) if module_spec(".".join(parts[:cut])) is not None), 0)
+    if cut == 0:
+        raise UserError(
+            f"{path!r} cannot be imported: there is no module {'.'.join(parts[:-1]) or path}",
+            where=f"{where}._target_",
+            fix="package.module.Name, importable where the workers run (installed, or in the directory of the call)",
+        )
+    spec = module_spec(".".join(parts[:cut]))
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    found = definition_in(tree, parts[cut])
+    if found is None:
+        if not _may_define(tree, parts[cut]):
+            fix = f"{'.'.join(parts[:cut])}.NAME, where NAME is defined there"
+            raise UserError(f"{spec.origin} defines no {parts[cut]}", where=f"{where}._target_", fix=fix)
+        return
+    signature = signature_of(found) if cut == len(parts) - 1 and isinstance(found, ast.ClassDef) else None
+    if signature is not None:
+        _check_arguments(path, signature[0], args, where)
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Returns whether a block such as ``try`` or ``if`` defines ``name``, or the module computes its attributes."""
+    nested = [node for node in tree.body if isinstance(node, ast.If | ast.Try | ast.With)]
+    inner = [each for node in nested for each in ast.walk(node) if isinstance(each, ast.stmt)]
+    return any(name in _bound(each) for each in inner) or definition_in(tree, "__getattr__") is not None
+
+
+def _check_arguments(path: str, parameters: ast.arguments, args: Mapping[str, Any], where: str) -> None:
+    """Raises UserError if a constructor with ``parameters`` (including self) cannot be called with ``args``."""
+    positional = [each.arg for each in (*parameters.posonlyargs, *parameters.args)][1:]
+    names = [*positional, *(each.arg for each in parameters.kwonlyargs)]
+    unknown = [] if parameters.kwarg is not None else [name for name in args if name not in names]
+    if unknown:
+        fix = nearest(unknown[0], names) if names else "remove it, since there are no arguments"
+        raise UserError(f"{path} has no argument {unknown[0]}", where=f"{where}.args.{unknown[0]}", fix=fix)
+    required = positional[: len(positional) - len(parameters.defaults)]
+    required += [
+        each.arg for each, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None
+    ]
+    missing = [name for name in required if name not in args]
+    if missing:
+        fix = " ".join(f"+{where}.args.{name}=VALUE" for name in missing)
+        raise UserError(f"{path} needs the argument {', '.join(missing)}", where=f"{where}.args", fix=fix)
 
 
 def module_spec(name: str) -> ModuleSpec | None:

@@ -192,7 +192,7 @@ class FileEncoder(Encoder):
     """Encodes with a tokenizer file; the separator is ``eos`` or the first known token of ``SEPARATORS``."""
 
     def __init__(self, path: str, eos: str | None) -> None:
-        self._tokenizer = _load(path)
+        self._tokenizer = open_tokenizer(path)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos is not None and eos not in vocabulary:
             raise UserError(f"{path} has no token {eos!r}", where="--eos", fix="name a token of the tokenizer")
@@ -227,7 +227,8 @@ def fingerprint(tokenizer: str) -> str:
     return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
 
 
-def _load(path: str) -> Any:
+def open_tokenizer(path: str) -> Any:
+    """Returns the ``tokenizers.Tokenizer`` of a ``tokenizer.json``; raises UserError if it cannot be loaded."""
     if not Path(path).is_file():
         raise UserError(f"{path} is not a file", where="--tokenizer", fix="name a tokenizer.json, or use bytes")
     try:

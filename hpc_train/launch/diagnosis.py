@@ -19,6 +19,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Exit, Failure
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.slurm.client import query
+from hpc_train.telemetry.progress import ended_early
 
 Event = dict[str, Any]
 
@@ -95,7 +96,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first."""
+    """The result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first.
+
+    ``ended_early`` is why a hook has ended the run before its last step.
+    """
 
     run: str
     job_id: str | None
@@ -111,6 +115,7 @@ class Diagnosis:
     excluded_nodes: tuple[ExcludedNode, ...]
     advice: tuple[str, ...]
     ledger: Account
+    ended_early: str | None = None
 
 
 def diagnose(found: RunHandle) -> Diagnosis:
@@ -138,6 +143,7 @@ def diagnose(found: RunHandle) -> Diagnosis:
         excluded_nodes=tuple(excluded_nodes(found.run, found.config.elastic.exclude_hours)),
         advice=tuple(_advice(view, cause, facts, found.run)),
         ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
+        ended_early=ended_early(found.run),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,17 @@ class FlopTerms:
     embedding: float
 
 
+Observe = Callable[[Any, Tensor], None]  # (outputs, targets)
+
+
 class Head(nn.Module):
-    """Implements the last part of a model, which computes the loss from hidden states."""
+    """Implements the last part of a model, which computes the loss from hidden states.
+
+    Attributes:
+        observe: called with the outputs and targets of each micro-batch in an evaluation with metrics.
+    """
+
+    observe: Observe | None = None
 
     @property
     def own_count(self) -> bool:
@@ -59,8 +68,10 @@ class Head(nn.Module):
         return None
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the results of ``loss`` and ``correct``; a head with large logits overrides it to compute them
-        once."""
+        """Returns the results of ``loss`` and ``correct``, and calls ``observe``; a head with large logits overrides it
+        to compute them once."""
+        if self.observe is not None:
+            self.observe(self(hidden), targets)
         return (*call_loss(self.loss, False, hidden, targets, alone), self.correct(hidden, targets))
 
 

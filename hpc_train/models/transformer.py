@@ -139,7 +139,11 @@ class CrossEntropyHead(Head):
         return torch.stack([count_correct(self(part), wanted) for part, wanted in self._cut(hidden, targets)]).sum()
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._has_own_loss:  # ``correct`` counts targets, and such a loss may count something else
+        if self._has_own_loss:
+            if self.observe is not None:
+                for part, wanted in self._cut(hidden, targets):
+                    self.observe(self(part), wanted)
+            # ``correct`` counts targets, and such a loss may count something else
             overrides = type(self).correct is not CrossEntropyHead.correct
             own = call_loss(self.loss, False, hidden, targets, alone)
             return (*own, self.correct(hidden, targets) if overrides else None)
@@ -152,6 +156,8 @@ class CrossEntropyHead(Head):
 
     def _evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self(hidden)
+        if self.observe is not None:
+            self.observe(logits, targets)
         return (*cross_entropy(logits, targets), count_correct(logits, targets))
 
     def _cut(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
+from hpc_train.models.model import Observe
 from hpc_train.models.own_loss import Gather, Loss, alone, call_loss, mixes_samples
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error
 
@@ -40,6 +41,7 @@ class WrappedModel(nn.Module):
     """
 
     gather: Gather = staticmethod(alone)
+    observe: Observe | None = None  # see ``Head``
 
     def __init__(self, module: nn.Module, loss: str) -> None:
         super().__init__()
@@ -92,6 +94,8 @@ class WrappedModel(nn.Module):
         total, count = call_loss(self.loss, self.mixes_samples, outputs, targets, self.gather)
         if self.training:
             return total, count
+        if self.observe is not None:
+            self.observe(outputs, targets)
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
 
 

@@ -88,6 +88,13 @@ class Engine(Protocol):
     def eval_step(self, batch: StepBatch) -> StepResult:
         """Runs the forward pass in evaluation mode without gradients; works with every strategy."""
 
+    def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Returns the outputs of the whole model for ``inputs`` in evaluation mode. Collective.
+
+        Raises:
+            UserError: the model is split into pipeline stages.
+        """
+
     def reduce(self, result: StepResult) -> StepNumbers:
         """Returns the same numbers on every rank. Collective; call it at log steps only, since the host waits here."""
 
@@ -162,6 +169,9 @@ class WrappedEngine:
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         return self._engine.eval_step(batch)
+
+    def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
+        return self._engine.outputs(inputs, context)
 
     def reduce(self, result: StepResult) -> StepNumbers:
         return self._engine.reduce(result)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
 from hpc_train.models.parts import check_hidden_shape
@@ -175,6 +176,14 @@ class PipelineEngine:
         correct = [right for _, _, right in sums if right is not None]
         result = self._result([total for total, _, _ in sums], [count for _, count, _ in sums])
         return StepResult(result.loss_sum, result.target_count, torch.stack(correct).sum() if correct else None)
+
+    def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
+        """See ``Engine.outputs``."""
+        raise UserError(
+            "no rank holds the whole model, so its outputs cannot be computed outside of a step",
+            where="strategy.pp",
+            fix="use a strategy without stages, such as zero3 or tp",
+        )
 
     def reduce(self, result: StepResult) -> StepNumbers:
         return reduce_result(result, self._mesh)

@@ -100,6 +100,18 @@ class ReplicaEngine:
         right = correct[0] if correct and correct[0][0] is not None else None
         return StepResult(_total(loss_sum), _total(count), None if right is None else _total(right))
 
+    def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
+        """See ``Engine.outputs``."""
+        if isinstance(self._model, Model):
+            check_sequence(self._model, inputs)
+        was_training = self._model.training
+        self._model.eval()
+        with torch.no_grad(), autocast(self._precision, self._mesh.device):
+            found: Tensor = self._model(inputs, context or {})
+        self._replicas.evaluated()
+        self._model.train(was_training)
+        return found
+
     def reduce(self, result: StepResult) -> StepNumbers:
         return reduce_result(result, self._mesh)
 

@@ -36,13 +36,17 @@ def reference() -> str:
     parts = [INTRODUCTION]
     for group in fields(Config):
         parts.append(f"## {group.name}\n")
+        known = info(group)
         files = sorted(path.stem for path in (config_directory() / group.name).glob("*.yaml"))
-        if files != ["default"]:
-            parts.append(f"Files: {', '.join(f'`{group.name}={file}`' for file in files)}\n")
+        if files and files != ["default"]:
+            plus = "+" if known is not None else ""
+            parts.append(f"Files: {', '.join(f'`{plus}{group.name}={file}`' for file in files)}\n")
         if group.name == "model":
             parts += [_section(f"model.kind={kind}", load_family(kind).schema, "model") for kind in FAMILIES]
         elif group.name == "data":
             parts += [_section(f"data.kind={kind}", load_source(kind).schema, "data") for kind in SOURCES]
+        elif known is not None:
+            parts.append(f"{known.meaning}\n")
         else:
             assert callable(group.default_factory)
             parts.append(_table(type(group.default_factory()), group.name))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.description_file import check_keywords
+from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
@@ -32,6 +33,7 @@ from hpc_train.config.values import (
     runs_own_code,
 )
 from hpc_train.errors import UserError
+from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
 from hpc_train.plan.optimizers import check_optimizers, own_code, own_targets
@@ -67,6 +69,8 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     _check_tensor_parallel(config, family, layout.tp)
     _check_pieces(config, layout)
     check_savers(config, layout)
+    check_evaluation(config)
+    check_targets(config, layout)
     check_profiled_steps(config.telemetry.profile, layout.world_size)
     if is_extension(config.model.kind):
         check_built_model(config)

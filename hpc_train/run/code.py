@@ -62,6 +62,7 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     owners = [owner for each in configs for owner in (each.model, each.data)]
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
     own = [path for each in configs for path in own_code(each.optim)]
+    own += [each._target_ for config in configs for each in (*config.metrics.values(), *config.hooks.values())]
     for target in {*rows, *own, *(name for owner in owners for name in _own_names(owner))}:
         _check_target(target, root, names)
     for entry in {each.run.entry for each in configs if each.run.entry is not None}:

@@ -46,6 +46,7 @@ EVENTS = (
     "requeued_by_slurm",  # requeued by a person or by Slurm itself
     "training_finished",  # by rank 0, with the time ledger; the agent then writes finished or stopped
     "training_stopped",
+    "ended_early",  # by a hook, before the last step
     "finished",
     "stopped",
     "failed",

@@ -6,6 +6,7 @@ fails, hangs or is not installed, training continues and reports that once.
 
 from __future__ import annotations
 
+import html
 import math
 import netrc
 import os
@@ -37,6 +38,9 @@ class Sink(Protocol):
     def log(self, line: Line) -> None:
         """Logs one line; must neither raise nor block."""
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Logs text of a hook; must neither raise nor block."""
+
 
 class MetricsLog:
     """Writes ``metrics/attempt-NNN.jsonl`` of one attempt, on rank 0 only.
@@ -45,10 +49,11 @@ class MetricsLog:
     loss (mean over the targets of this step's global batch), lr, grad_norm (before clipping), samples and tokens (since
     step 0; tokens are targets that count). These values cover the time since the previous line: step_s (seconds per
     step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked training). Evaluations add val_loss,
-    val_accuracy and eval_s. If known, there are also mfu, hfu, loss_scale, and the values that ``over_ranks`` in
-    ``measure/stragglers.py`` describes: data_wait_share, comm_share, bubble_share, host_share, compute_imbalance,
-    arrival_skew_s, peak_memory_bytes, memory_imbalance, gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes and
-    net_rx_bytes. A number that is not finite is written as null.
+    val_accuracy, val_NAME of each metric, val_SET_loss and so on of further evaluation sets, and eval_s. If known,
+    there are also mfu, hfu, loss_scale, and the values that ``over_ranks`` in ``measure/stragglers.py`` describes:
+    data_wait_share, comm_share, bubble_share, host_share, compute_imbalance, arrival_skew_s, peak_memory_bytes,
+    memory_imbalance, gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes and net_rx_bytes. A number that is not finite
+    is written as null.
     """
 
     def __init__(
@@ -64,6 +69,11 @@ class MetricsLog:
         self._writer.append(self._path, plain)
         for sink in self._sinks:
             sink.log(plain)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Sends text to W&B and TensorBoard."""
+        for sink in self._sinks:
+            sink.text(step, name, text)
 
     def close(self) -> None:
         """Waits a few seconds for lines that the file system does not accept."""
@@ -105,6 +115,10 @@ class TensorBoard:
             for key, value in line.items():
                 if key not in HEAD and isinstance(value, int | float):
                     self._writer.add_scalar(key, value, global_step=line["step"], walltime=line["time"])
+
+    def text(self, step: int, name: str, text: str) -> None:
+        with self._failures_reported():
+            self._writer.add_text(name, f"```\n{text}\n```", global_step=step)
 
     def close(self) -> None:
         with self._failures_reported():
@@ -173,6 +187,9 @@ class WandbRun:
         except queue.Full:
             self._give_up(f"{QUEUED_LINES} lines are waiting to be sent")
 
+    def text(self, step: int, name: str, text: str) -> None:
+        self.log({"step": step, name: text})
+
     def finish(self, checkpoint: Path | None = None) -> None:
         """Sends the remaining lines and ends the W&B run, in bounded time.
 
@@ -223,7 +240,7 @@ class WandbRun:
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         while (line := self._queue.get()) is not None:
-            run.log(line)
+            run.log({key: _as_html(value) if isinstance(value, str) else value for key, value in line.items()})
         if self._checkpoint is not None:
             artifact = wandb.Artifact(f"checkpoint-{identity.run_id}", type="model")
             artifact.add_dir(str(self._checkpoint))
@@ -234,6 +251,13 @@ class WandbRun:
         if not self._inactive:
             self._inactive = True
             print(f"W&B: {reason}; continuing without it, the metrics are in {self._identity.directory}/metrics")
+
+
+def _as_html(text: str) -> Any:
+    """Returns text in the form that W&B shows with its line breaks."""
+    import wandb
+
+    return wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
 
 def _loses_attempts(version: str) -> str | None:

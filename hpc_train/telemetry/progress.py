@@ -152,6 +152,12 @@ def is_done(run: RunDirectory) -> bool:
 NEXT = "+strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
 
 
+def ended_early(run: RunDirectory) -> str | None:
+    """Returns why a hook has ended the run before its last step; None if none has."""
+    reason: str | None = run.record().get("result", {}).get("ended_early")
+    return reason if is_done(run) else None
+
+
 def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     """Returns the result of a finished run and suggestions for the next commands.
 
@@ -164,6 +170,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     losses = [f"training loss {metrics[0]['loss']:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
     losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
     losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
+    reason = result.get("ended_early")
     speed = f", {result['tokens_per_s']:,.0f} tokens/s" if result.get("tokens_per_s") is not None else ""
     chart = loss_chart(metrics)
     spent = read_ledger(run).total
@@ -172,6 +179,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     command = resume_command or f"python -m hpc_train (the overrides of {run.config}) {name}"
     lines = [
         "; ".join(filter(None, [f"done: {result.get('steps', 0)} steps{speed}", ", ".join(filter(None, losses))])),
+        *([f"ended early:     {reason}"] if reason else []),
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
         *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
         *([f"warning:         {record['loss_warning']}"] if "loss_warning" in record else []),

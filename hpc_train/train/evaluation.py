@@ -1,17 +1,47 @@
-"""Evaluates the model on a validation set: exact means over all samples, however they are divided among ranks."""
+"""Evaluates the model on one or several sets: exact means over all samples, however they are divided among ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hpc_train.config.evaluation import metric_name
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import LocalBatch
+from hpc_train.metrics.metric import MetricSums
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.step import Control
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Holds what an evaluation computes.
+
+    Attributes:
+        feeds: the data of each set by its name; ``MAIN`` is the validation split of ``data``.
+    """
+
+    feeds: Mapping[str, Iterable[LocalBatch]]
+    metrics: MetricSums
+
+    def run(
+        self, engine: Engine, control: Control | None = None, stop: StopFlag | None = None
+    ) -> dict[str, float | None] | None:
+        """Returns the loss, the accuracy (None if the model counts none) and the metrics of each set, by their keys in
+        a line of metrics; None if a stop request interrupted it. Collective; see ``evaluate``."""
+        values: dict[str, float | None] = {}
+        for name, feed in self.feeds.items():
+            with self.metrics.watching(engine.parts):
+                found = evaluate(engine, feed, control, stop)
+            if found is None:
+                return None
+            measured = {"loss": found.loss, "accuracy": found.accuracy, **self.metrics.read()}
+            values |= {metric_name(name, metric): value for metric, value in measured.items()}
+        return values
 
 
 def evaluate(
@@ -38,7 +68,7 @@ def evaluate(
         if control is not None and control.read().stop:
             return None
     if total is None:
-        raise ValueError("the validation set has no batches")
+        raise ValueError("the evaluation set has no batches")
     return engine.reduce(total)
 
 

@@ -14,12 +14,15 @@ import torch
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import without_secrets
+from hpc_train.data.feed import LocalBatch
 from hpc_train.data.mixture import SourceSeen
 from hpc_train.data.sampler import Skipped
 from hpc_train.measure.suggestions import AdviceWatch
+from hpc_train.models.attention import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
@@ -29,7 +32,8 @@ from hpc_train.train.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 from hpc_train.units import format_duration
 
-RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens", "mfu", "hfu")
+RESULT = ("loss", "samples", "tokens", "mfu", "hfu")
+EVALUATED = "val_"  # begins the names of the metrics of evaluations
 
 
 @dataclass
@@ -104,6 +108,12 @@ class Report:
         path = str(self.run.checkpoints)
         self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Prints text of a hook and sends it to W&B and TensorBoard."""
+        if self.metrics is not None:
+            print(f"{name} after step {step}:\n{text}")
+            self.metrics.text(step, name, text)
+
     def stream_ended(self, step: int) -> None:
         """Reports that step ``step`` is the last one, because the stream has no more items."""
         if self.metrics is not None:
@@ -121,11 +131,19 @@ class Report:
         sources = {name: asdict(one) for name, one in seen.items()}
         self.events.record(self.run, data_seen={"step": step, "sources": sources})
 
-    def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
-        """Reports that the run is complete; writes its result if it was killed after the last save and before that."""
+    def nothing_to_do(self, step: int, weights_sha256: str | None, ended_early: str | None) -> None:
+        """Reports that the run is complete; writes its result if it was killed after the last save and before that.
+
+        Args:
+            ended_early: why a hook has ended the run before its last step; None if it has not.
+        """
         if self.metrics is None:
             return
-        print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
+        if ended_early is None:
+            print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
+        else:
+            print(f"the run has ended at step {step} of {self.total_steps}: {ended_early}; change the hook to continue")
+            self.events.record(self.run, total_steps=step)
         if self.run.record().get("result", {}).get("steps") != step:
             last = [line for line in self.run.read_metrics() if line["step"] <= step][-1:]
             self.events.record(self.run, result=self._result(step, last[0] if last else {}, weights_sha256))
@@ -142,19 +160,31 @@ class Report:
             self._close("training_stopped", step, {}, rates)
 
     def finished(
-        self, step: int, tokens_per_s: float, rates: dict[str, float], weights_sha256: str | None, memory: MemoryReport
+        self,
+        step: int,
+        tokens_per_s: float,
+        rates: dict[str, float],
+        weights_sha256: str | None,
+        memory: MemoryReport,
+        ended_early: str | None,
     ) -> None:
         """Writes the result to the log and to ``run.json``.
 
         Args:
             tokens_per_s: the mean of this attempt.
             rates: the meter's values since the last line of metrics.
+            ended_early: why a hook has ended the run before its last step; None if it has not.
         """
         if self.metrics is None:
             return
+        if ended_early is not None:
+            print(f"ended at step {step} of {self.total_steps}: {ended_early}")
+            self.events.write("ended_early", step=step, reason=ended_early)
+            self.events.record(self.run, total_steps=step)  # the run is complete
         result = self._result(step, self._last, weights_sha256)
         result["seconds"] = round(time.monotonic() - self._began, 3)  # since the first batch of this attempt
         result["tokens_per_s"] = tokens_per_s
+        result |= {} if ended_early is None else {"ended_early": ended_early}
         self.events.record(self.run, result=result, memory=memory.as_json())
         print(memory)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
@@ -163,7 +193,8 @@ class Report:
     def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
         """Returns the result of the run; ``last`` is the last line of metrics."""
         result = {"steps": step, "attempt": self.events.attempt}
-        result |= {key: finite_or_none(last[key]) for key in RESULT if last.get(key) is not None}
+        kept = (key for key in last if (key in RESULT or key.startswith(EVALUATED)) and last[key] is not None)
+        result |= {key: finite_or_none(last[key]) for key in kept}
         return result if weights_sha256 is None else result | {"weights_sha256": weights_sha256}
 
     def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
@@ -245,3 +276,14 @@ def weights_sha256(engine: Engine) -> str:
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def name_attention(config: Config, mesh: Mesh, engine: Engine, batch: LocalBatch) -> None:
+    """Prints on rank 0 which implementation computes the attention."""
+    if mesh.rank != 0:
+        return
+    precision = config.precision.name
+    dtype = compute_dtype(precision) or parameter_dtype(precision)
+    choice = attention_backend(engine.parts, batch.micro_batches[0], dtype, mesh.device)
+    if choice is not None:
+        print(f"attention: {choice}")

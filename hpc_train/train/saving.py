@@ -13,11 +13,12 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hpc_train.checkpoint.space import LEAVING_S
 from hpc_train.checkpoint.writer import SaveFailed
+from hpc_train.config.evaluation import BestMetric
 from hpc_train.config.values import SaveEvery
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
@@ -101,6 +102,29 @@ class SaveSchedule:
                 f"and {self.failures_per_gpu_hour:.2g} failures per GPU-hour on {self.gpus} GPUs",
                 flush=True,
             )
+
+
+@dataclass
+class BestSoFar:
+    """Tells at which evaluations to save a checkpoint, because they are better than all before.
+
+    Attributes:
+        value: the best value so far.
+    """
+
+    metric: BestMetric | None
+    value: float | None = None
+
+    def improves(self, found: Mapping[str, float | None]) -> bool:
+        """Returns whether the evaluation ``found`` is the best so far, and records it."""
+        value = None if self.metric is None else found.get(self.metric.name)
+        if self.metric is None or value is None or not self.metric.is_better(value, self.value):
+            return False
+        self.value = value
+        return True
+
+    def load_state(self, value: float | None) -> None:
+        self.value = value
 
 
 # A full disk may be cleaned, a server may recover, a file system may be mounted again.

@@ -4,9 +4,9 @@ For fp16 the loss is scaled dynamically on the device, so that small gradients d
 overflow is skipped and halves the scale; ``growth_every`` consecutive finite steps double it (Micikevicius et al. 2018,
 arXiv:1710.03740). The global gradient norm decides, so all ranks take the same decision.
 
-Once per step all ranks agree on a stop, a save, and the number of targets in the next batch. The agreement is a small
-asynchronous all-reduce on a CPU group. It is posted before a step and read before the next one, so no rank waits for
-it, and all ranks see a stop request at the same step.
+Once per step all ranks agree on a stop, a save, the end of the run, and the number of targets in the next batch. The
+agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next one, so
+no rank waits for it, and all ranks see a stop request at the same step.
 """
 
 from __future__ import annotations
@@ -151,11 +151,13 @@ class Agreement:
         stop: whether any rank was asked to stop.
         target_count: targets that count in the announced global batch.
         save: whether to save a checkpoint after the announced step.
+        end: whether a hook of any rank asks that the announced step is the last one.
     """
 
     stop: bool
     target_count: int
     save: bool
+    end: bool
 
 
 class Control:
@@ -166,16 +168,17 @@ class Control:
         self._counts = mesh.pp_rank == 0 and mesh.tp_rank == 0  # one rank per replica reports its targets
         self._pending: tuple[Tensor, dist.Work] | None = None
 
-    def post(self, stop: bool, local_count: int, save: bool = False) -> None:
+    def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False) -> None:
         """Starts the agreement without blocking.
 
         Args:
             stop: whether this rank was asked to stop.
             local_count: targets that count in this data-parallel rank's next batch; 0 without a next batch.
             save: whether this rank wants a checkpoint after the step of that batch.
+            end: whether a hook of this rank asks to end the run.
         """
         assert self._pending is None, "the previous message was not read"
-        message = torch.tensor([int(stop), local_count if self._counts else 0, int(save)])
+        message = torch.tensor([int(stop), local_count if self._counts else 0, int(save), int(end)])
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._pending = message, work
@@ -186,5 +189,5 @@ class Control:
         message, work = self._pending
         self._pending = None
         work.wait()
-        stop, target_count, save = message.tolist()
-        return Agreement(stop > 0, target_count, save > 0)
+        stop, target_count, save, end = message.tolist()
+        return Agreement(stop > 0, target_count, save > 0, end > 0)

@@ -9,11 +9,11 @@ On GPUs the line of metrics of a step is completed after the next step was launc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,45 +24,25 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
-from hpc_train.models.attention import attention_backend
+from hpc_train.hooks.runner import Hooks
 from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.divergence import Divergence, DivergenceWatch
-from hpc_train.train.evaluation import evaluate
+from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.late_line import SKIPPED, SUMS, Line, Readback, logs_late
+from hpc_train.train.length import Length
 from hpc_train.train.measures import Measures, Meter
 from hpc_train.train.memory import report_memory
 from hpc_train.train.profiler import Profiler
-from hpc_train.train.report import Report, weights_sha256
-from hpc_train.train.saving import LastSave, SaveSchedule
-from hpc_train.train.step import Agreement, Control, StepOutcome, TrainStep
+from hpc_train.train.report import Report, name_attention, weights_sha256
+from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
+from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 from hpc_train.train.streams import has_ended, positions, restored_positions
-
-
-@dataclass(frozen=True)
-class Length:
-    """Holds the length of a run and of its epochs.
-
-    Attributes:
-        samples_per_epoch: samples that an epoch uses, without those that ``batch.drop_last`` drops.
-    """
-
-    total_steps: int
-    steps_per_epoch: int
-    global_size: int
-    samples_per_epoch: int
-
-    def samples(self, steps: int) -> int:
-        """Returns the number of samples in the first ``steps`` steps, without padding."""
-        epochs, rest = divmod(steps, self.steps_per_epoch)
-        return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
-
 
 OpenFeed = Callable[[int, Skipped, States], TrainFeed]  # (first step, data to skip, where streams continue) -> feed
 
@@ -76,7 +56,7 @@ class Trainer:
     engine: Engine
     take_step: TrainStep
     feed: TrainFeed
-    eval_feed: Iterable[LocalBatch]
+    evaluation: Evaluation
     checkpoints: CheckpointManager
     stop: StopFlag
     length: Length
@@ -90,6 +70,8 @@ class Trainer:
     garbage: GarbageCollection
     last_save: LastSave
     open_feed: OpenFeed
+    hooks: Hooks
+    best: BestSoFar
     artifacts: KeptArtifacts | None = None  # of torch.compile
     step: int = 0
     tokens: int = 0  # targets that counted since step 0, over all ranks
@@ -101,11 +83,13 @@ class Trainer:
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     _first: bool = field(default=True, init=False)  # whether the attempt has not completed a step
-    # (step, metrics) of the last evaluation
-    _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
+    _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
+    _end: int = field(init=False)  # the step after which the run ends, which a hook may choose
+    _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # their states in the loaded checkpoint
 
     def __post_init__(self) -> None:
         self._control = Control(self.mesh)
+        self._end = self.length.total_steps
 
     def resume(self, restored: RestoredState) -> None:
         """Restores the part of the state that is not tensors."""
@@ -116,6 +100,10 @@ class Trainer:
             self.watch.load_state(restored.extra["losses"])
         self.skipped = skipped_data(restored)
         self.rollbacks = restored.extra.get("rollbacks", 0)
+        self.best.load_state(None if restored.forked else restored.extra.get("best"))
+        self._saved_hooks = {} if restored.forked else restored.extra.get("hooks", {})
+        self.hooks.end_reason = None if restored.forked else self.hooks.same_end(restored.extra.get("ended_early"))
+        self._end = self.length.total_steps if self.hooks.end_reason is None else self.step
         reason = restored.extra.get("bad_end")
         self._bad_end = None if reason is None else Divergence(self.step, reason, fatal=False)
 
@@ -126,9 +114,9 @@ class Trainer:
             Diverged: the run has diverged, or its final result is not finite; raised on every rank.
             SaveFailed: the last save failed; raised on every rank.
         """
-        if self.step >= self.length.total_steps:
+        if self.step >= self._end:
             self._fail_at_bad_end()
-            self.report.nothing_to_do(self.step, self._weights_sha256())
+            self.report.nothing_to_do(self.step, self._weights_sha256(), self.hooks.end_reason)
             return Exit.DONE
         with self.measures.watching(self.engine.parts), self.garbage.scheduled():
             try:
@@ -140,13 +128,14 @@ class Trainer:
     def _run(self) -> Exit:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
+        self._begin_hooks()
         first = self._next_batch()
         if has_ended(self.feed, first, self.step, self.mesh):
             self.report.stream_ended(self.step)
-            self.report.nothing_to_do(self.step, self._weights_sha256())
+            self.report.nothing_to_do(self.step, self._weights_sha256(), None)
             return Exit.DONE
         self._announce(first)
-        self._name_attention(first)
+        name_attention(self.config, self.mesh, self.engine, first)
         batch: LocalBatch | None = first
         while batch is not None:
             self.heartbeat.enter(phase, self.step)
@@ -162,18 +151,24 @@ class Trainer:
                 self._announce(batch)
                 batch = self._roll_back() or batch
                 continue
+            if agreement.end:
+                self._end = self.step + 1
             following = self._following()
             self._announce(following)
             batch = self._train(batch, agreement) or following
+            if self.step >= self._end:
+                break
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # completes the last all-reduce before any rank exits
         self.profiler.end(self.step, self.meter.waited_s, last=True)
         if not self._has_diverged:  # otherwise keep the last checkpoint from before the divergence
             self._save(final=True)
         self._fail_at_bad_end()
+        self.heartbeat.enter(Phase.STOPPING, self.step)  # an end may take long
+        self.hooks.end(self.step)
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
-        rates = self.meter.read()
-        self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
+        rates, sha256 = self.meter.read(), self._weights_sha256()
+        self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, sha256, memory, self._ended_early)
         return Exit.DONE
 
     def _stop(self) -> Exit:
@@ -183,15 +178,12 @@ class Trainer:
         self.report.stopped(self.step, self.meter.read())
         return Exit.STOPPED
 
-    def _name_attention(self, batch: LocalBatch) -> None:
-        """Prints on rank 0 which implementation computes the attention."""
-        if self.mesh.rank != 0:
-            return
-        precision = self.config.precision.name
-        dtype = compute_dtype(precision) or parameter_dtype(precision)
-        choice = attention_backend(self.engine.parts, batch.micro_batches[0], dtype, self.mesh.device)
-        if choice is not None:
-            print(f"attention: {choice}")
+    @property
+    def _ended_early(self) -> str | None:
+        """Returns why a hook has ended the run before its last step, or None."""
+        if self.step >= self.length.total_steps or self.step < self._end:
+            return None
+        return self.hooks.end_reason or "a hook on another rank asked to end the run"
 
     @property
     def _has_diverged(self) -> bool:
@@ -214,7 +206,7 @@ class Trainer:
 
     def _announce(self, batch: LocalBatch | None) -> None:
         count = 0 if batch is None else batch.local_count
-        self._control.post(self.stop.requested, count, self.schedule.ask())
+        self._control.post(self.stop.requested, count, self.schedule.ask(), self.hooks.end_reason is not None)
         self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:
@@ -223,12 +215,13 @@ class Trainer:
 
     def _following(self) -> LocalBatch | None:
         """Returns the batch of the next step; None at the end of the run, which a stream may shorten."""
-        if self.step + 1 >= self.length.total_steps:
+        if self.step + 1 >= self._end:
             return None
         batch = self._next_batch()
         if not has_ended(self.feed, batch, self.step + 1, self.mesh):
             return batch
         self.length = replace(self.length, total_steps=self.step + 1)
+        self._end = self.step + 1
         self.report.stream_ended(self.step + 1)
         return None
 
@@ -254,7 +247,8 @@ class Trainer:
         self.step += 1
         self.tokens += target_count
         self.meter.count(self.length.samples(self.step) - before, target_count)
-        evaluates = self.step == self.length.total_steps or _falls_on(self.step, self.config.train.eval_every)
+        self.hooks.after_step(self.step)
+        evaluates = self.step == self._end or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
             self._begin_line(outcome)
             if evaluates or not logs_late(self.mesh.device):
@@ -312,6 +306,7 @@ class Trainer:
         self.resume(restored)
         self.skipped = skipped  # the checkpoint does not include this rollback
         self.rollbacks = rollbacks
+        self._begin_hooks()
         self.feed.close()
         self.feed = self.open_feed(self.step, skipped, restored_positions(restored))
         self.report.rolled_back(bad, self.step, skipped, divergence.reason)
@@ -345,10 +340,11 @@ class Trainer:
         line |= self.meter.read()
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
-            line |= self._evaluate()
-        self.report.line(line, skipped)
+            self._evaluate(line, skipped)
+        else:
+            self._report(line, skipped)
         self._bad_end = None
-        if step == self.length.total_steps:
+        if step == self._end:
             self._bad_end = self.watch.at_end(step, loss, line["val_loss"], skipped.in_a_row, "loss_scale" in line)
 
     def _rescue_line(self) -> None:
@@ -360,28 +356,47 @@ class Trainer:
                     line, skipped = begun.content()
                     self.report.line(line | self.meter.read(), skipped)
 
-    def _evaluate(self) -> dict[str, float | None]:
-        """Evaluates and returns metrics. A stop request interrupts it, except at the end of the run."""
-        began = time.monotonic()
-        last = self.step == self.length.total_steps
-        with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step):
-            found = evaluate(self.engine, self.eval_feed, None if last else Control(self.mesh), self.stop)
-        if found is not None:
-            self._evaluated = self.step, {"val_loss": found.loss, "val_accuracy": found.accuracy}
-        numbers = {} if found is None else self._evaluated[1]
-        return numbers | {"eval_s": time.monotonic() - began}
+    def _report(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
+        self.report.line(line, skipped)
+        self.hooks.metrics = line
+
+    def _evaluate(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
+        """Evaluates, reports ``line`` with the metrics, and calls the hooks, any of which may end the run at this step.
+
+        A stop request interrupts the evaluation, except at the end of the run.
+        """
+        began, last = time.monotonic(), self.step == self._end
+        with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
+            found = self.evaluation.run(self.engine, None if last else Control(self.mesh), self.stop)
+            line |= (found or {}) | {"eval_s": time.monotonic() - began}
+            self._report(line, skipped)
+            if found is None:
+                return
+            self._evaluated = self.step, found
+            self._save_due |= self.best.improves(found)
+            if self.hooks.after_evaluation(self.step):
+                self._end = self.step
+
+    def _begin_hooks(self) -> None:
+        """Starts the hooks with the weights and states of the loaded checkpoint, if any."""
+        for message in self.hooks.begin(self.step, self._saved_hooks, self.checkpoints.load_hook):
+            self.report.warning(self.step, message)
 
     def _save(self, final: bool = False) -> None:
         self._keep_artifacts()  # an evaluation may have compiled graphs of its own
         began = time.monotonic()
         self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
+            self.hooks.before_save(self.step)
             extra = {
                 "tokens": self.tokens,
                 "losses": self.watch.state(),
                 "skipped_windows": self.skipped.windows,
                 "rollbacks": self.rollbacks,
                 "bad_end": None if self._bad_end is None else self._bad_end.reason,
+                "best": self.best.value,
+                "ended_early": self.hooks.as_end(self._ended_early),
+                "hooks": self.hooks.values,
                 **self.take_step.state(),
                 **positions(self.feed, self.step, self.mesh),
             }
@@ -389,10 +404,10 @@ class Trainer:
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
             if final:
                 self.report.data_seen(self.step, self.feed.seen(self.step))
-                save = partial(self.checkpoints.save, self.step, extra, metrics, final=True)
+                save = partial(self.checkpoints.save, self.step, extra, metrics, tensors=self.hooks.tensors, final=True)
                 self.last_save.run(lambda again: save(again=again), self.step)
             else:
-                self.checkpoints.save(self.step, extra, metrics)
+                self.checkpoints.save(self.step, extra, metrics, tensors=self.hooks.tensors)
         self.schedule.saved(max(time.monotonic() - began, self.checkpoints.copied_s), self.checkpoints.durable_s)
 
 

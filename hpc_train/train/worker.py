@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import math
 import os
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked w
 from hpc_train.checkpoint.agreement import lowest
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
+from hpc_train.config.evaluation import MAIN, best_metric, eval_set_configs
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
 from hpc_train.data.build import build_dataset
@@ -24,8 +24,11 @@ from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.errors import UserError
+from hpc_train.hooks.hook import HookContext
+from hpc_train.hooks.runner import Hooks
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
+from hpc_train.metrics.metric import MetricSums
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
@@ -45,7 +48,9 @@ from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
+from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.length import Length, run_length
 from hpc_train.train.loss_check import check_loss
 from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
@@ -55,10 +60,10 @@ from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, open_report
-from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, LastSave, SaveSchedule, failure_rate
+from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.streams import restored_positions
-from hpc_train.train.trainer import Length, Trainer, skipped_data
+from hpc_train.train.trainer import Trainer, skipped_data
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -136,7 +141,9 @@ def _build(
     seed = config.train.seed
     local_ranks = spec.local_world_size
     training = build_dataset(config.data, "train", seed)
-    validation = build_dataset(config.data, "validation", seed)
+    sets = {MAIN: config.data} | eval_set_configs(config)
+    evaluated = {name: build_dataset(data, "validation", seed) for name, data in sets.items()}
+    metrics, hooks = MetricSums(config.metrics, mesh), Hooks(config.hooks)
     artifacts = kept_artifacts(config, mesh, run.compiled)
     if artifacts is not None:
         artifacts.load()
@@ -155,7 +162,7 @@ def _build(
 
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
-    length = _length(config, feed)
+    length = run_length(config, feed)
     report = open_report(config, run, mesh, events, start, length.total_steps)
     report.advice = _advice_watch(config, mesh, spec, training)
     if start == 0 and engine.check_loss:
@@ -166,7 +173,13 @@ def _build(
         engine=engine,
         take_step=TrainStep(config, mesh, engine, optimizer, length.total_steps),
         feed=feed,
-        eval_feed=EvalFeed(validation, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks),
+        evaluation=Evaluation(
+            {
+                name: EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
+                for name, dataset in evaluated.items()
+            },
+            metrics,
+        ),
         checkpoints=checkpoints,
         stop=stop,
         length=replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))
@@ -183,6 +196,11 @@ def _build(
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
         artifacts=artifacts,
+        hooks=hooks,
+        best=BestSoFar(best_metric(config.checkpoint)),
+    )
+    hooks.bind(
+        HookContext(start, length.total_steps, {}, engine, optimizer, mesh, config, run, hooks.request_end, report.text)
     )
     if spec.nodes > 1:
         trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node
@@ -239,15 +257,6 @@ def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedul
     keeps_time = mesh.rank == 0
     rate = failure_rate(run) if keeps_time and every.auto else PRIOR_PER_GPU_HOUR
     return SaveSchedule(every, mesh.layout.world_size, keeps_time, rate)
-
-
-def _length(config: Config, feed: TrainFeed) -> Length:
-    steps, epochs, size = config.train.steps, config.train.epochs, config.batch.global_size
-    if feed.steps_per_epoch is None or feed.samples_per_epoch is None:  # a stream, which is one epoch
-        assert steps is not None
-        return Length(steps, max(1, steps), size, max(1, steps) * size)
-    total = steps if steps is not None else math.ceil((epochs or 0.0) * feed.steps_per_epoch)
-    return Length(total, feed.steps_per_epoch, size, feed.samples_per_epoch)
 
 
 def _log_settings(

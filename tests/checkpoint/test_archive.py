@@ -15,6 +15,7 @@ from hpc_train.checkpoint.listing import inspect_checkpoint, list_archived
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
+from hpc_train.config.evaluation import BestMetric
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
@@ -39,7 +40,7 @@ def archive(tmp_path: Path) -> Archive:
     run.update_record(run_id="abc")
     for step, loss in ((1, 4.0), (2, 2.0), (3, 3.0), (4, 2.5)):
         commit(run, step, {"val_loss": loss})
-    return Archive(run, RunDirectory(tmp_path / "elsewhere/mine"), "val_loss")
+    return Archive(run, RunDirectory(tmp_path / "elsewhere/mine"), BestMetric("val_loss", highest=False))
 
 
 def steps(archive: Archive) -> list[int]:

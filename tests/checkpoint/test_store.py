@@ -10,6 +10,7 @@ from hpc_train.checkpoint.disk import HashedFile
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, decode, verify
 from hpc_train.checkpoint.removals import Kept, Retention, removable
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.evaluation import BestMetric
 
 
 def commit(store: CheckpointStore, step: int, attempt: int = 0, text: str = "text") -> Path:
@@ -85,8 +86,8 @@ def test_every_mth_and_the_best_stay() -> None:
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: 1.6}
     found = [Kept(step, {"val_loss": loss, "val_accuracy": -loss}) for step, loss in losses.items()]
     assert removable(found, Retention(1)) == {10, 20, 30, 40, 50}
-    assert removable(found, Retention(1, best="val_loss")) == {10, 30, 40, 50}
-    assert removable(found, Retention(1, best="val_accuracy")) == {10, 30, 40, 50}
+    assert removable(found, Retention(1, best=BestMetric("val_loss", highest=False))) == {10, 30, 40, 50}
+    assert removable(found, Retention(1, best=BestMetric("val_accuracy", highest=True))) == {10, 30, 40, 50}
     assert removable(found, Retention(2, every=30)) == {10, 20, 40}
     assert removable(found, Retention(1, every=25)) == {10, 20, 40}
 

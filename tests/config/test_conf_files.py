@@ -69,6 +69,7 @@ def rows() -> list[list[str]]:
     columns = [
         models(),
         *([[f"{group}={name}", *LEFT.get(f"{group}={name}", ())] for name in names(group)] for group in groups),
+        *([[f"+{group}={name}"] for name in names(group)] for group in ("metrics", "hooks")),
     ]
     count = max(map(len, columns))
     return [[*SITE, *(part for column in columns for part in column[row % len(column)])] for row in range(count)]
@@ -84,7 +85,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_file_is_in_a_row() -> None:
-    chosen = {part for row in rows() for part in row}
+    chosen = {part.removeprefix("+") for row in rows() for part in row}
     assert {f"{file.parent}={file.name}" for file in FILES if file.parent.name != "experiment"} <= chosen
 
 

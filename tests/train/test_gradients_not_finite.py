@@ -99,10 +99,10 @@ def test_one_skipped_step_at_the_end_fails_nobody(tmp_path: Path, precision: str
 
 
 def validation_is_nan(spec: WorkerSpec, stop: StopFlag) -> None:
-    from hpc_train.train import trainer
+    from hpc_train.train import evaluation
 
-    evaluate = trainer.evaluate
-    trainer.evaluate = lambda *args: replace(evaluate(*args), loss=float("nan"))  # type: ignore[assignment, type-var]
+    evaluate = evaluation.evaluate
+    evaluation.evaluate = lambda *args: replace(evaluate(*args), loss=float("nan"))  # type: ignore[assignment, type-var]
 
 
 def test_a_validation_loss_that_is_not_finite_fails_the_run_and_keeps_its_weights(tmp_path: Path) -> None:

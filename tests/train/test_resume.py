@@ -85,15 +85,15 @@ def stop_in_the_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 def stop_in_an_evaluation(spec: WorkerSpec, stop: StopFlag) -> None:
-    from hpc_train.train import trainer
+    from hpc_train.train import evaluation
 
-    evaluate = trainer.evaluate
+    evaluate = evaluation.evaluate
 
     def requested(*args):  # type: ignore[no-untyped-def]
         stop.request("test")
         return evaluate(*args)
 
-    trainer.evaluate = requested  # type: ignore[assignment]
+    evaluation.evaluate = requested  # type: ignore[assignment]
 
 
 def stop_in_a_save(spec: WorkerSpec, stop: StopFlag) -> None:

@@ -23,7 +23,7 @@ from hpc_train.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
-from hpc_train.config.schema.key import group
+from hpc_train.config.schema.key import group, key
 from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, ModelKeys, ViTConfig
 from hpc_train.config.schema.operation import (
     CheckpointConfig,
@@ -34,6 +34,7 @@ from hpc_train.config.schema.operation import (
     TelemetryConfig,
     WandbConfig,
 )
+from hpc_train.config.schema.target import TargetConfig
 from hpc_train.config.schema.training import BatchConfig, OptimConfig, PrecisionConfig, StrategyConfig, TrainConfig
 
 __all__ = [
@@ -41,14 +42,17 @@ __all__ = [
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
     "GPTConfig", "ImagesDataConfig", "LaunchConfig", "MixtureDataConfig", "ModelConfig", "ModelKeys", "OptimConfig",
     "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig",
-    "SyntheticDataConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig",
-    "WandbConfig",
+    "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig",
+    "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 
 @dataclass
 class Config:
-    """All settings of a run. ``model`` and ``data`` hold the dataclass that their key ``kind`` names."""
+    """All settings of a run. ``model`` and ``data`` hold the dataclass that their key ``kind`` names.
+
+    The values of ``metrics`` and ``hooks`` are ``TargetConfig``; Hydra adds keys only to a table of any values.
+    """
 
     cluster: ClusterConfig = group(ClusterConfig)
     strategy: StrategyConfig = group(StrategyConfig)
@@ -63,6 +67,21 @@ class Config:
     telemetry: TelemetryConfig = group(TelemetryConfig)
     launch: LaunchConfig = group(LaunchConfig)
     run: RunConfig = group(RunConfig)
+    metrics: dict[str, Any] = key(
+        {},
+        "Metrics of evaluations by name, besides the loss. `+metrics=NAME` adds a built-in one, "
+        "`+metrics.NAME._target_=package.module.Name` your own; `metrics.NAME.args` are its keyword arguments.",
+    )
+    hooks: dict[str, Any] = key(
+        {},
+        "Code that runs during training, by name. `+hooks=NAME` adds a built-in hook, "
+        "`+hooks.NAME._target_=package.module.Name` your own; `hooks.NAME.args` are its keyword arguments.",
+    )
+    eval_sets: dict[str, Any] = key(
+        {},
+        "More evaluation sets by name. Each is the config of `data` with other values, as in "
+        "`+eval_sets.code.path=/data/code`.",
+    )
 
 
 ModelConfig = ModelKeys

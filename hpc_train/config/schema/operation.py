@@ -25,7 +25,15 @@ class CheckpointConfig:
         unit="steps",
     )
     keep_best: str | None = key(
-        None, "Also keeps the best checkpoint by this metric.", choices=("val_loss", "val_accuracy")
+        None,
+        "Also keeps the best checkpoint by this metric of evaluations, such as val_loss, and saves one at each "
+        "evaluation that is better than all before.",
+    )
+    best_mode: str = key(
+        "auto",
+        "Whether the lowest (min) or the highest (max) value of keep_best is the best. auto knows val_loss, "
+        "val_accuracy and the built-in metrics.",
+        choices=("auto", "min", "max"),
     )
     verify: str = key(
         "full",

@@ -1,0 +1,130 @@
+"""What a config says about evaluations: their data sets, the names of their metrics, and which value is the best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hpc_train.config.extensions import load_source
+from hpc_train.config.schema import CheckpointConfig, Config, DataConfig
+from hpc_train.config.translate import translate
+from hpc_train.errors import UserError, nearest
+
+MAIN = ""  # the name of the validation split of ``data`` among the evaluation sets
+LOWEST = ("loss", "perplexity")  # metrics whose lowest value is the best, by the end of their names
+HIGHEST = ("accuracy", "top_k", "f1", "miou")
+
+
+def metric_name(eval_set: str, metric: str) -> str:
+    """Returns the key of a metric in a line of metrics: ``val_loss``, or ``val_code_loss`` of the set ``code``."""
+    return f"val_{metric}" if eval_set == MAIN else f"val_{eval_set}_{metric}"
+
+
+def eval_set_configs(config: Config) -> dict[str, DataConfig]:
+    """Returns the name of each further evaluation set and its data config.
+
+    Raises:
+        UserError: a key does not exist or has a wrong type.
+    """
+    return {name: _eval_set(config, name, values) for name, values in config.eval_sets.items()}
+
+
+def _eval_set(config: Config, name: str, values: Any) -> DataConfig:
+    where = f"eval_sets.{name}"
+    if not isinstance(values, dict) or not values or not str(name).isidentifier():
+        raise UserError(f"{where} is {values!r}", where=where, fix=f"+{where}.KEY=VALUE with a key of data")
+    kind = values.get("kind", config.data.kind)
+    base = asdict(config.data) if kind == config.data.kind else {}
+    schema = OmegaConf.create({"eval_sets": {name: OmegaConf.structured(load_source(kind).schema)}})
+    try:
+        merged = OmegaConf.merge(schema, {"eval_sets": {name: base}}, {"eval_sets": {name: values}})
+        found: Any = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise translate(error) or error from error
+    built: DataConfig = found["eval_sets"][name]
+    path = getattr(built, "path", None)
+    return built if path is None else replace(built, path=str(Path(path).expanduser().absolute()))  # type: ignore[call-arg]
+
+
+def metric_names(config: Config) -> list[str]:
+    """Returns the keys that evaluations add to the metrics; a metric of your own may add ``_KEY`` to its name."""
+    metrics = ("loss", "accuracy", *config.metrics)
+    return list(dict.fromkeys(metric_name(each, metric) for each in (MAIN, *config.eval_sets) for metric in metrics))
+
+
+def check_metric_name(name: str, config: Config, where: str) -> None:
+    """Raises UserError if no evaluation has the metric ``name``."""
+    known = metric_names(config)
+    with_more = [f"{metric_name(each, own)}_" for each in (MAIN, *config.eval_sets) for own in config.metrics]
+    if name in known or name.startswith(tuple(with_more)):
+        return
+    raise UserError(f"{where} is {name}, which no evaluation computes", where=where, fix=nearest(name, known))
+
+
+def highest_is_best(name: str, mode: str, where: str) -> bool:
+    """Returns whether the highest value of the metric ``name`` is the best.
+
+    Args:
+        mode: min, max, or auto, which knows the built-in metrics.
+
+    Raises:
+        UserError: ``mode`` is unknown, or auto for a metric that is not built in.
+    """
+    if mode in ("min", "max"):
+        return mode == "max"
+    if mode != "auto":
+        raise UserError(f"{where} is {mode!r}", where=where, fix=nearest(mode, ("auto", "min", "max")))
+    if name.endswith(LOWEST):
+        return False
+    if name.endswith(HIGHEST):
+        return True
+    what = f"{where}=auto does not know whether the lowest or the highest {name} is the best"
+    raise UserError(what, where=where, fix=f"{where}=min or {where}=max")
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """Names the metric of the best checkpoint, and whether its highest value is the best."""
+
+    name: str
+    highest: bool
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Returns whether ``value`` is finite and better than ``than``; None is worse than any value."""
+        better = than is None or (value > than if self.highest else value < than)
+        return math.isfinite(value) and better
+
+
+def best_metric(settings: CheckpointConfig) -> BestMetric | None:
+    """Returns the metric that ``checkpoint.keep_best`` names, or None."""
+    name = settings.keep_best
+    return None if name is None else BestMetric(name, highest_is_best(name, settings.best_mode, "checkpoint.best_mode"))
+
+
+def check_evaluation(config: Config) -> None:
+    """Checks the evaluation sets, the names of their metrics, and the metric of the best checkpoint. Imports no torch.
+
+    Raises:
+        UserError: a value is wrong. The message reports the first problem.
+    """
+    keys = [metric_name(each, metric) for each in (MAIN, *config.eval_sets) for metric in ("loss", *config.metrics)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        fix = "rename the metric or the evaluation set; loss is the name of the loss"
+        raise UserError(f"two metrics have the name {twice}", where="metrics, eval_sets", fix=fix)
+    for name, data in eval_set_configs(config).items():
+        source = load_source(data.kind)
+        gives, trained = source.sample_kind(data), load_source(config.data.kind).sample_kind(config.data)
+        if gives != trained:
+            what = f"eval_sets.{name} gives {gives} as samples, but data gives {trained}"
+            raise UserError(what, where=f"eval_sets.{name}", fix="use data of the same kind")
+        if source.check_inputs is not None:
+            source.check_inputs(data)
+    best = best_metric(config.checkpoint)
+    if best is not None:
+        check_metric_name(best.name, config, "checkpoint.keep_best")
