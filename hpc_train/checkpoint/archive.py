@@ -63,7 +63,8 @@ class Archive:
         if archive is None:
             return None
         name = run.path.relative_to(root) if run.path.is_relative_to(root) else Path(run.path.name)
-        return cls(run, RunDirectory(Path(archive) / name), best_metric(config.checkpoint))
+        best = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
+        return cls(run, RunDirectory(Path(archive) / name), best)
 
     @property
     def store(self) -> CheckpointStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.extensions import load_source
-from hpc_train.config.schema import CheckpointConfig, Config, DataConfig
+from hpc_train.config.schema import Config, DataConfig
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 
@@ -25,21 +26,21 @@ def metric_name(eval_set: str, metric: str) -> str:
     return f"val_{metric}" if eval_set == MAIN else f"val_{eval_set}_{metric}"
 
 
-def eval_set_configs(config: Config) -> dict[str, DataConfig]:
-    """Returns the name of each further evaluation set and its data config.
+def eval_set_configs(data: DataConfig, eval_sets: Mapping[str, Any]) -> dict[str, DataConfig]:
+    """Returns the data config of each of ``eval_sets``, which are ``data`` with other values.
 
     Raises:
         UserError: a key does not exist or has a wrong type.
     """
-    return {name: _eval_set(config, name, values) for name, values in config.eval_sets.items()}
+    return {name: _eval_set(data, name, values) for name, values in eval_sets.items()}
 
 
-def _eval_set(config: Config, name: str, values: Any) -> DataConfig:
+def _eval_set(data: DataConfig, name: str, values: Any) -> DataConfig:
     where = f"eval_sets.{name}"
     if not isinstance(values, dict) or not values or not str(name).isidentifier():
         raise UserError(f"{where} is {values!r}", where=where, fix=f"+{where}.KEY=VALUE with a key of data")
-    kind = values.get("kind", config.data.kind)
-    base = asdict(config.data) if kind == config.data.kind else {}
+    kind = values.get("kind", data.kind)
+    base = asdict(data) if kind == data.kind else {}
     schema = OmegaConf.create({"eval_sets": {name: OmegaConf.structured(load_source(kind).schema)}})
     try:
         merged = OmegaConf.merge(schema, {"eval_sets": {name: base}}, {"eval_sets": {name: values}})
@@ -100,10 +101,9 @@ class BestMetric:
         return math.isfinite(value) and better
 
 
-def best_metric(settings: CheckpointConfig) -> BestMetric | None:
-    """Returns the metric that ``checkpoint.keep_best`` names, or None."""
-    name = settings.keep_best
-    return None if name is None else BestMetric(name, highest_is_best(name, settings.best_mode, "checkpoint.best_mode"))
+def best_metric(name: str | None, mode: str) -> BestMetric | None:
+    """Returns the metric ``name`` of ``checkpoint.keep_best``, or None; ``mode`` is ``checkpoint.best_mode``."""
+    return None if name is None else BestMetric(name, highest_is_best(name, mode, "checkpoint.best_mode"))
 
 
 def check_evaluation(config: Config) -> None:
@@ -117,7 +117,7 @@ def check_evaluation(config: Config) -> None:
     if twice is not None:
         fix = "rename the metric or the evaluation set; loss is the name of the loss"
         raise UserError(f"two metrics have the name {twice}", where="metrics, eval_sets", fix=fix)
-    for name, data in eval_set_configs(config).items():
+    for name, data in eval_set_configs(config.data, config.eval_sets).items():
         source = load_source(data.kind)
         gives, trained = source.sample_kind(data), load_source(config.data.kind).sample_kind(config.data)
         if gives != trained:
@@ -125,6 +125,6 @@ def check_evaluation(config: Config) -> None:
             raise UserError(what, where=f"eval_sets.{name}", fix="use data of the same kind")
         if source.check_inputs is not None:
             source.check_inputs(data)
-    best = best_metric(config.checkpoint)
+    best = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
     if best is not None:
         check_metric_name(best.name, config, "checkpoint.keep_best")

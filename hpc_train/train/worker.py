@@ -141,7 +141,7 @@ def _build(
     seed = config.train.seed
     local_ranks = spec.local_world_size
     training = build_dataset(config.data, "train", seed)
-    sets = {MAIN: config.data} | eval_set_configs(config)
+    sets = {MAIN: config.data} | eval_set_configs(config.data, config.eval_sets)
     evaluated = {name: build_dataset(data, "validation", seed) for name, data in sets.items()}
     metrics, hooks = MetricSums(config.metrics, mesh), Hooks(config.hooks)
     artifacts = kept_artifacts(config, mesh, run.compiled)
@@ -197,7 +197,7 @@ def _build(
         open_feed=open_feed,
         artifacts=artifacts,
         hooks=hooks,
-        best=BestSoFar(best_metric(config.checkpoint)),
+        best=BestSoFar(best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)),
     )
     hooks.bind(
         HookContext(start, length.total_steps, {}, engine, optimizer, mesh, config, run, hooks.request_end, report.text)

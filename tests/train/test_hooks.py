@@ -198,6 +198,6 @@ def test_an_evaluation_set_is_the_data_with_other_values(tmp_path: Path) -> None
     config = typed(
         compose([*TINY, "+eval_sets.files={kind: text, path: a, vocab_size: 32}", "+eval_sets.few.samples=3"])
     )
-    found = eval_set_configs(config)
+    found = eval_set_configs(config.data, config.eval_sets)
     assert (found["few"].kind, found["few"].samples, found["few"].sequence_length) == ("synthetic", 3, 8)
     assert (found["files"].kind, found["files"].path) == ("text", str(Path("a").absolute()))
