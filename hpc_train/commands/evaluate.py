@@ -95,7 +95,8 @@ def _gpus(config: Config) -> list[str]:
 
 def _report(result: dict[str, Any]) -> str:
     rows = {"checkpoint": f"step {result['step']} in {result['checkpoint']}", **_metrics(result["metrics"])}
-    rows["data"] = f"{result['data']}: {result['samples']:,} samples, {result['targets']:,.0f} targets"
+    sizes = ", ".join(f"{count:,} samples of {name}" for name, count in result["samples"].items())
+    rows["data"] = f"{result['data']}: {sizes}"
     rows["layout"] = f"{result['layout']} on {result['device']}, {result['precision']}"
     rows["time"] = f"{result['seconds']:.1f} s"
     return "\n".join(f"{name + ':':<14} {value}" for name, value in rows.items())

@@ -190,7 +190,7 @@ class EvalFeed:
         device: torch.device,
         local_ranks: int = 1,
     ) -> None:
-        self._dataset, self._layout, self._dp_rank, self._device = dataset, layout, dp_rank, device
+        self.dataset, self._layout, self._dp_rank, self._device = dataset, layout, dp_rank, device
         self._order = Order(len(dataset), batch.global_size, drop_last=False, seed=None)
         self._workers = loader_workers(batch, dataset, local_ranks)
 
@@ -198,9 +198,9 @@ class EvalFeed:
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        balance = _balance(self._dataset, self._layout)
+        balance = _balance(self.dataset, self._layout)
         requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))), balance)
-        steps = _Steps(self._dataset, requests, self._layout, self._workers, self._device)
+        steps = _Steps(self.dataset, requests, self._layout, self._workers, self._device)
         try:
             ahead = next(steps)
             for following in steps:

@@ -18,7 +18,19 @@ from hpc_train.config.compose import escaped, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 
-OF_RUN = ("model", "strategy", "optim", "precision", "batch", "data", "train", "checkpoint", "elastic")
+OF_RUN = (
+    "model",
+    "strategy",
+    "optim",
+    "precision",
+    "batch",
+    "data",
+    "train",
+    "checkpoint",
+    "elastic",
+    "metrics",
+    "eval_sets",
+)
 
 
 def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:

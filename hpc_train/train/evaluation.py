@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpc_train.config.evaluation import metric_name
+from hpc_train.config.evaluation import MAIN, eval_set_configs, metric_name
+from hpc_train.config.schema import Config
+from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
-from hpc_train.data.feed import LocalBatch
+from hpc_train.data.feed import EvalFeed, LocalBatch
 from hpc_train.metrics.metric import MetricSums
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.step import Control
 
@@ -25,7 +28,7 @@ class Evaluation:
         feeds: the data of each set by its name; ``MAIN`` is the validation split of ``data``.
     """
 
-    feeds: Mapping[str, Iterable[LocalBatch]]
+    feeds: Mapping[str, EvalFeed]
     metrics: MetricSums
 
     def run(
@@ -42,6 +45,24 @@ class Evaluation:
             measured = {"loss": found.loss, "accuracy": found.accuracy, **self.metrics.read()}
             values |= {metric_name(name, metric): value for metric, value in measured.items()}
         return values
+
+
+def build_evaluation(config: Config, mesh: Mesh, local_ranks: int) -> Evaluation:
+    """Returns the evaluation of ``config``: the validation split of ``data`` and ``eval_sets``, with ``metrics``.
+
+    Args:
+        local_ranks: the number of ranks that share this process's cores.
+
+    Raises:
+        UserError: a data set or a metric cannot be built.
+    """
+    sets = {MAIN: config.data} | eval_set_configs(config.data, config.eval_sets)
+    data = {name: build_dataset(each, "validation", config.train.seed) for name, each in sets.items()}
+    feeds = {
+        name: EvalFeed(each, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
+        for name, each in data.items()
+    }
+    return Evaluation(feeds, MetricSums(config.metrics, mesh))
 
 
 def evaluate(

@@ -15,12 +15,12 @@ import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked w
 from hpc_train.checkpoint.agreement import lowest
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
-from hpc_train.config.evaluation import MAIN, best_metric, eval_set_configs
+from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
-from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
+from hpc_train.data.feed import NOTHING, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.errors import UserError
@@ -28,7 +28,6 @@ from hpc_train.hooks.hook import HookContext
 from hpc_train.hooks.runner import Hooks
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
-from hpc_train.metrics.metric import MetricSums
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
@@ -48,7 +47,7 @@ from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
-from hpc_train.train.evaluation import Evaluation
+from hpc_train.train.evaluation import build_evaluation
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.length import Length, run_length
 from hpc_train.train.loss_check import check_loss
@@ -141,9 +140,8 @@ def _build(
     seed = config.train.seed
     local_ranks = spec.local_world_size
     training = build_dataset(config.data, "train", seed)
-    sets = {MAIN: config.data} | eval_set_configs(config.data, config.eval_sets)
-    evaluated = {name: build_dataset(data, "validation", seed) for name, data in sets.items()}
-    metrics, hooks = MetricSums(config.metrics, mesh), Hooks(config.hooks)
+    evaluation = build_evaluation(config, mesh, local_ranks)
+    hooks = Hooks(config.hooks)
     artifacts = kept_artifacts(config, mesh, run.compiled)
     if artifacts is not None:
         artifacts.load()
@@ -173,13 +171,7 @@ def _build(
         engine=engine,
         take_step=TrainStep(config, mesh, engine, optimizer, length.total_steps),
         feed=feed,
-        evaluation=Evaluation(
-            {
-                name: EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
-                for name, dataset in evaluated.items()
-            },
-            metrics,
-        ),
+        evaluation=evaluation,
         checkpoints=checkpoints,
         stop=stop,
         length=replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))

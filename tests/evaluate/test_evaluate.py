@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.listing import choose_by_name
+from hpc_train.commands.evaluate import LOWEST_LOSS as VAL_LOSS
 from hpc_train.config.compose import compose, typed
 from hpc_train.errors import UserError
 from hpc_train.evaluate.config import evaluation_config
@@ -43,19 +44,19 @@ def losses(trained: Path) -> dict[int, float]:
 
 def test_the_metrics_are_those_of_the_training_under_another_layout(trained: Path) -> None:
     found = evaluated(trained, "+strategy=pp", "cluster.cpu_workers=2", "--checkpoint", "4")
-    assert found["step"] == 4 and found["samples"] == 8
+    assert found["step"] == 4 and found["samples"] == {"data": 8}
     assert found["layout"].startswith("dp 1 x pp 2")
     assert found["metrics"]["val_loss"] == pytest.approx(losses(trained)[4], rel=1e-12)
 
 
 def test_the_best_checkpoint_is_evaluated_on_other_data(trained: Path) -> None:
     best = min(losses(trained).items(), key=lambda item: item[1])
-    same = choose_by_name(RunDirectory(trained / "outputs" / "base"), "best", "val_loss")
+    same = choose_by_name(RunDirectory(trained / "outputs" / "base"), "best", VAL_LOSS)
     assert same.step == best[0]
     more = evaluated(
         trained, "--checkpoint", "best", "data.validation_samples=24", "cluster.cpu_workers=1", "strategy.dp=1"
     )
-    assert more["step"] == best[0] and more["samples"] == 24
+    assert more["step"] == best[0] and more["samples"] == {"data": 24}
     assert more["metrics"]["val_loss"] != pytest.approx(best[1], rel=1e-6)
 
 
@@ -96,4 +97,4 @@ def test_groups_of_the_command_line_replace_those_of_the_run() -> None:
 @pytest.mark.parametrize(("name", "what"), [("last", "unknown checkpoint"), ("7", "no checkpoint of step 7")])
 def test_a_checkpoint_that_does_not_exist_is_refused(trained: Path, name: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
-        choose_by_name(RunDirectory(trained / "outputs" / "base"), name, "val_loss")
+        choose_by_name(RunDirectory(trained / "outputs" / "base"), name, VAL_LOSS)
