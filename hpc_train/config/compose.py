@@ -188,6 +188,9 @@ def _absolute(config: Config) -> Config:
     path = getattr(config.data, "path", None)
     if path is not None:
         config.data.path = str(Path(path).expanduser().absolute())
+    name = getattr(config.model, "name_or_path", None)
+    if name is not None and Path(name).expanduser().is_dir():  # otherwise a name on the hub
+        config.model.name_or_path = str(Path(name).expanduser().absolute())
     config.run.root = str(Path(config.run.root).expanduser().absolute())
     if config.checkpoint.archive is not None:
         config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())

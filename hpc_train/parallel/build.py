@@ -14,6 +14,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelise import sharder_of
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 
@@ -30,7 +31,8 @@ def build_engine(
     Raises:
         UserError: the model cannot be distributed as the layout requires.
     """
-    model = build_model(config.model, config.train.seed)
+    needs_values = mesh.dp_rank == 0 or sharder_of(mesh.layout) is None
+    model = build_model(config.model, config.train.seed, needs_values)
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, mesh.layout)
     if mesh.layout.logical_micro_batches:

@@ -47,7 +47,7 @@ class Memory:
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
     """Returns the memory of the rank that needs the most; None if the model's family cannot compute it."""
-    if family_of(config.model).parameters is None:
+    if parameter_count(config.model) is None:
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
 
@@ -101,6 +101,9 @@ def _layer_parameters(config: Config) -> int:
     """The number of parameters of one layer."""
     from dataclasses import replace
 
+    count = family_of(config.model).layer_parameters
+    if count is not None:
+        return count(config.model) or 0
     one, two = (parameter_count(replace(config.model, n_layers=number)) for number in (1, 2))
     assert one is not None and two is not None
     return two - one

@@ -22,7 +22,7 @@ from hpc_train.config.schema.data import (
     TokensDataConfig,
 )
 from hpc_train.config.schema.key import group
-from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, ModelKeys, ViTConfig
+from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, HFModelConfig, ModelKeys, ViTConfig
 from hpc_train.config.schema.operation import (
     CheckpointConfig,
     ElasticConfig,
@@ -37,8 +37,8 @@ from hpc_train.config.schema.training import BatchConfig, OptimConfig, Precision
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
-    "GPTConfig", "ImagesDataConfig", "LaunchConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig",
-    "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "SyntheticDataConfig", "TelemetryConfig",
+    "GPTConfig", "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "ModelConfig", "ModelKeys", "OptimConfig",
+    "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "SyntheticDataConfig", "TelemetryConfig",
     "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
