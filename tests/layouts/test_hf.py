@@ -1,0 +1,130 @@
+"""Models of transformers train under every layout as a bare loop of transformers does.
+
+The tiny models are built here and saved with ``save_pretrained``. Three of them, on four ranks, are compared with a loop
+in this process over ten steps: losses and the weights after the last step, in fp64. transformers computes norms and
+rotary tables in fp32 also then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpc_train.config.schema import Config, HFModelConfig
+from hpc_train.models.hf.family import hf_name
+from hpc_train.parallel.build import build_engine
+from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
+from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, relative, whole
+from tests.ranks import run_on_world
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, LR = 10, 1e-2
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEXT = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 2 * SEQUENCE}
+TASKS = {"llama": "causal_lm", "qwen3": "causal_lm", "vit": "image_classification"}
+CLASS_OF = {"causal_lm": "AutoModelForCausalLM", "image_classification": "AutoModelForImageClassification"}
+SPLITS: list[dict[str, Any]] = [
+    {"dp": 4},
+    {"dp": 4, "data_parallel": "allreduce"},
+    {"dp": 4, "data_parallel": "zero1"},
+    {"dp": 4, "data_parallel": "zero2"},
+    {"dp": 4, "data_parallel": "zero3"},
+    {"dp": 4, "data_parallel": "zero3", "shard": 2},
+]
+PIPELINES: list[dict[str, Any]] = [
+    {"pp": 4, "schedule": "1f1b"},
+    {"dp": 2, "pp": 2, "schedule": "zbv", "stages_per_rank": 2, "data_parallel": "allreduce"},
+    {"dp": 2, "pp": 2, "schedule": "1f1b", "data_parallel": "zero1"},
+]
+
+
+def hf_configs() -> dict[str, Any]:
+    return {
+        "llama": transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**TEXT, head_dim=8, use_sliding_window=True, sliding_window=4,
+                                          max_window_layers=2),
+        "vit": transformers.ViTConfig(**SMALL, image_size=IMAGE, patch_size=4, num_labels=CLASSES),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with one saved model per name."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in hf_configs().items():
+        torch.manual_seed(3)
+        model = getattr(transformers, CLASS_OF[TASKS[name]]).from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+    return folder
+
+
+def cell_of(model: str, strategy: dict[str, Any], **fields: Any) -> Cell:
+    """The cell whose layout and batches are those of ``model``."""
+    return Cell(4, "gpt" if TASKS[model] == "causal_lm" else "vit", strategy=strategy, **fields)
+
+
+def config_of(cell: Cell, model: str, saved: Path, **keys: Any) -> Config:
+    hf = HFModelConfig(name_or_path=str(saved / model), task=TASKS[model], **keys)
+    return replace(cell.config(), model=hf)
+
+
+def bare_loop(model: str, saved: Path) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+    """Trains with transformers alone; returns the losses and the weights after the last step."""
+    auto = getattr(transformers, CLASS_OF[TASKS[model]])
+    module = auto.from_pretrained(saved / model, dtype=torch.float32).double().train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = global_batch(cell_of(model, {}), step)
+        optimizer.zero_grad()
+        logits = module(inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return tuple(losses), {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def train(rank: int, world_size: int, cases: list[tuple[str, Cell]], saved: Path) -> list[Any]:
+    """Trains each case for ten steps; returns the losses, the weights in transformers' names, and the groups."""
+    return [_train(rank, model, cell, saved) for model, cell in cases]
+
+
+def _train(rank: int, model: str, cell: Cell, saved: Path) -> Any:
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(config_of(cell, model, saved), mesh)
+    parameters = engine.named_parameters()
+    optimizer = torch.optim.AdamW(list(parameters.values()), lr=LR)
+    losses = []
+    for step in range(STEPS):
+        batch = local_batch(cell, mesh.layout, mesh.dp_rank, step)
+        losses.append(engine.reduce(engine.train_step(step, batch)).loss)
+        optimizer.step()
+    found = {hf_name(name): whole(value.detach()).numpy() for name, value in parameters.items()}
+    return tuple(losses), found
+
+
+@pytest.mark.parametrize("model", TASKS)
+def test_every_layout_trains_as_a_bare_loop_of_transformers(model: str, saved: Path) -> None:
+    losses, expected = bare_loop(model, saved)
+    micro = {"batch": {"micro_batches": 2}}
+    cells = [cell_of(model, split, **micro) for split in SPLITS]
+    cells += [cell_of(model, split, batch={"micro_batches": 6}) for split in PIPELINES if TASKS[model] == "causal_lm"]
+    cells += [cell_of(model, {"dp": 4, "data_parallel": "zero3"}, train={"activation_checkpointing": "full"})]
+    ranks = run_on_world(4, train, [(model, cell) for cell in cells], saved)
+    for cell, *results in zip(cells, *ranks, strict=True):
+        for found_losses, found in results:
+            assert relative(found_losses, losses) < 1e-10, cell
+            assert error({name: torch.from_numpy(value) for name, value in found.items()}, expected) < 1e-10, cell
+        names = {name for _, found in results for name in found}
+        assert names == set(expected), cell
