@@ -1,4 +1,4 @@
-"""Exports a model as a Hugging Face Llama (safetensors) or one ``.pt`` file, and reads published Llama weights.
+"""Exports a model in Hugging Face's format (safetensors) or as one ``.pt`` file, and reads published Llama weights.
 
 Tensors are converted one at a time. An export is renamed to its final path when it is complete.
 """
@@ -44,7 +44,7 @@ def export_hf(
     advance: Advance,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the directory ``to``, which ``transformers.AutoModelForCausalLM.from_pretrained`` reads.
+    """Writes the directory ``to``, which ``from_pretrained`` of transformers reads.
 
     Args:
         positions: the longest sequence that the model was trained on.
@@ -77,6 +77,8 @@ def export_hf(
             )
         kind = dtype or next(iter(stored.model().values())).dtype
         write_json(folder / "config.json", hf_config(model, positions, str(kind).removeprefix("torch.")))
+        for other in hugging_face.other_files(model) if hugging_face.other_files is not None else ():
+            shutil.copyfile(other, folder / other.name)
 
 
 def export_pt(

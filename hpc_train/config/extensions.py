@@ -6,9 +6,10 @@ Built-in families and sources use the same descriptions as those of a user's pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_train.config.description_file import check_callable, import_without_torch, location
@@ -81,10 +82,12 @@ class HuggingFaceFormat:
     Attributes:
         parameter_name: maps the name of a parameter to its name in the exported files.
         config: takes the model's config, the longest sequence and the dtype, and returns the content of config.json.
+        other_files: takes the model's config and returns files that are copied, such as a tokenizer.
     """
 
     parameter_name: Callable[[str], str]
     config: Callable[[Any, int, str], Mapping[str, Any]]
+    other_files: Callable[[Any], Sequence[Path]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

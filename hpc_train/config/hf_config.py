@@ -1,7 +1,7 @@
 """Reads the config.json of a Hugging Face model, from a directory or the hub, without importing torch or transformers.
 
-Keys that a config.json lacks have the defaults of ``transformers``, which are not known here, so each reader says what a
-missing key means.
+Keys that a config.json lacks have the defaults of ``transformers``, which are not known here, so each reader says what
+a missing key means.
 """
 
 from __future__ import annotations

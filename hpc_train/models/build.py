@@ -100,7 +100,9 @@ def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn
             built = target(**config.args)
     except Exception:  # the build on the CPU reports an error that is not due to meta
         return None
-    if not isinstance(built, nn.Module) or any(not tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
+    if not isinstance(built, nn.Module) or any(
+        not tensor.is_meta for tensor in (*built.parameters(), *built.buffers())
+    ):
         return None
     kept = (value for module in built.modules() for value in vars(module).values())
     return None if any(isinstance(value, torch.Tensor) for value in kept) else built

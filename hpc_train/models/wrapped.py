@@ -99,7 +99,6 @@ class WrappedModel(nn.Module):
             return total, count
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
 
-
     def _arguments(self, context: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns the keyword arguments of the module for ``context``, in the names of transformers for its models.
 

@@ -7,7 +7,6 @@ rotary tables in fp32 also then.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import Config, HFModelConfig
+from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig
 from hpc_train.models.hf.family import hf_name
 from hpc_train.parallel.build import build_engine
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
+from tests.layouts.memory import PeakMemory
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, relative, whole
 from tests.ranks import run_on_world
 
@@ -128,3 +128,61 @@ def test_every_layout_trains_as_a_bare_loop_of_transformers(model: str, saved: P
             assert error({name: torch.from_numpy(value) for name, value in found.items()}, expected) < 1e-10, cell
         names = {name for _, found in results for name in found}
         assert names == set(expected), cell
+
+
+BUFFERS = 1024  # bytes
+WIDE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8}
+WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+NATIVE = GPTConfig(vocab_size=64, dim=64, ffn_dim=160, n_layers=8, n_heads=4, n_kv_heads=4, norm_eps=1e-6)
+
+
+def peaks(rank: int, world_size: int, models: list[Any]) -> list[tuple[int, int, int]]:
+    """The bytes of a rank's parameters, of what the build created at a time, and of the peak of a step, per model."""
+    found = []
+    cell = Cell(4, strategy={"dp": 4, "data_parallel": "zero3"}, precision="fp32", batch={"global_size": 4})
+    mesh = mesh_of(cell, rank)
+    for model in models:
+        with PeakMemory() as building:
+            engine = build_engine(replace(cell.config(), model=model), mesh)
+        parameters = engine.named_parameters().values()
+        own = sum(value.to_local().nbytes for value in parameters)  # type: ignore[attr-defined]
+        for step in range(2):  # the first one also creates what stays
+            with PeakMemory() as training:
+                engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+                peak = training.peak
+        found.append((own, building.peak, peak))
+    return found
+
+
+class TextOf(torch.nn.Module):
+    """Returns the logits of a language model."""
+
+    def __init__(self, language_model: torch.nn.Module) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.language_model(tokens, use_cache=False).logits
+
+
+def plain_blocks() -> torch.nn.Module:
+    """A module without parts whose blocks are found by their repetition."""
+    return TextOf(transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)))
+
+
+def test_zero3_shards_a_model_of_transformers_as_a_native_one(tmp_path: Path) -> None:
+    """A plain module is sharded in the same way, and only rank 0 builds its values; as one group it is not."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)).save_pretrained(tmp_path)
+    decoder = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm")
+    plain = CustomModelConfig(_target_="tests.layouts.test_hf.plain_blocks")
+    one_group = CustomModelConfig(_target_="tests.layouts.test_hf.plain_blocks", wrap=[])
+    largest = 64 * 160 * 4  # bytes of the largest parameter
+    for rank, found in enumerate(run_on_world(4, peaks, [NATIVE, decoder, plain, one_group])):
+        (own, building, training), of_decoder, of_plain, of_one_group = found
+        assert building < own + 2 * largest + BUFFERS
+        assert of_decoder[0] == of_plain[0] == own, "each rank holds the same share of the parameters"
+        assert of_decoder[1] < own + 2 * largest + BUFFERS, "a rank reads only its shards"
+        assert rank == 0 or of_plain[1] < own + 2 * largest + BUFFERS, "only rank 0 builds the values of a plain module"
+        assert of_decoder[2] < 1.1 * training
+        assert of_plain[2] < 1.1 * training
+        assert of_one_group[2] > 2 * training

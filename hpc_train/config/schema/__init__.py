@@ -38,8 +38,8 @@ __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
     "GPTConfig", "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "ModelConfig", "ModelKeys", "OptimConfig",
-    "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "SyntheticDataConfig", "TelemetryConfig",
-    "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+    "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "SyntheticDataConfig",
+    "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 

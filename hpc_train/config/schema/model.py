@@ -9,7 +9,6 @@ from typing import Any
 from hpc_train.config import hf_config
 from hpc_train.config.schema.key import key, required
 
-
 WRAP = (
     "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "
     "blocks that the model names, or else the repeated blocks of its longest ModuleList; an empty list disables it."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from hpc_train.config import hf_config
@@ -90,6 +91,18 @@ def _architecture(model: HFModelConfig) -> str:
     return architecture(model)
 
 
+def other_files(model: HFModelConfig) -> list[Path]:
+    """Returns the files of the tokenizer, the image processor and the generation, if the model is a directory."""
+    folder = Path(model.name_or_path).expanduser()
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    kept = (".json", ".txt", ".model", ".jinja")
+    return [
+        file
+        for file in found
+        if file.is_file() and file.suffix in kept and file.name != "config.json" and "index" not in file.name
+    ]
+
+
 HF_FAMILY = ModelFamily(
     schema=HFModelConfig,
     learns_from=None,
@@ -100,6 +113,6 @@ HF_FAMILY = ModelFamily(
     flops_per_sample=sizes.flops_per_sample,
     tensor_parallel=None,
     why_not_stages=why_not_stages,
-    hugging_face=HuggingFaceFormat(hf_name, exported_config),
+    hugging_face=HuggingFaceFormat(hf_name, exported_config, other_files),
     check=check,
 )

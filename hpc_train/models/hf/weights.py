@@ -1,8 +1,8 @@
 """Reads published weights tensor by tensor, or only the rows that a rank holds, from safetensors files.
 
 Files may name tensors otherwise than the model does: older versions of transformers saved other names, and a file of a
-base model lacks its prefix. The table of transformers says how to rename them. It also joins and splits tensors (such as
-the experts of a mixture), which needs whole tensors, so such files are refused.
+base model lacks its prefix. The table of transformers says how to rename them. It also joins and splits tensors (such
+as the experts of a mixture), which needs whole tensors, so such files are refused.
 """
 
 from __future__ import annotations
