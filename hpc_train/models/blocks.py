@@ -1,5 +1,5 @@
-"""Finds the blocks of a module without ``layers``: its repeated parts, which are sharded, recomputed and compiled one by
-one.
+"""Finds the blocks of a module without ``layers``: its repeated parts, which are sharded, recomputed and compiled
+separately.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hpc_train.errors import UserError
 def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...]:
     """Returns the names of the blocks within ``module``, in order; a block is never inside another one.
 
-    They are the modules of the classes ``wrap``; without it those of the classes that ``_no_split_modules`` names, as in
-    models of transformers, if they are repeated; else the elements of the ModuleList with the most parameters whose
-    elements have one class. A block that shares a parameter with the rest of the module is left out, since both need it
-    at the same time.
+    They are the modules of the classes ``wrap``; without it those of the classes that ``_no_split_modules`` names, as
+    in models of transformers, if they are repeated; else the elements of the ModuleList with the most parameters whose
+    elements have one class. A block that shares a parameter with the rest of the module is left out, since both need
+    it at the same time.
 
     Raises:
         UserError: no module has a class of ``wrap``.

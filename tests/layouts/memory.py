@@ -48,8 +48,8 @@ class PeakMemory(Allocations):
     """Also observes the peak.
 
     Attributes:
-        peak: the largest number of bytes that the created tensors held at the same time, with the size that each storage
-            had then: FSDP frees and fills the storages of gathered parameters without creating tensors.
+        peak: the largest number of bytes that the created tensors held at the same time, with the size that each
+            storage had then: FSDP frees and fills the storages of gathered parameters without creating tensors.
     """
 
     def __init__(self) -> None:

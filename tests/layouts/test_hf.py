@@ -1,8 +1,8 @@
 """Models of transformers train under every layout as a bare loop of transformers does.
 
-The tiny models are built here and saved with ``save_pretrained``. Three of them, on four ranks, are compared with a loop
-in this process over ten steps: losses and the weights after the last step, in fp64. transformers computes norms and
-rotary tables in fp32 also then.
+The tiny models are built here and saved with ``save_pretrained``. On four ranks they are compared with a loop in this
+process over ten steps: losses and the weights after the last step, in fp64. transformers computes norms and rotary
+tables in fp32 also then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Gives a causal language model of transformers the three parts of a ``Model``, so that it can be cut into stages.
 
-The decoders of the table ``hf_config.DECODERS`` have the same structure: a table of embeddings, rotary positions, layers,
-a norm and an output projection. The parts here call those of transformers with the arguments that its own model passes.
+The decoders of the table ``hf_config.DECODERS`` have the same structure: a table of embeddings, rotary positions,
+layers, a norm and an output projection. The parts here call those of transformers with the arguments that its own model
+passes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gives the parameters and buffers of a transformers model their first values, one at a time.
 
-A parameter is read from the files of the model, or else drawn by the model's own initializer on a copy of the one module
-that owns it, from the seed of the parameter. So the values are the same under every layout, and no rank ever holds more
-than one full parameter besides its own shards.
+A parameter is read from the files of the model, or else drawn by the model's own initializer on a copy of the one
+module that owns it, from the seed of the parameter. So the values are the same under every layout, and no rank ever
+holds more than one full parameter besides its own shards.
 
 Buffers that are not in files, such as the frequencies of rotary positions, are computed by the same initializer, as
 ``from_pretrained`` does.
