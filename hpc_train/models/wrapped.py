@@ -38,9 +38,6 @@ class WrappedModel(nn.Module):
             transformers, these are taken.
         wrap: the class names of the blocks; see ``find_blocks``.
 
-    Attributes:
-        blocks: the names of the blocks.
-
     Raises:
         UserError: ``loss`` or a class of ``wrap`` is unknown.
     """
@@ -54,7 +51,7 @@ class WrappedModel(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
-        self.blocks = find_blocks(module, wrap)
+        self._block_names = find_blocks(module, wrap)
         own = getattr(module, "loss", None)
         self.own_count = callable(own)  # see ``Head.own_count``; the built-in losses count the targets
         self._loss: Loss = own if callable(own) else _LOSSES[loss]
@@ -65,6 +62,11 @@ class WrappedModel(nn.Module):
                 "ranks; model.sync_batch_norm=true computes them over all ranks",
                 stacklevel=2,
             )
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Returns the names of the blocks, which ``find_blocks`` has found."""
+        return self._block_names
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -155,7 +157,7 @@ def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Returns the layers of a ``Model`` or the blocks of a ``WrappedModel``, in order."""
     if isinstance(model, WrappedModel):
-        return [model.get_submodule(name) for name in model.blocks]
+        return [model.get_submodule(name) for name in model.block_names]
     return [*model.layers.values()] if isinstance(model, Model) else []
 
 

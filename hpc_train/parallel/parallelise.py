@@ -220,7 +220,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
     recomputation = parse_recomputation(mode)
     if not recomputation.every:
         return
-    names = [f"layers.{key}" for key in model.layers] if isinstance(model, Model) else getattr(model, "blocks", ())
+    names = [f"layers.{key}" for key in model.layers] if isinstance(model, Model) else getattr(model, "block_names", ())
     if not names:
         raise UserError(
             "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",
