@@ -16,6 +16,7 @@ from hpc_train.errors import UserError
 
 TASKS = ("causal_lm", "masked_lm", "sequence_classification", "image_classification")
 CONFIG = "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # one file, or several and their index
 # Types of decoders whose causal language model hpc_train can cut into pipeline stages.
 DECODERS = ("gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3")
 TIED_BY_DEFAULT = ("gemma", "gemma2")  # in transformers 5, unless config.json says otherwise
@@ -31,7 +32,6 @@ def read(name_or_path: str, revision: str | None, overrides: Mapping[str, Any]) 
     return None if content is None else {**json.loads(content), **overrides}
 
 
-@lru_cache(maxsize=64)
 def _read(name_or_path: str, revision: str | None) -> str | None:
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
@@ -56,6 +56,7 @@ def _read(name_or_path: str, revision: str | None) -> str | None:
     )
 
 
+@lru_cache(maxsize=64)
 def _from_hub(name: str, revision: str | None) -> str | None:
     try:
         from huggingface_hub import hf_hub_download
@@ -85,3 +86,19 @@ def why_not_stages(values: Mapping[str, Any] | None, task: str) -> str:
         return "its config.json cannot be read from here, so it is not known whether it can be cut into stages"
     kind = values.get("model_type")
     return "" if kind in DECODERS else f"models of type {kind} cannot be cut into pipeline stages"
+
+
+def check_weights(name_or_path: str) -> None:
+    """Raises UserError if ``name_or_path`` is a directory without safetensors files."""
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir() and not any((folder / name).exists() for name in (WEIGHTS, INDEX)):
+        raise no_weights(folder)
+
+
+def no_weights(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} has neither {WEIGHTS} nor {INDEX}",
+        where="model.name_or_path",
+        fix="the safetensors files of the model, since pickled .bin files can run code and are not read; or "
+        "model.pretrained=false, which initializes a model of this config",
+    )

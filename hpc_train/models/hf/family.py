@@ -19,14 +19,22 @@ INSTALL = "pip install 'hpc_train[hf]'"
 
 
 def check(model: HFModelConfig, data: Any) -> None:
-    """Checks that transformers is installed, and that the sizes of the model fit those of ``data``.
+    """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``.
 
     Raises:
-        UserError: transformers is missing or too old, or the model cannot learn from ``data``.
+        UserError: transformers is missing or too old, there are no weights, or the model cannot learn from ``data``.
     """
     _check_installed()
     _check_samples(model, data)
     values = model.values or {}
+    if model.pretrained:
+        hf_config.check_weights(model.name_or_path)
+    if model.wrap is not None and not why_not_stages(model):
+        raise UserError(
+            f"model.wrap is {model.wrap}, but the blocks of a {values['model_type']} are its layers",
+            where="model.wrap",
+            fix="remove model.wrap",
+        )
     needed = getattr(data, "vocab_size", None)
     known = hf_config.number(values, "vocab_size")
     if needed is not None and known is not None and known < needed:

@@ -15,6 +15,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
@@ -77,7 +78,7 @@ class FirstValues:
                 fix="the directory of such a model, or model.pretrained=false",
             )
         new = [name for name in names if name not in self._stored]
-        if new:
+        if new and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
                 f"the files have no values for {', '.join(new[:4])}{' and others' if len(new) > 4 else ''}; they are "
                 "drawn at random",

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hpc_train.config.hf_config import INDEX, WEIGHTS, no_weights
 from hpc_train.errors import UserError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WHERE = "model.name_or_path"
 
 
@@ -96,14 +96,9 @@ def _located(folder: Path) -> dict[str, str]:
                 fix="use only names of files in the same directory",
             )
         return located
-    if (folder / SINGLE).exists():
-        return dict.fromkeys(_opened(folder / SINGLE).keys(), SINGLE)
-    raise UserError(
-        f"{folder} has neither {SINGLE} nor {INDEX}",
-        where=_WHERE,
-        fix="the safetensors files of the model, since pickled .bin files can run code and are not read; "
-        "or model.pretrained=false",
-    )
+    if (folder / WEIGHTS).exists():
+        return dict.fromkeys(_opened(folder / WEIGHTS).keys(), WEIGHTS)
+    raise no_weights(folder)
 
 
 def _renamed(stored: Mapping[str, str], module: Any, wanted: Mapping[str, Tensor]) -> dict[str, str]:
