@@ -52,6 +52,7 @@ class WrappedModel(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         self._block_names = find_blocks(module, wrap)
+        _disable_caches(module)
         own = getattr(module, "loss", None)
         self.own_count = callable(own)  # see ``Head.own_count``; the built-in losses count the targets
         self._loss: Loss = own if callable(own) else _LOSSES[loss]
@@ -123,6 +124,14 @@ class WrappedModel(nn.Module):
     def _is_causal(self) -> bool:
         """Returns whether the attention of a model of transformers is causal."""
         return any(getattr(part, "is_causal", False) for part in self._module[0].modules())
+
+
+def _disable_caches(module: nn.Module) -> None:
+    """Keeps models of transformers from caching keys and values, which recomputation would add a second time."""
+    for part in module.modules():
+        config = getattr(part, "config", None) if hasattr(part, "base_model_prefix") else None
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
 
 
 def _first_of_several() -> bool:

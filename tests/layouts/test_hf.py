@@ -18,6 +18,7 @@ from torch import Tensor
 from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig
 from hpc_train.models.hf.family import hf_name
 from hpc_train.parallel.build import build_engine
+from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.layouts.memory import PeakMemory
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, relative, whole
@@ -32,17 +33,18 @@ TASKS = {"llama": "causal_lm", "qwen3": "causal_lm", "vit": "image_classificatio
 CLASS_OF = {"causal_lm": "AutoModelForCausalLM", "image_classification": "AutoModelForImageClassification"}
 SPLITS: list[dict[str, Any]] = [
     {"dp": 4},
-    {"dp": 4, "data_parallel": "allreduce"},
+    {"dp": 4, "data_parallel": "zero3"},
+    {"dp": 4, "data_parallel": "zero3", "shard": 2},  # hsdp
     {"dp": 4, "data_parallel": "zero1"},
     {"dp": 4, "data_parallel": "zero2"},
-    {"dp": 4, "data_parallel": "zero3"},
-    {"dp": 4, "data_parallel": "zero3", "shard": 2},
+    {"dp": 4, "data_parallel": "allreduce"},
 ]
 PIPELINES: list[dict[str, Any]] = [
-    {"pp": 4, "schedule": "1f1b"},
     {"dp": 2, "pp": 2, "schedule": "zbv", "stages_per_rank": 2, "data_parallel": "allreduce"},
-    {"dp": 2, "pp": 2, "schedule": "1f1b", "data_parallel": "zero1"},
+    {"dp": 2, "pp": 2, "schedule": "1f1b", "data_parallel": "zero3"},
+    {"pp": 4, "schedule": "1f1b"},
 ]
+CHECKPOINTED = {"activation_checkpointing": "full"}
 
 
 def hf_configs() -> dict[str, Any]:
@@ -73,9 +75,12 @@ def cell_of(model: str, strategy: dict[str, Any], **fields: Any) -> Cell:
     return Cell(4, "gpt" if TASKS[model] == "causal_lm" else "vit", strategy=strategy, **fields)
 
 
-def config_of(cell: Cell, model: str, saved: Path, **keys: Any) -> Config:
-    hf = HFModelConfig(name_or_path=str(saved / model), task=TASKS[model], **keys)
-    return replace(cell.config(), model=hf)
+def config_of(cell: Cell, model: str, saved: Path) -> Config:
+    if model == "custom":
+        args = {"pretrained_model_name_or_path": str(saved / "llama")}
+        target = "transformers.AutoModelForCausalLM.from_pretrained"
+        return replace(cell.config(), model=CustomModelConfig(_target_=target, args=args))
+    return replace(cell.config(), model=HFModelConfig(name_or_path=str(saved / model), task=TASKS[model]))
 
 
 def bare_loop(model: str, saved: Path) -> tuple[tuple[float, ...], dict[str, Tensor]]:
@@ -97,6 +102,7 @@ def bare_loop(model: str, saved: Path) -> tuple[tuple[float, ...], dict[str, Ten
 
 def train(rank: int, world_size: int, cases: list[tuple[str, Cell]], saved: Path) -> list[Any]:
     """Trains each case for ten steps; returns the losses, the weights in transformers' names, and the groups."""
+    transformers.logging.disable_progress_bar()  # it would leave a thread behind
     return [_train(rank, model, cell, saved) for model, cell in cases]
 
 
@@ -114,20 +120,43 @@ def _train(rank: int, model: str, cell: Cell, saved: Path) -> Any:
     return tuple(losses), found
 
 
-@pytest.mark.parametrize("model", TASKS)
-def test_every_layout_trains_as_a_bare_loop_of_transformers(model: str, saved: Path) -> None:
-    losses, expected = bare_loop(model, saved)
-    micro = {"batch": {"micro_batches": 2}}
-    cells = [cell_of(model, split, **micro) for split in SPLITS]
-    cells += [cell_of(model, split, batch={"micro_batches": 6}) for split in PIPELINES if TASKS[model] == "causal_lm"]
-    cells += [cell_of(model, {"dp": 4, "data_parallel": "zero3"}, train={"activation_checkpointing": "full"})]
-    ranks = run_on_world(4, train, [(model, cell) for cell in cells], saved)
-    for cell, *results in zip(cells, *ranks, strict=True):
+def cases() -> list[tuple[str, Cell]]:
+    """All kinds of data parallelism for one model and the most different ones for the others; the long form has all."""
+    found = []
+    for model, task in TASKS.items():
+        many = LONG or model == "llama"
+        zero3 = SPLITS[1]
+        found += [(model, cell_of(model, split, batch={"micro_batches": 2})) for split in SPLITS[: None if many else 3]]
+        found += [(model, cell_of(model, zero3, train=CHECKPOINTED))]
+        if task == "causal_lm":
+            pipelines = PIPELINES[: None if many else 1]
+            found += [(model, cell_of(model, split, batch={"micro_batches": 6})) for split in pipelines]
+    return found
+
+
+def test_every_layout_trains_as_a_bare_loop_of_transformers(saved: Path) -> None:
+    chosen = cases()
+    expected = {model: bare_loop(model, saved) for model in TASKS}
+    for (model, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved, timeout=250), strict=True):
+        losses, parameters = expected[model]
+        for found_losses, found in results:
+            assert relative(found_losses, losses) < 1e-10, (model, cell)
+            tensors = {name: torch.from_numpy(value) for name, value in found.items()}
+            assert error(tensors, parameters) < 1e-10, (model, cell)
+        assert {name for _, found in results for name in found} == set(parameters), (model, cell)
+
+
+def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
+    """A class of transformers as ``model=custom``: sharded by its blocks, recomputed, offloaded, or as one group."""
+    splits = SPLITS[1:5] if LONG else SPLITS[1:3]
+    chosen = [("custom", cell_of("llama", split, batch={"micro_batches": 2})) for split in splits]
+    chosen += [("custom", cell_of("llama", SPLITS[1] | {"offload": "all"}, train={"activation_checkpointing": "ops"}))]
+    losses, parameters = bare_loop("llama", saved)
+    for (_, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved), strict=True):
         for found_losses, found in results:
             assert relative(found_losses, losses) < 1e-10, cell
-            assert error({name: torch.from_numpy(value) for name, value in found.items()}, expected) < 1e-10, cell
-        names = {name for _, found in results for name in found}
-        assert names == set(expected), cell
+            tensors = {name: torch.from_numpy(value) for name, value in found.items()}
+            assert error(tensors, parameters) < 1e-10, cell
 
 
 BUFFERS = 1024  # bytes

@@ -164,7 +164,14 @@ def config_of(folder: Path, task: str, **strategy: Any) -> Config:
 
 def test_what_cannot_run_is_refused_at_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **TEXT}))
+    with pytest.raises(UserError, match="has neither model"):
+        validate(config_of(tmp_path, "causal_lm"), 1, 1)
+    (tmp_path / "model.safetensors").touch()
     assert validate(config_of(tmp_path, "causal_lm", pp=2), 1, 2).pp == 2
+    wrapped = config_of(tmp_path, "causal_lm")
+    wrapped.model.wrap = ["Qwen2DecoderLayer"]
+    with pytest.raises(UserError, match="the blocks of a qwen2 are its layers"):
+        validate(wrapped, 1, 1)
     with pytest.raises(UserError, match="task sequence_classification cannot be cut"):
         validate(config_of(tmp_path, "sequence_classification", pp=2), 1, 2)
     with pytest.raises(UserError, match="too few for 4 pipeline stages"):
@@ -187,6 +194,7 @@ def test_the_estimate_is_that_of_the_native_model(tmp_path: Path) -> None:
     values = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
     values |= {"num_key_value_heads": 2, "vocab_size": 32, "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").touch()
     native = GPTConfig(vocab_size=32, n_layers=4, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=96)
     for split in ({"dp": 2}, {"dp": 2, "data_parallel": "zero3"}, {"pp": 2}):
         ours = config_of(tmp_path, "causal_lm", **split)

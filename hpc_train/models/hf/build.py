@@ -72,7 +72,6 @@ def _bare(config: HFModelConfig, whole: Any) -> Any:
             where="model.task, model.config",
             fix="a task that this kind of model supports",
         ) from error
-    module.config.use_cache = False
     return module
 
 
