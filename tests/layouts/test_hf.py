@@ -33,10 +33,10 @@ TASKS = {"llama": "causal_lm", "qwen3": "causal_lm", "vit": "image_classificatio
 CLASS_OF = {"causal_lm": "AutoModelForCausalLM", "image_classification": "AutoModelForImageClassification"}
 SPLITS: list[dict[str, Any]] = [
     {"dp": 4},
-    {"dp": 4, "data_parallel": "zero3"},
-    {"dp": 4, "data_parallel": "zero3", "shard": 2},  # hsdp
     {"dp": 4, "data_parallel": "zero1"},
     {"dp": 4, "data_parallel": "zero2"},
+    {"dp": 4, "data_parallel": "zero3"},
+    {"dp": 4, "data_parallel": "zero3", "shard": 2},  # hsdp
     {"dp": 4, "data_parallel": "allreduce"},
 ]
 PIPELINES: list[dict[str, Any]] = [
@@ -121,16 +121,20 @@ def _train(rank: int, model: str, cell: Cell, saved: Path) -> Any:
 
 
 def cases() -> list[tuple[str, Cell]]:
-    """All kinds of data parallelism for one model and the most different ones for the others; the long form has all."""
+    """Three kinds of data parallelism for each model, and each other layout for one; the long form has all."""
+    dp, zero1, zero2, zero3, hsdp, allreduce = SPLITS
+    zbv, sharded_stages, _ = PIPELINES
+    others = {"llama": [zero1, zbv], "qwen3": [zero2, sharded_stages], "vit": [allreduce]}
+    if LONG:
+        every = [zero1, zero2, allreduce]
+        others = {"llama": [*every, *PIPELINES], "qwen3": [*every, *PIPELINES], "vit": every}
     found = []
-    for model, task in TASKS.items():
-        many = LONG or model == "llama"
-        zero3 = SPLITS[1]
-        found += [(model, cell_of(model, split, batch={"micro_batches": 2})) for split in SPLITS[: None if many else 3]]
+    for model in TASKS:
+        found += [(model, cell_of(model, split, batch={"micro_batches": 2})) for split in (dp, hsdp)]
         found += [(model, cell_of(model, zero3, train=CHECKPOINTED))]
-        if task == "causal_lm":
-            pipelines = PIPELINES[: None if many else 1]
-            found += [(model, cell_of(model, split, batch={"micro_batches": 6})) for split in pipelines]
+        for split in others[model]:
+            batch = {"micro_batches": 6 if "pp" in split else 2}
+            found += [(model, cell_of(model, split, batch=batch))]
     return found
 
 
@@ -148,9 +152,9 @@ def test_every_layout_trains_as_a_bare_loop_of_transformers(saved: Path) -> None
 
 def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
     """A class of transformers as ``model=custom``: sharded by its blocks, recomputed, offloaded, or as one group."""
-    splits = SPLITS[1:5] if LONG else SPLITS[1:3]
+    splits = SPLITS[1:5] if LONG else SPLITS[3:5]
     chosen = [("custom", cell_of("llama", split, batch={"micro_batches": 2})) for split in splits]
-    chosen += [("custom", cell_of("llama", SPLITS[1] | {"offload": "all"}, train={"activation_checkpointing": "ops"}))]
+    chosen += [("custom", cell_of("llama", SPLITS[3] | {"offload": "all"}, train={"activation_checkpointing": "ops"}))]
     losses, parameters = bare_loop("llama", saved)
     for (_, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved), strict=True):
         for found_losses, found in results:

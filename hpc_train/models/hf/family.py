@@ -14,7 +14,7 @@ from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf import sizes
 
-OLDEST = (5, 0)  # has conversions of stored names, and initializers that fill single tensors and buffers
+OLDEST = (5, 23)  # the oldest version that was tried
 INSTALL = "pip install 'hpc_train[hf]'"
 
 
