@@ -90,16 +90,14 @@ class HFModelConfig(ModelKeys):
     wrap: list[str] | None = key(None, WRAP)
 
     @property
-    def values(self) -> Mapping[str, Any] | None:
-        """The content of config.json with ``config``; None if it cannot be read from here."""
-        return hf_config.read(self.name_or_path, self.revision, self.config)
-
-    @property
     def n_layers(self) -> int | None:
         """The number of blocks; None if it is unknown."""
-        return hf_config.number(self.values, "num_hidden_layers")
+        return hf_config.number(self._values(), "num_hidden_layers")
 
     @property
     def tied_embeddings(self) -> bool:
         """Whether the output projection of a language model shares the embedding table."""
-        return hf_config.ties(self.values)
+        return hf_config.ties(self._values())
+
+    def _values(self) -> Mapping[str, Any] | None:
+        return hf_config.read(self.name_or_path, self.revision, self.config)

@@ -26,7 +26,7 @@ def check(model: HFModelConfig, data: Any) -> None:
     """
     _check_installed()
     _check_samples(model, data)
-    values = model.values or {}
+    values = sizes.values_of(model) or {}
     if model.pretrained:
         hf_config.check_weights(model.name_or_path)
     if model.wrap is not None and not why_not_stages(model):
@@ -71,7 +71,7 @@ def _check_samples(model: HFModelConfig, data: Any) -> None:
 
 def why_not_stages(model: HFModelConfig) -> str:
     """Returns why the model cannot be cut into pipeline stages; an empty string if it can."""
-    return hf_config.why_not_stages(model.values, model.task)
+    return hf_config.why_not_stages(sizes.values_of(model), model.task)
 
 
 _PARTS = {"stem.embed_tokens.": "model.embed_tokens.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config import hf_config
 from hpc_train.config.extensions import Activations
 from hpc_train.config.hf_config import DECODERS, ties
 from hpc_train.config.schema import HFModelConfig
@@ -47,9 +48,14 @@ class Sizes:
     logits: int
 
 
+def values_of(model: HFModelConfig) -> Mapping[str, Any] | None:
+    """Returns the content of config.json with the values of ``model.config``; None if it cannot be read from here."""
+    return hf_config.read(model.name_or_path, model.revision, model.config)
+
+
 def sizes(model: HFModelConfig) -> Sizes | None:
     """Returns the sizes of a config; None if its architecture is not in the table or a key is missing."""
-    values = model.values
+    values = values_of(model)
     if values is None:
         return None
     try:
