@@ -27,7 +27,7 @@ from tests.ranks import run_on_world
 transformers = pytest.importorskip("transformers")
 
 STEPS, LR = 10, 1e-2
-SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
 TEXT = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 2 * SEQUENCE}
 TASKS = {"llama": "causal_lm", "qwen3": "causal_lm", "vit": "image_classification"}
 CLASS_OF = {"causal_lm": "AutoModelForCausalLM", "image_classification": "AutoModelForImageClassification"}
@@ -49,10 +49,10 @@ CHECKPOINTED = {"activation_checkpointing": "full"}
 
 def hf_configs() -> dict[str, Any]:
     return {
-        "llama": transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+        "llama": transformers.LlamaConfig(**TEXT, num_hidden_layers=4, tie_word_embeddings=True),
         "qwen3": transformers.Qwen3Config(**TEXT, head_dim=8, use_sliding_window=True, sliding_window=4,
-                                          max_window_layers=2),
-        "vit": transformers.ViTConfig(**SMALL, image_size=IMAGE, patch_size=4, num_labels=CLASSES),
+                                          num_hidden_layers=2, max_window_layers=1),
+        "vit": transformers.ViTConfig(**SMALL, num_hidden_layers=2, image_size=IMAGE, patch_size=4, num_labels=CLASSES),
     }  # fmt: skip
 
 
@@ -127,13 +127,13 @@ def cases() -> list[tuple[str, Cell]]:
     others = {"llama": [zero1, zbv], "qwen3": [zero2, sharded_stages], "vit": [allreduce]}
     if LONG:
         every = [zero1, zero2, allreduce]
-        others = {"llama": [*every, *PIPELINES], "qwen3": [*every, *PIPELINES], "vit": every}
+        others = {"llama": [*every, *PIPELINES], "qwen3": [*every, sharded_stages], "vit": every}
     found = []
     for model in TASKS:
-        found += [(model, cell_of(model, split, batch={"micro_batches": 2})) for split in (dp, hsdp)]
+        found += [(model, cell_of(model, split)) for split in (dp, hsdp)]
         found += [(model, cell_of(model, zero3, train=CHECKPOINTED))]
         for split in others[model]:
-            batch = {"micro_batches": 6 if "pp" in split else 2}
+            batch = {"micro_batches": 4 if "pp" in split else 2}
             found += [(model, cell_of(model, split, batch=batch))]
     return found
 
@@ -164,9 +164,9 @@ def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
 
 
 BUFFERS = 1024  # bytes
-WIDE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8}
+WIDE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6}
 WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-NATIVE = GPTConfig(vocab_size=64, dim=64, ffn_dim=160, n_layers=8, n_heads=4, n_kv_heads=4, norm_eps=1e-6)
+NATIVE = GPTConfig(vocab_size=64, dim=64, ffn_dim=160, n_layers=6, n_heads=4, n_kv_heads=4, norm_eps=1e-6)
 
 
 def peaks(rank: int, world_size: int, models: list[Any]) -> list[tuple[int, int, int]]:
@@ -179,11 +179,10 @@ def peaks(rank: int, world_size: int, models: list[Any]) -> list[tuple[int, int,
             engine = build_engine(replace(cell.config(), model=model), mesh)
         parameters = engine.named_parameters().values()
         own = sum(value.to_local().nbytes for value in parameters)  # type: ignore[attr-defined]
-        for step in range(2):  # the first one also creates what stays
-            with PeakMemory() as training:
-                engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-                peak = training.peak
-        found.append((own, building.peak, peak))
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))  # it also creates what stays
+        with PeakMemory() as training:
+            engine.train_step(1, local_batch(cell, mesh.layout, mesh.dp_rank, 1))
+        found.append((own, building.peak, training.peak))
     return found
 
 
@@ -218,4 +217,4 @@ def test_zero3_shards_a_model_of_transformers_as_a_native_one(tmp_path: Path) ->
         assert rank == 0 or of_plain[1] < own + 2 * largest + BUFFERS, "only rank 0 builds the values of a plain module"
         assert of_decoder[2] < 1.1 * training
         assert of_plain[2] < 1.1 * training
-        assert of_one_group[2] > 2 * training
+        assert of_one_group[2] > 1.5 * training
