@@ -1,4 +1,4 @@
-"""Exports a model for ``transformers`` (safetensors) or as one ``.pt`` file, and reads published weights.
+"""Exports a model in Hugging Face's format (safetensors) or as one ``.pt`` file, and reads published weights.
 
 Tensors are converted one at a time. An export is renamed to its final path when it is complete.
 """
@@ -45,7 +45,7 @@ def export_hf(
     advance: Advance,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the directory ``to``, which ``transformers.AutoModelForCausalLM.from_pretrained`` reads.
+    """Writes the directory ``to``, which ``from_pretrained`` of transformers reads.
 
     Args:
         positions: the longest sequence that the model was trained on.
@@ -79,6 +79,8 @@ def export_hf(
                 folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
             )
         write_json(folder / "config.json", config)
+        for other in hugging_face.other_files(model) if hugging_face.other_files is not None else ():
+            shutil.copyfile(other, folder / other.name)
 
 
 def export_pt(

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
     listed = actions.add_parser("list", help="list steps, ages, sizes and layouts; check file names and sizes")
     verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
-    exported = actions.add_parser("export", help="export the model for transformers or as one .pt file")
+    exported = actions.add_parser("export", help="export the model in Hugging Face's format or as one .pt file")
     imported = actions.add_parser("import", help="import published weights, such as a Llama, for runs to start from")
     for action in (listed, verified, exported):
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")

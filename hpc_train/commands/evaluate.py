@@ -41,7 +41,9 @@ def main(arguments: list[str]) -> int:
     run = find_run(options.run, Path(default_root()), "verify")
     of_run = load(run)
     config = evaluation_config(of_run, rest)
-    found = choose_by_name(run, options.checkpoint, best_metric(of_run.checkpoint) or LOWEST_LOSS)
+    kept = of_run.checkpoint
+    best = best_metric(kept.keep_best, kept.best_mode) or LOWEST_LOSS
+    found = choose_by_name(run, options.checkpoint, best)
     if options.submit:
         words = ["evaluate", *without_submission(arguments)]
         return follow(submit(words, of_run, run.logs / "slurm", [*_gpus(of_run), *shlex.split(options.sbatch)]))

@@ -213,6 +213,9 @@ def _absolute(config: Config) -> Config:
     for source in getattr(config.data, "sources", {}).values():
         if source.get("path") is not None:
             source["path"] = str(Path(source["path"]).expanduser().absolute())
+    name = getattr(config.model, "name_or_path", None)
+    if name is not None and Path(name).expanduser().is_dir():  # otherwise a name on the hub
+        config.model.name_or_path = str(Path(name).expanduser().absolute())
     config.run.root = str(Path(config.run.root).expanduser().absolute())
     if config.run.command is not None:
         config.run.command = [_absolute_script(word) for word in command_words(config)]

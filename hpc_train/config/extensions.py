@@ -6,9 +6,10 @@ Built-in families and sources use the same descriptions as those of a user's pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_train.config.description_file import check_callable, import_without_torch, location
@@ -23,6 +24,7 @@ FAMILIES: dict[str, str] = {
     "gpt": "hpc_train.models.families:GPT_FAMILY",
     "vit": "hpc_train.models.families:VIT_FAMILY",
     "custom": "hpc_train.models.families:CUSTOM_FAMILY",
+    "hf": "hpc_train.models.hf.family:HF_FAMILY",
 }
 SOURCES: dict[str, str] = {
     "text": "hpc_train.data.sources:TEXT",
@@ -85,10 +87,12 @@ class HuggingFaceFormat:
     Attributes:
         parameter_name: takes the model's config and the name of a parameter; returns its name in the exported files.
         config: takes the model's config, the longest sequence and the dtype, and returns the content of config.json.
+        other_files: takes the model's config and returns files that are copied, such as a tokenizer.
     """
 
     parameter_name: Callable[[Any, str], str]
     config: Callable[[Any, int, str], Mapping[str, Any]]
+    other_files: Callable[[Any], Sequence[Path]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,24 +103,30 @@ class ModelFamily:
         schema: the dataclass of its keys, derived from ``ModelKeys``, with ``n_layers``.
         learns_from: the kind of samples, such as ``tokens`` or ``images``; None: any.
         builder: ``module:attribute``; called with the config on the meta device, it returns a ``Model``.
-        parameters: the number of parameters of a config; it must also be right for other values of ``n_layers``.
+        parameters: the number of parameters of a config, or None if it is unknown; it must also be right for other
+            values of ``n_layers``, unless ``layer_parameters`` is given.
+        layer_parameters: the number of parameters of one layer.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
         tensor_parallel: None refuses ``strategy.tp`` above 1.
         hugging_face: None refuses ``checkpoint export --format hf``.
         chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``).
+        why_not_stages: takes the config and returns why the model cannot be cut into pipeline stages; an empty string
+            if it can. None: the workers decide.
         check: takes the configs of model and data; raises ``UserError`` for sizes that do not fit together.
     """
 
     schema: type = _MISSING
     learns_from: str | None = _MISSING
     builder: str = _MISSING
-    parameters: Callable[[Any], int] | None = _MISSING
+    parameters: Callable[[Any], int | None] | None = _MISSING
     activations: Callable[[Any, Any], Activations] | None = _MISSING
-    flops_per_sample: Callable[[Any, tuple[int, ...]], float] | None = _MISSING
+    flops_per_sample: Callable[[Any, tuple[int, ...]], float | None] | None = _MISSING
     tensor_parallel: TensorParallel | None = _MISSING
     hugging_face: HuggingFaceFormat | None = _MISSING
     chunked_loss: bool = False
+    layer_parameters: Callable[[Any], int | None] | None = None
+    why_not_stages: Callable[[Any], str] | None = None
     check: Callable[[Any, Any], None] | None = None
 
 

@@ -19,17 +19,8 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 
 OF_RUN = (
-    "model",
-    "strategy",
-    "optim",
-    "precision",
-    "batch",
-    "data",
-    "train",
-    "checkpoint",
-    "elastic",
-    "metrics",
-    "eval_sets",
+    *("model", "strategy", "optim", "precision", "batch", "data", "train", "checkpoint", "elastic"),
+    *("metrics", "eval_sets"),
 )
 
 

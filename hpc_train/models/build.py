@@ -11,7 +11,7 @@ from torch import nn
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.import_path import locate
-from hpc_train.config.schema import CustomModelConfig, ModelConfig
+from hpc_train.config.schema import CustomModelConfig, HFModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert
 from hpc_train.models.model import Model
@@ -19,12 +19,16 @@ from hpc_train.models.parts import check_parts
 from hpc_train.models.wrapped import WrappedModel
 
 
-def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
+def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | WrappedModel:
     """Builds the model that ``config`` describes.
 
-    A ``Model`` is built on the ``meta`` device, since it is split and sharded before it gets memory and values. Any
-    other module is built on the CPU and wrapped. Its constructor draws the values from ``seed``, so they are the same
-    on every rank. The random state of the process does not change.
+    A ``Model`` and a model of transformers are built on the ``meta`` device, since they are split and sharded before
+    they get memory and values. Any other module is built on the CPU and wrapped. Its constructor draws the values from
+    ``seed``, so they are the same on every rank. The random state of the process does not change.
+
+    Args:
+        values: whether the values of a user's module are needed. If not, it is on ``meta`` where its constructor
+            permits this.
 
     Raises:
         UserError: the sizes do not fit together, ``_target_`` cannot be imported or called, or a ``Model`` is not
@@ -32,12 +36,14 @@ def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
     """
     build = imported(family_of(config).builder)
     if isinstance(config, CustomModelConfig):
-        built: Model | WrappedModel = build(config, seed)
+        built: Model | WrappedModel = build(config, seed, values)
         if isinstance(built, Model):
             check_parts(built, "model._target_")
         return built
     with torch.device("meta"):
         model = build(config)
+    if isinstance(model, WrappedModel) and isinstance(config, HFModelConfig):
+        return model
     if not isinstance(model, Model):
         raise UserError(
             f"the builder of model kind {config.kind} returned {type(model).__name__}, not a Model",
@@ -67,14 +73,16 @@ def imported(path: str) -> Callable[..., Any]:
     return found
 
 
-def build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
+def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> Model | WrappedModel:
     """Calls ``_target_`` and wraps the result if it is not a ``Model``; see ``build_model``."""
     target = locate(config._target_, "model._target_")
     if isinstance(target, type) and issubclass(target, Model):
         return _on_meta(target, config)
-    with torch.random.fork_rng(), torch.device("cpu"):
-        torch.manual_seed(seed)
-        built = _call(target, config)
+    built = None if values else _without_values(target, config)
+    if built is None:
+        with torch.random.fork_rng(), torch.device("cpu"):
+            torch.manual_seed(seed)
+            built = _call(target, config)
     if isinstance(built, Model):  # the target is a function that returns a Model
         return _on_meta(target, config)
     if not isinstance(built, nn.Module):
@@ -83,7 +91,22 @@ def build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
             where="model._target_",
             fix="a class or function that returns an nn.Module",
         )
-    return WrappedModel(convert(built) if config.sync_batch_norm else built, config.loss)
+    return WrappedModel(convert(built) if config.sync_batch_norm else built, config.loss, config.wrap)
+
+
+def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn.Module | None:
+    """Returns the module on ``meta``; None if its constructor reads values or keeps tensors that are no buffers."""
+    try:
+        with torch.device("meta"):
+            built = target(**config.args)
+    except Exception:  # the build on the CPU reports an error that is not due to meta
+        return None
+    if not isinstance(built, nn.Module) or any(
+        not tensor.is_meta for tensor in (*built.parameters(), *built.buffers())
+    ):
+        return None
+    kept = (value for module in built.modules() for value in vars(module).values())
+    return None if any(isinstance(value, torch.Tensor) for value in kept) else built
 
 
 def _on_meta(target: Callable[..., Any], config: CustomModelConfig) -> Model:

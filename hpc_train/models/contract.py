@@ -66,6 +66,8 @@ def _flops_problem(family: ModelFamily, model: Model, model_config: Any, data_co
     if family.flops_per_sample is None or shape is None:
         return ""
     stated = family.flops_per_sample(model_config, shape)
+    if stated is None:
+        return ""
     counted = model.flops_per_sample(torch.empty((1, *shape), device="meta"))
     if abs(stated - counted) > 1e-6 * max(stated, counted):
         return f"flops_per_sample is {stated:g} in the description and {counted:g} in the model"

@@ -157,6 +157,14 @@ class Model(nn.Module):
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills ``value`` (the full parameter ``name``, never a shard) in place with its initial values."""
 
+    def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
+        """Returns a box of the parameter ``name`` whose values are read from files, in any dtype.
+
+        None, the default, lets ``init_parameter`` fill the full parameter. A rank that holds a shard calls it with the
+        box of its shard, so that no rank needs memory for more.
+        """
+        return None
+
     @abstractmethod
     def init_buffers(self, device: torch.device) -> None:
         """Recomputes the buffers that are not in checkpoints, after a build on ``meta``."""

@@ -6,7 +6,8 @@ A wrapped module has no stem, layers and head, so it trains only with the data-p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
-from hpc_train.models.model import Observe
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.model import Model, Observe
 from hpc_train.models.own_loss import Gather, Loss, alone, call_loss, mixes_samples
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error
 
@@ -31,25 +33,30 @@ class WrappedModel(nn.Module):
             ``loss``. See ``Head.loss`` for its results; the count may also be a plain number. ``outputs`` are what the
             module returns. A loss that compares samples has a third parameter, ``gather``.
         loss: ``cross_entropy`` (int64 targets; classes in dim 1, or in the last dim if that fits the targets) or
-            ``mse`` (targets of any dtype in the shape of the outputs).
+            ``mse`` (targets of any dtype in the shape of the outputs). Of outputs with ``logits``, as those of
+            transformers, these are taken.
+        wrap: the class names of the blocks; see ``find_blocks``.
 
     Attributes:
         gather: the third argument of a loss that compares samples; the engine sets it.
 
     Raises:
-        UserError: ``loss`` is unknown.
+        UserError: ``loss`` or a class of ``wrap`` is unknown.
     """
 
     gather: Gather = staticmethod(alone)
     observe: Observe | None = None  # see ``Head``
+    tied: Mapping[str, str] = {}
 
-    def __init__(self, module: nn.Module, loss: str) -> None:
+    def __init__(self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None) -> None:
         super().__init__()
         if loss not in _LOSSES:
             raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
+        self._block_names = find_blocks(module, wrap)
+        _disable_caches(module)
         own = getattr(module, "loss", None)
         self.own_count = callable(own)  # see ``Head.own_count``; the built-in losses count the targets
         self.loss: Loss = own if callable(own) else _LOSSES[loss]
@@ -66,6 +73,11 @@ class WrappedModel(nn.Module):
     def bare(self) -> nn.Module:
         """Returns the module of the user."""
         return self._module[0]
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Returns the names of the blocks, which ``find_blocks`` has found."""
+        return self._block_names
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -86,7 +98,9 @@ class WrappedModel(nn.Module):
         self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         """Runs the module like ``Model.forward`` with all parts; ``context`` becomes keyword arguments."""
-        outputs = self._module[0](inputs, **{name: context[name] for name in context if name != DOCUMENT_ENDS})
+        outputs = self._module[0](inputs, **self._arguments(context))
+        if isinstance(outputs, Mapping) and "logits" in outputs and (self._classifies or targets is None):
+            outputs = outputs["logits"]
         if targets is None:
             return outputs
         if self._classifies:
@@ -97,6 +111,37 @@ class WrappedModel(nn.Module):
         if self.observe is not None:
             self.observe(outputs, targets)
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
+
+    def _arguments(self, context: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the keyword arguments of the module for ``context``, in the names of transformers for its models.
+
+        These separate documents where the positions begin again, if their attention is causal.
+        """
+        names = dict.fromkeys(context)
+        names.pop(DOCUMENT_ENDS, None)
+        if not hasattr(self._module[0], "base_model_prefix"):
+            return {name: context[name] for name in names}
+        if "document_ids" in names and ("positions" not in names or not self._is_causal):
+            raise UserError(
+                f"{type(self._module[0]).__name__} cannot limit attention to the documents of a packed sequence",
+                where="data.packing",
+                fix="data.packing=false",
+            )
+        names.pop("document_ids", None)
+        return {"position_ids" if name == "positions" else name: context[name] for name in names}
+
+    @property
+    def _is_causal(self) -> bool:
+        """Returns whether the attention of a model of transformers is causal."""
+        return any(getattr(part, "is_causal", False) for part in self._module[0].modules())
+
+
+def _disable_caches(module: nn.Module) -> None:
+    """Keeps models of transformers from caching keys and values, which recomputation would add a second time."""
+    for part in module.modules():
+        config = getattr(part, "config", None) if hasattr(part, "base_model_prefix") else None
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
 
 
 def _first_of_several() -> bool:
@@ -126,6 +171,13 @@ def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             fix="return outputs in the shape of the targets, which mse needs",
         )
     return squared_error(outputs, targets)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the layers of a ``Model`` or the blocks of a ``WrappedModel``, in order."""
+    if isinstance(model, WrappedModel):
+        return [model.get_submodule(name) for name in model.block_names]
+    return [*model.layers.values()] if isinstance(model, Model) else []
 
 
 _LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": _mse}

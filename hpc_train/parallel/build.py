@@ -18,6 +18,7 @@ from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelise import sharder_of
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 from hpc_train.plan.mixing import check_mixing
@@ -35,7 +36,8 @@ def build_engine(
     Raises:
         UserError: the model cannot be distributed as the layout requires.
     """
-    model = build_model(config.model, config.train.seed)
+    needs_values = mesh.dp_rank == 0 or sharder_of(mesh.layout) is None
+    model = build_model(config.model, config.train.seed, needs_values)
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, config.data, mesh.layout)
     if model.mixes_samples:

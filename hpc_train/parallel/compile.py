@@ -32,22 +32,24 @@ from torch.compiler._cache import CacheInfo
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
+from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compiles each layer of ``model`` in place, or the whole model if it has no ``layers``.
+    """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
 
     Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
     Under DDP torch would cut each layer where a bucket of gradients ends, so that the backward pass can reduce a bucket
     before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
     """
-    if not isinstance(model, Model):
+    layers = layers_of(model)
+    if not layers and not isinstance(model, Model):
         model.compile(backend=compile_in_turns)
         return
     torch._dynamo.config.optimize_ddp = False
-    for layer in model.layers.values():
+    for layer in layers:
         layer.compile(backend=compile_in_turns)
 
 

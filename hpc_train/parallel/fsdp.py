@@ -20,19 +20,19 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from hpc_train.models.model import Model
+from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.plan.techniques import DataParallelKind
 
 
 def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:
-    """Shards ``model`` in place. Each layer is one group, stem and head another; a model without parts is one group.
+    """Shards ``model`` in place. Each layer or block is one group, and the rest of the model another.
 
     The gradients are averaged over the dp ranks, so scale the loss by their number for a sum.
 
     Args:
-        model: the model or stage before it is materialised, with wrapped and compiled layers.
+        model: the model or stage before it is materialised, with wrapped and compiled layers or blocks.
         kind: ``zero1``, ``zero2`` or ``zero3``.
         precision: the precision of the config; bf16 and fp16 gather parameters in that dtype and reduce gradients in
             fp32.
@@ -47,9 +47,8 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     )
     home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
     wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy, offload_policy=home)
-    if isinstance(model, Model):
-        for layer in model.layers.values():
-            wrap(layer, reshard_after_forward="parameters" in kind.shards)
+    for layer in layers_of(model):
+        wrap(layer, reshard_after_forward="parameters" in kind.shards)
     wrap(model, reshard_after_forward=False)
 
 

@@ -29,6 +29,8 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm, packed_attention
+from hpc_train.models.blocks import replace_block
+from hpc_train.models.hf.whole import HFWhole
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
@@ -36,6 +38,7 @@ from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
+from hpc_train.plan.layout import Layout
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
@@ -44,25 +47,79 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     """Turns ``model`` (whole or a pipeline stage) in place into the part that this rank trains, without DDP's wrapper.
 
     Args:
-        model: a model on ``meta``, or one with values, of which those of dp rank 0 are used.
+        model: a model on ``meta`` that initialises itself, or a user's module. Of such a module the values of dp rank 0
+            are used, so the other ranks may have it on ``meta`` if it is sharded.
     """
     dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
+    home = torch.device("cpu") if offload else mesh.device
+    sharder, values = sharder_of(mesh.layout), dict[str, Tensor]()
+    initialises = isinstance(model, Model | HFWhole) and is_meta(model)
     split_and_wrap(config, mesh, model)
-    meta = is_meta(model)
-    if not meta:
+    if not initialises:
         batch_norm.use_fused(model, mesh.device, mesh.group("dp"))
-        model.to(device=mesh.device, dtype=dtype)
-        _take_first_replica(model, mesh)
-    sharder = mesh.layout.kind.sharder if mesh.layout.dp > 1 else None
+        if sharder is None:
+            model.to(device=mesh.device, dtype=dtype)
+            _take_first_replica(model, mesh)
+        else:
+            values = _put_aside(model, dtype)
     if sharder is not None:
         shard = import_attribute(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
         check_no_scalars(model, mesh.layout.data_parallel)
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
-    if meta and isinstance(model, Model):
-        home = torch.device("cpu") if offload else mesh.device
+    if initialises:
+        assert isinstance(model, Model | HFWhole)
         materialise(model, mesh.device, config.train.seed, dtype, home)
+    elif sharder is not None:
+        _hand_out(model, mesh, values, home)
     model.train()
     return model
+
+
+def sharder_of(layout: Layout) -> str | None:
+    """Returns the import path of the function that shards a model; None if every rank holds all parameters."""
+    return layout.kind.sharder if layout.dp > 1 else None
+
+
+def _put_aside(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the values of a user's module by name and moves the module to ``meta``."""
+    with torch.no_grad():
+        model.to(dtype=dtype)
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with keep_shared(model):
+            model.to(device="meta")
+    return {name: value.detach() for name, value in values.items()}
+
+
+def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: torch.device) -> None:
+    """Allocates a sharded module and fills it with the ``values`` of dp rank 0, one tensor at a time.
+
+    The other ranks hold one full tensor at most, and rank 0 the module in host memory until this function ends.
+    """
+    with keep_shared(model):
+        model.to_empty(device=home)
+    group, first = mesh.group("dp"), mesh.dp_rank == 0
+    source = dist.get_global_rank(group, 0)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, held in tensors.items():
+            full = torch.empty(held.shape, dtype=held.dtype, device=mesh.device)
+            if first:
+                full.copy_(values.pop(name))
+            dist.broadcast(full, source, group=group)
+            if isinstance(held, DTensor):
+                held.to_local().copy_(_shard_of(full, held))
+            elif held.device == mesh.device:
+                held.copy_(full)
+            else:  # a buffer beside parameters in host memory
+                owner, _, attribute = name.rpartition(".")
+                model.get_submodule(owner)._buffers[attribute] = full
+
+
+def _shard_of(full: Tensor, held: DTensor) -> Tensor:
+    shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        full = full.narrow(dim, start if length else 0, length)
+    return full
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
@@ -113,7 +170,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 def materialise(
-    module: Model, device: torch.device, seed: int, dtype: torch.dtype, home: torch.device | None = None
+    module: Model | HFWhole, device: torch.device, seed: int, dtype: torch.dtype, home: torch.device | None = None
 ) -> None:
     """Allocates ``module`` (whole or a stage, sharded or not) and initialises its parameters.
 
@@ -134,17 +191,18 @@ def materialise(
     module.init_buffers(device)
 
 
-def _fill(model: Model, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
+def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
     if not isinstance(parameter, DTensor):
         model.init_parameter(name, parameter, generator)
         return
-    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    model.init_parameter(name, full, generator)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        full = full.narrow(dim, start if length else 0, length)
-    parameter.to_local().copy_(full)
+    stored = model.stored_box(name, tuple(offset), tuple(shape)) if all(shape) else None
+    if stored is None:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        model.init_parameter(name, full, generator)
+        stored = _shard_of(full, parameter)
+    parameter.to_local().copy_(stored)
 
 
 def apply_chunked_loss(model: nn.Module, chunks: int) -> None:
@@ -168,24 +226,30 @@ PRODUCTS |= frozenset(packed_attention.OPERATORS)
 
 
 def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
-    """Wraps the layers of ``model`` (whole or a stage) in place; ``canonical_name`` removes the wrappers from names.
+    """Wraps the layers or blocks of ``model`` (whole or a stage) in place.
+
+    ``canonical_name`` removes the wrappers from names.
 
     Raises:
-        UserError: ``mode`` is unknown, or the model has no ``layers``.
+        UserError: ``mode`` is unknown, or the model has neither ``layers`` nor blocks.
     """
     recomputation = parse_recomputation(mode)
     if not recomputation.every:
         return
-    if not isinstance(model, Model):
+    names = [f"layers.{key}" for key in model.layers] if isinstance(model, Model) else getattr(model, "block_names", ())
+    if not names:
         raise UserError(
-            "activation checkpointing wraps the layers of the model, but this model has no stem, layers and head",
+            "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",
             where="train.activation_checkpointing",
-            fix="use none, or a model with stem, layers and head (hpc_train.models.model.Model)",
+            fix="use none, or name the classes of the blocks: model.wrap=[Block]",
         )
     extra = {"context_fn": _save_products} if recomputation.keep_products else {}
-    for key, layer in list(model.layers.items()):
-        if recomputation.applies_to(int(key)):
-            model.layers[key] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **extra)
+    for position, name in enumerate(names):
+        number = int(name.rpartition(".")[2]) if isinstance(model, Model) else position
+        if recomputation.applies_to(number):
+            block = model.get_submodule(name)
+            wrapper = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **extra)
+            replace_block(model, name, wrapper)
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

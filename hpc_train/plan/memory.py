@@ -50,7 +50,7 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
     """Returns the memory of the rank that needs the most; None if the model's family, or code of the user's own, does
     not tell.
     """
-    if runs_own_code(config) or family_of(config.model).parameters is None:
+    if runs_own_code(config) or parameter_count(config.model) is None:
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
 
@@ -106,6 +106,9 @@ def _layer_parameters(config: Config) -> int:
     """The number of parameters of one layer."""
     from dataclasses import replace
 
+    count = family_of(config.model).layer_parameters
+    if count is not None:
+        return count(config.model) or 0
     one, two = (parameter_count(replace(config.model, n_layers=number)) for number in (1, 2))
     assert one is not None and two is not None
     return two - one

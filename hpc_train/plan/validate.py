@@ -67,6 +67,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
     check_declared_mixing(config, layout)
     _check_tensor_parallel(config, family, layout.tp)
+    _check_stages(config, family, layout.pp)
     _check_pieces(config, layout)
     check_savers(config, layout)
     check_evaluation(config)
@@ -172,6 +173,16 @@ def _check_tensor_parallel(config: Config, family: ModelFamily, tp: int) -> None
     length = getattr(config.data, "sequence_length", None)
     if family.tensor_parallel.shards_sequence and length is not None:
         check_divides(tp, length, "strategy.tp", "data.sequence_length")
+
+
+def _check_stages(config: Config, family: ModelFamily, pp: int) -> None:
+    reason = family.why_not_stages(config.model) if pp > 1 and family.why_not_stages is not None else ""
+    if reason:
+        raise UserError(
+            reason,
+            where=f"strategy.pp={pp}, model",
+            fix="strategy=single, dp, zero1, zero2, zero3 or hsdp",
+        )
 
 
 def _check_pieces(config: Config, layout: Layout) -> None:

@@ -235,9 +235,10 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     if per_device is None or config.model.kind == "custom":
         return Meter()
     model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time
-    assert isinstance(model, Model)
-    inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
-    return Meter(count_flops(model, inputs, config.train), per_device * mesh.layout.world_size)
+    if not isinstance(model, Model):
+        return Meter()
+    count = count_flops(model, torch.empty((1, *dataset.inputs_shape()), device="meta"), config.train)
+    return Meter(count, per_device * mesh.layout.world_size) if count.model else Meter()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -60,7 +60,8 @@ def models() -> list[list[str]]:
     language = ("gpt", "llama", "qwen", "mistral", "gemma")
     texts = zip([name for name in names("model") if name.startswith(language)], cycle(TOKENS), strict=False)
     custom = ["model=custom", "model._target_=package.Model"]
-    return [custom, *([f"model={model}", *data] for model, data in (*images, *texts))]
+    hf = ["model=hf", "model.name_or_path=/models/mine", "model.task=causal_lm"]
+    return [custom, hf, *([f"model={model}", *data] for model, data in (*images, *texts))]
 
 
 def rows() -> list[list[str]]:

@@ -70,6 +70,8 @@ def runs(folder: Path) -> list[list[str]]:
          "data.image_size=32"],
         ["+strategy=dp", *custom, *pictures, *two, "+model.args.n_classes=10", "strategy.compression=topk",
          "-m"],
+        ["+strategy=dp", "model=hf", f"model.name_or_path={folder}/hf", "model.task=image_classification", *pictures,
+         "train.steps=2", "batch.global_size=8", "model.pretrained=false", "launch.dry_run=true"],
         ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
          "data.sequence_length=16", "train.steps=null", "train.epochs=0.2", "data.packing=true"],
         ["+strategy=single", *gpt, "data=mixture", "+data@data.sources.one=custom", "model.vocab_size=16",
@@ -129,6 +131,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     record.mkdir()
     make_tokens(tmp_path)
     make_images(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "vit"}')
     env = environment(HPC_TRAIN_RECORD_KEYS=str(record))
     env["PYTHONPATH"] = f"{RECORDING}:{env['PYTHONPATH']}"
     env["PATH"] = make_sbatch(tmp_path)
@@ -136,7 +140,11 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         list(pool.map(partial(run_in_own_folder, tmp_path, env), range(len(runs(tmp_path)))))
     build_cifar100(tmp_path, env)
     read = {line for file in record.iterdir() for line in file.read_text().split()}
-    kinds = {key for key in every_key() if key.endswith(("DataConfig.kind", "GPTConfig.kind", "ViTConfig.kind"))}
+    kinds = {
+        key
+        for key in every_key()
+        if key.endswith(("DataConfig.kind", "GPTConfig.kind", "ViTConfig.kind", "HFModelConfig.kind"))
+    }
     told_apart_by = kinds | {"CustomModelConfig.kind"}  # read where plain values become typed ones
     unread = every_key() - read - interpolated() - told_apart_by
     assert not unread, "\n".join(sorted(unread))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config import hf_config
 from hpc_train.config.schema.key import key, required
+
+WRAP = (
+    "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "
+    "blocks that the model names, or else the repeated blocks of its longest ModuleList; an empty list disables it."
+)
 
 
 @dataclass
@@ -109,3 +116,30 @@ class CustomModelConfig(ModelKeys):
         choices=("cross_entropy", "mse"),
     )
     sync_batch_norm: bool = key(False, "Whether batch normalization uses the statistics of all ranks.")
+    wrap: list[str] | None = key(None, WRAP)
+
+
+@dataclass
+class HFModelConfig(ModelKeys):
+    """A model of Hugging Face's transformers."""
+
+    kind: str = key("hf", "The model family.")
+    name_or_path: str = required("A directory with config.json and safetensors files, or a name on the hub.")
+    task: str = required("What the model computes.", choices=hf_config.TASKS)
+    pretrained: bool = key(True, "Whether to read the weights; false initializes a model of this config.")
+    revision: str | None = key(None, "The branch, tag or commit on the hub.")
+    config: dict[str, Any] = key({}, "Values that replace those of config.json, such as num_labels.")
+    wrap: list[str] | None = key(None, WRAP)
+
+    @property
+    def n_layers(self) -> int | None:
+        """The number of blocks; None if it is unknown."""
+        return hf_config.number(self._values(), "num_hidden_layers")
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output projection of a language model shares the embedding table."""
+        return hf_config.ties(self._values())
+
+    def _values(self) -> Mapping[str, Any] | None:
+        return hf_config.read(self.name_or_path, self.revision, self.config)

@@ -1,0 +1,101 @@
+"""Builds a transformers model on ``meta``: a decoder in three parts, any other model as one module with blocks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.config.hf_config import DECODERS
+from hpc_train.config.schema import HFModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf.decoder import HFDecoder
+from hpc_train.models.hf.values import FirstValues
+from hpc_train.models.hf.weights import WeightFiles
+from hpc_train.models.hf.whole import HFWhole
+
+_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+
+def build(config: HFModelConfig) -> HFDecoder | HFWhole:
+    """Builds the model of ``config``. Call it on the ``meta`` device; the values follow when the model is sharded.
+
+    Raises:
+        UserError: the config or the weights cannot be read, or transformers has no such model.
+    """
+    whole = hf_config(config)
+    with torch.device("meta"):
+        module = _bare(config, whole)
+    module.tie_weights()
+    values = FirstValues(module, WeightFiles(_folder(config), module) if config.pretrained else None)
+    if config.task == "causal_lm" and whole.model_type in DECODERS:
+        return HFDecoder(module, values, config)
+    return HFWhole(module, values, config)
+
+
+def hf_config(config: HFModelConfig) -> Any:
+    """Returns the config object of transformers.
+
+    Raises:
+        UserError: config.json cannot be read or has unknown values.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            config.name_or_path, revision=config.revision, dtype=torch.float32, **config.config
+        )
+    except Exception as error:
+        raise UserError(
+            f"the config of {config.name_or_path} cannot be read: {type(error).__name__}: {error}",
+            where="model.name_or_path, model.config",
+            fix="a directory with config.json, or a name on the hub; on nodes without internet download the model "
+            "first with: hf download NAME",
+        ) from error
+
+
+def _bare(config: HFModelConfig, whole: Any) -> Any:
+    import transformers
+
+    try:
+        module = getattr(transformers, _CLASSES[config.task]).from_config(whole)
+    except Exception as error:
+        raise UserError(
+            f"transformers cannot build {config.name_or_path} for {config.task}: {type(error).__name__}: {error}",
+            where="model.task, model.config",
+            fix="a task that this kind of model supports",
+        ) from error
+    return module
+
+
+def architecture(config: HFModelConfig) -> str:
+    """Returns the name of transformers' class."""
+    with torch.device("meta"):
+        return type(_bare(config, hf_config(config))).__name__
+
+
+def _folder(config: HFModelConfig) -> Path:
+    """Returns the directory with the weights, which are downloaded if they are on the hub."""
+    folder = Path(config.name_or_path).expanduser()
+    return folder if folder.is_dir() else _downloaded(config.name_or_path, config.revision)
+
+
+@cache
+def _downloaded(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:
+        raise UserError(
+            f"{name} is no directory, and it cannot be downloaded: {type(error).__name__}: {error}",
+            where="model.name_or_path",
+            fix=f"on a machine with internet and the same HF_HOME: hf download {name}",
+        ) from error

@@ -1,0 +1,172 @@
+"""Gives a causal language model of transformers the three parts of a ``Model``, so that it can be cut into stages.
+
+The decoders of the table ``hf_config.DECODERS`` have the same structure: a table of embeddings, rotary positions,
+layers, a norm and an output projection. The parts here call those of transformers with the arguments that its own model
+passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.schema import HFModelConfig
+from hpc_train.data.document_ends import DOCUMENT_ENDS
+from hpc_train.errors import UserError
+from hpc_train.models.hf import sizes
+from hpc_train.models.hf.family import hf_name
+from hpc_train.models.hf.values import FirstValues
+from hpc_train.models.model import FlopTerms, Model
+from hpc_train.models.transformer import CrossEntropyHead
+
+_SHARED = "hf_shared"  # in the context of layers: what transformers computes once for all layers
+
+
+class _Stem(nn.Module):
+    """Embeds token ids ``[micro, seq]`` as hidden states ``[micro, seq, width]``."""
+
+    def __init__(self, embed_tokens: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+
+    def forward(self, inputs: Tensor, context: Mapping[str, Any]) -> Tensor:
+        return self.embed_tokens(inputs)
+
+
+class _Layer(nn.Module):
+    """Calls a layer of transformers with the mask of its kind: ``full_attention`` or ``sliding_attention``."""
+
+    def __init__(self, block: nn.Module, attention: str) -> None:
+        super().__init__()
+        self.block = block
+        self.attention = attention
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Any]) -> Tensor:
+        shared = context[_SHARED]
+        found = self.block(
+            hidden,
+            attention_mask=shared[self.attention],
+            position_ids=shared["position_ids"],
+            position_embeddings=shared["position_embeddings"],
+        )
+        return found[0] if isinstance(found, tuple) else found
+
+
+class _Head(CrossEntropyHead):
+    """Computes the logits ``[micro, seq, vocab]`` of the next token; ``softcap`` bounds them, as Gemma 2 does."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.lm_head = lm_head
+        self._softcap = softcap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+
+class HFDecoder(Model):
+    """Implements ``Model`` for a decoder of transformers.
+
+    Args:
+        module: the causal language model on ``meta``; its parts are taken, not copied.
+        values: the first values of its parameters.
+    """
+
+    stem: _Stem | None
+    head: _Head | None
+
+    def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
+        super().__init__()
+        self.config, self._hf, self._values = config, module.config, values
+        body = module.model
+        self.stem = _Stem(body.embed_tokens)
+        kinds = _attention_kinds(module.config)
+        self.layers = nn.ModuleDict({str(n): _Layer(block, kinds[n]) for n, block in enumerate(body.layers)})
+        self.head = _Head(body.norm, module.lm_head, getattr(module.config, "final_logit_softcapping", None))
+        self.rotary = body.rotary_emb  # every stage needs it
+        if values.tied:
+            self.tied = {"head.lm_head.weight": "stem.embed_tokens.weight"}
+        self._masks = tuple(sorted(set(kinds)))
+
+    def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Adds masks, positions and rotary tables.
+
+        ``context["attention_mask"]`` ``[micro, seq]`` is 0 for padding. ``context["positions"]`` ``[micro, seq]``
+        replaces positions counted from 0; where they begin again a new document begins, to which attention is limited.
+        """
+        if "document_ids" in context and "positions" not in context:
+            raise UserError(
+                "the data has document_ids but no positions, by which transformers separates documents",
+                where="data",
+                fix="add positions that begin at 0 in each document to the context of a sample",
+            )
+        given = context.get("positions", context.get("position_ids"))
+        length = hidden.shape[1]
+        dtype = self.hidden_dtype or next(p.dtype for p in self.parameters())
+        positions = torch.arange(length, device=hidden.device).unsqueeze(0) if given is None else given
+        example = torch.empty((len(hidden), length, 1), dtype=dtype, device=hidden.device)
+        shared: dict[str, Any] = {kind: self._mask(kind, example, context.get("attention_mask"), given)
+                                  for kind in self._masks}  # fmt: skip
+        shared["position_ids"] = positions
+        shared["position_embeddings"] = self.rotary(example, positions)
+        return {name: value for name, value in context.items() if name != DOCUMENT_ENDS} | {_SHARED: shared}
+
+    def _mask(self, kind: str, example: Tensor, attention_mask: Tensor | None, positions: Tensor | None) -> Any:
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        create = create_causal_mask if kind == "full_attention" else create_sliding_window_causal_mask
+        return create(
+            config=self._hf,
+            inputs_embeds=example,
+            attention_mask=attention_mask,
+            past_key_values=None,
+            position_ids=positions,
+        )
+
+    def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
+        return (*inputs.shape, int(self._hf.hidden_size))
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Reads the parameter from the files, or draws it as transformers does."""
+        self._values.fill(hf_name(name), value, generator)
+
+    def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
+        """Returns the box from the files; see ``Model.stored_box``."""
+        return self._values.read(hf_name(name), begin, size)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Computes the rotary frequencies and other buffers as transformers does."""
+        self._values.fill_buffers(self.rotary, "model.rotary_emb", device)
+        if self.stem is not None:
+            self._values.fill_buffers(self.stem.embed_tokens, "model.embed_tokens", device)
+        for key, layer in self.layers.items():
+            self._values.fill_buffers(layer.block, f"model.layers.{key}", device)  # type: ignore[arg-type]
+
+    def flops_per_sample(self, inputs: Tensor) -> float:
+        """Returns ``sizes.flops_per_sample``."""
+        return sizes.flops_per_sample(self.config, tuple(inputs.shape[1:])) or 0.0
+
+    def flop_terms(self, inputs: Tensor) -> FlopTerms | None:
+        found, length = sizes.sizes(self.config), inputs.shape[-1]
+        if found is None:
+            return None
+        table = 0.0 if self.tied else 6.0 * length * found.stem
+        return FlopTerms(6.0 * found.layers * found.query * length**2, embedding=table)
+
+    def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
+        """Returns ``sizes.block_flops``."""
+        return sizes.block_flops(self.config, tuple(inputs.shape[1:]))
+
+
+def _attention_kinds(config: Any) -> list[str]:
+    """Returns the kind of attention of each layer."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    window = config.model_type == "mistral" and config.sliding_window is not None
+    return ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers

@@ -1,0 +1,130 @@
+"""Describes the models of Hugging Face's transformers as a family: what is known of them without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config import hf_config
+from hpc_train.config.extensions import IMAGES, HuggingFaceFormat, ModelFamily
+from hpc_train.config.schema import HFModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf import sizes
+
+OLDEST = (5, 23)  # the oldest version that was tried
+INSTALL = "pip install 'hpc_train[hf]'"
+
+
+def check(model: HFModelConfig, data: Any) -> None:
+    """Checks that transformers is installed, that there are weights to read, and that the model fits ``data``.
+
+    Raises:
+        UserError: transformers is missing or too old, there are no weights, or the model cannot learn from ``data``.
+    """
+    _check_installed()
+    _check_samples(model, data)
+    values = sizes.values_of(model) or {}
+    if model.pretrained:
+        hf_config.check_weights(model.name_or_path)
+    if model.wrap is not None and not why_not_stages(model):
+        raise UserError(
+            f"model.wrap is {model.wrap}, but the blocks of a {values['model_type']} are its layers",
+            where="model.wrap",
+            fix="remove model.wrap",
+        )
+    needed = getattr(data, "vocab_size", None)
+    known = hf_config.number(values, "vocab_size")
+    if needed is not None and known is not None and known < needed:
+        raise UserError(
+            f"the data has {needed} token ids, but the model has {known}",
+            where="model.name_or_path",
+            fix="data with the tokenizer of the model, or model.pretrained=false with "
+            f"+model.config.vocab_size={needed}",
+        )
+
+
+def _check_installed() -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
+        raise UserError("model=hf needs transformers, which is not installed here", where="model", fix=INSTALL)
+    found = metadata.version("transformers")
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UserError(
+            f"model=hf needs transformers {oldest} or newer, and {found} is installed", where="model", fix=INSTALL
+        )
+
+
+def _check_samples(model: HFModelConfig, data: Any) -> None:
+    images = getattr(data, "task", None) == IMAGES if data.kind == "synthetic" else hasattr(data, "image_size")
+    takes_images = model.task == "image_classification"
+    if data.kind != "custom" and images != takes_images:
+        raise UserError(
+            f"model.task={model.task} learns from {'images' if takes_images else 'tokens'}, but data={data.kind} does "
+            "not provide them",
+            where="model.task, data",
+            fix="data=cifar100, images or shards" if takes_images else "data=text or tokens",
+        )
+
+
+def why_not_stages(model: HFModelConfig) -> str:
+    """Returns why the model cannot be cut into pipeline stages; an empty string if it can."""
+    return hf_config.why_not_stages(sizes.values_of(model), model.task)
+
+
+_PARTS = {"stem.embed_tokens.": "model.embed_tokens.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}
+
+
+def hf_name(name: str) -> str:
+    """Returns transformers' name of a parameter; only decoders that can be cut into stages have names of our own."""
+    for own, theirs in _PARTS.items():
+        if name.startswith(own):
+            return theirs + name.removeprefix(own)
+    part, index, block, *rest = name.split(".", 3) if name.count(".") > 2 else (name, "", "")
+    return f"model.layers.{index}.{rest[0]}" if (part, block) == ("layers", "block") else name
+
+
+def _exported_name(model: HFModelConfig, name: str) -> str:
+    return hf_name(name)
+
+
+def exported_config(model: HFModelConfig, positions: int, dtype: str) -> Mapping[str, Any]:
+    """Returns the config.json of an exported model; ``positions`` is that of the model."""
+    from hpc_train.models.hf.build import hf_config as whole  # imports transformers
+
+    return {**whole(model).to_dict(), "dtype": dtype, "architectures": [_architecture(model)]}
+
+
+def _architecture(model: HFModelConfig) -> str:
+    from hpc_train.models.hf.build import architecture
+
+    return architecture(model)
+
+
+def other_files(model: HFModelConfig) -> list[Path]:
+    """Returns the files of the tokenizer, the image processor and the generation, if the model is a directory."""
+    folder = Path(model.name_or_path).expanduser()
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    kept = (".json", ".txt", ".model", ".jinja")
+    return [
+        file
+        for file in found
+        if file.is_file() and file.suffix in kept and file.name != "config.json" and "index" not in file.name
+    ]
+
+
+HF_FAMILY = ModelFamily(
+    schema=HFModelConfig,
+    learns_from=None,
+    builder="hpc_train.models.hf.build:build",
+    parameters=sizes.parameters,
+    layer_parameters=sizes.layer_parameters,
+    activations=sizes.activations,
+    flops_per_sample=sizes.flops_per_sample,
+    tensor_parallel=None,
+    why_not_stages=why_not_stages,
+    hugging_face=HuggingFaceFormat(_exported_name, exported_config, other_files),
+    check=check,
+)

@@ -1,0 +1,179 @@
+"""Counts parameters, activations and FLOPs of transformers' models from their config.json, without torch.
+
+The table has the architectures whose sizes follow from a few keys. Others have unknown sizes, so that the dry run has
+no estimate and no utilisation is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config import hf_config
+from hpc_train.config.extensions import Activations
+from hpc_train.config.hf_config import DECODERS, ties
+from hpc_train.config.schema import HFModelConfig
+
+_SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
+_OWN_HEAD_WIDTH = ("gemma", "gemma2", "qwen3")  # whose default is not hidden_size / num_attention_heads
+_FOUR_NORMS = ("gemma2",)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Holds what the formulas need.
+
+    Attributes:
+        layers, layer: the number of layers, and the parameters of one.
+        stem, head: the parameters before and after the layers; a tied table belongs to the stem.
+        multiplied: the parameters outside the layers that every token is multiplied with.
+        width, query, key_value, ffn: the widths of hidden states, queries, keys (or values) and the feed-forward
+            branch.
+        tokens: the tokens of a sample; None for the length of the sequence.
+        logits: the logits of a token.
+    """
+
+    layers: int
+    layer: int
+    stem: int
+    head: int
+    multiplied: int
+    width: int
+    query: int
+    key_value: int
+    ffn: int
+    gated: bool
+    tokens: int | None
+    logits: int
+
+
+def values_of(model: HFModelConfig) -> Mapping[str, Any] | None:
+    """Returns the content of config.json with the values of ``model.config``; None if it cannot be read from here."""
+    return hf_config.read(model.name_or_path, model.revision, model.config)
+
+
+def sizes(model: HFModelConfig) -> Sizes | None:
+    """Returns the sizes of a config; None if its architecture is not in the table or a key is missing."""
+    values = values_of(model)
+    if values is None:
+        return None
+    try:
+        if values.get("model_type") in DECODERS:
+            return _decoder(values, model.task)
+        if (values.get("model_type"), model.task) == ("vit", "image_classification"):
+            return _vit(values)
+        if (values.get("model_type"), model.task) == ("bert", "masked_lm"):
+            return _bert(values)
+    except (KeyError, TypeError, ZeroDivisionError):
+        pass
+    return None
+
+
+def _decoder(values: Mapping[str, Any], task: str) -> Sizes | None:
+    kind, width, ffn, vocabulary = (
+        values[key] for key in ("model_type", "hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads = values["num_attention_heads"]
+    head = values["head_dim"] if kind in _OWN_HEAD_WIDTH else values.get("head_dim") or width // heads
+    groups = values.get("num_key_value_heads") or (heads if kind == "llama" else values["num_key_value_heads"])
+    query, key_value = heads * head, groups * head
+    everywhere = bool(values.get("attention_bias")) and kind != "mistral"
+    layer = 2 * width * (query + key_value) + 3 * width * ffn
+    layer += (query + 2 * key_value) * (everywhere or kind == "qwen2") + width * everywhere
+    layer += (2 * ffn + width) * bool(values.get("mlp_bias") and kind == "llama")
+    layer += (4 if kind in _FOUR_NORMS else 2) * width + 2 * head * (kind == "qwen3")
+    table = vocabulary * width
+    output = table if task == "causal_lm" else width * values.get("num_labels", len(values.get("id2label", "12")))
+    own = 0 if task == "causal_lm" and ties(values) else output
+    logits = vocabulary if task == "causal_lm" else 0
+    return Sizes(
+        values["num_hidden_layers"], layer, table, width + own, width + output, width, query, key_value, ffn, True,
+        None, logits,
+    )  # fmt: skip
+
+
+def _encoder_layer(width: int, ffn: int, query_bias: bool = True) -> int:
+    """Returns the parameters of a layer with biases and two norms."""
+    return 4 * width * width + (1 + 3 * query_bias) * width + 2 * width * ffn + ffn + width + 4 * width
+
+
+def _vit(values: Mapping[str, Any]) -> Sizes:
+    width, ffn, channels, patch = (
+        values[key] for key in ("hidden_size", "intermediate_size", "num_channels", "patch_size")
+    )
+    tokens = 1 + (values["image_size"] // patch) ** 2
+    projection = width * (channels * patch**2 + 1)
+    classes = values.get("num_labels", len(values.get("id2label", "12")))  # transformers has 2 classes by default
+    return Sizes(
+        values["num_hidden_layers"], _encoder_layer(width, ffn, values.get("qkv_bias", True)),
+        projection + width + tokens * width, 2 * width + classes * (width + 1), projection, width, width, width, ffn,
+        False, tokens, 0,
+    )  # fmt: skip
+
+
+def _bert(values: Mapping[str, Any]) -> Sizes:
+    width, ffn, vocabulary = (values[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    tables = vocabulary + values["max_position_embeddings"] + values["type_vocab_size"]
+    transform = width * width + 3 * width + vocabulary
+    own = 0 if values.get("tie_word_embeddings", True) else vocabulary * width
+    return Sizes(
+        values["num_hidden_layers"], _encoder_layer(width, ffn), tables * width + 2 * width, transform + own,
+        transform + vocabulary * width, width, width, width, ffn, False, None, vocabulary,
+    )  # fmt: skip
+
+
+def parameters(model: HFModelConfig) -> int | None:
+    """Returns the number of parameters; a tied table counts once."""
+    found = sizes(model)
+    return None if found is None else found.stem + found.layers * found.layer + found.head
+
+
+def layer_parameters(model: HFModelConfig) -> int | None:
+    """Returns the number of parameters of one layer."""
+    found = sizes(model)
+    return None if found is None else found.layer
+
+
+def activations(model: HFModelConfig, data: Any) -> Activations:
+    """Returns the activations of a layer, as the estimates of the built-in models count them.
+
+    Raises:
+        ValueError: the sizes are unknown.
+    """
+    found = sizes(model)
+    if found is None:
+        raise ValueError(f"the sizes of {model.name_or_path} are unknown")
+    width, query, key_value, ffn = found.width, found.query, found.key_value, found.ffn
+    return Activations(
+        tokens=found.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE),
+        norm_inputs=2 * width,
+        layer=2 * width + 3 * query + 3 * key_value + 4 * ffn if found.gated else 6 * width + 2 * ffn,
+        products=2 * width + 2 * query + 2 * key_value + 2 * ffn if found.gated else 6 * width + ffn,
+        layer_input=width,
+        logits=found.logits,
+    )
+
+
+def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | None:
+    """Returns ``t (6 N + 12 L q t)`` for ``t`` tokens, ``L`` layers and queries of width ``q``; None if unknown.
+
+    ``N`` is the number of parameters in matrix products, a tied table included once, and those of norms and biases. The
+    attention is not halved for a causal mask or a window. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B).
+    """
+    found = sizes(model)
+    if found is None:
+        return None
+    tokens = found.tokens or shape[-1]
+    multiplied = found.layers * found.layer + found.multiplied
+    return float(tokens * (6 * multiplied + 12 * found.layers * found.query * tokens))
+
+
+def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Returns the parts of ``flops_per_sample`` in the stem, each layer and the head; None if they are unknown."""
+    found, whole = sizes(model), flops_per_sample(model, shape)
+    if found is None or whole is None:
+        return None
+    head = 6.0 * (found.tokens or shape[-1]) * found.multiplied
+    return (0.0, *[(whole - head) / found.layers] * found.layers, head)

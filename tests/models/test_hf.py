@@ -1,0 +1,279 @@
+"""Models of transformers: the same function in the parts of a ``Model``, values read in pieces or drawn, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpc_train.checkpoint.export import export_hf
+from hpc_train.checkpoint.listing import choose, verified_manifest
+from hpc_train.checkpoint.reader import StoredTensors
+from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig, SyntheticDataConfig
+from hpc_train.errors import UserError
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.build import build_model
+from hpc_train.models.hf import family, sizes
+from hpc_train.models.hf.decoder import HFDecoder
+from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.parallelise import materialise
+from hpc_train.plan.memory import estimate, parameter_count
+from hpc_train.plan.validate import validate
+from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.made import commit
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SMALL, "vocab_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+DECODERS = {
+    "llama": lambda: transformers.LlamaConfig(**TEXT, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**TEXT, **WINDOW),
+    "qwen3": lambda: transformers.Qwen3Config(**TEXT, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**TEXT, sliding_window=4),
+    "gemma": lambda: transformers.GemmaConfig(**TEXT, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**TEXT, head_dim=8, sliding_window=4),
+}
+OTHERS = {
+    "vit": (lambda: transformers.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=5), "image_classification"),
+    "bert": (lambda: transformers.BertConfig(**SMALL, vocab_size=32), "masked_lm"),
+    "gpt2": (lambda: transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=32), "causal_lm"),
+    "llama": (lambda: transformers.LlamaConfig(**{**TEXT, "pad_token_id": 0}), "sequence_classification"),
+    "resnet": (
+        lambda: transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+        "image_classification",
+    ),
+}
+AUTO = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+
+def saved(config: Any, task: str, folder: Path) -> Any:
+    """Saves a model with random values in ``folder`` and returns it in fp64."""
+    torch.manual_seed(1)
+    model = getattr(transformers, AUTO[task]).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model.double().eval()
+
+
+def loaded(folder: Path, task: str, dtype: torch.dtype = torch.float64, **keys: Any) -> Any:
+    """Builds our model on ``meta`` and gives it its values."""
+    model: Any = build_model(HFModelConfig(name_or_path=str(folder), task=task, **keys), 0)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialise(model, torch.device("cpu"), 5, dtype)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_decoder_in_three_parts_computes_the_same(kind: str, tmp_path: Path) -> None:
+    theirs = saved(DECODERS[kind](), "causal_lm", tmp_path)
+    ours = loaded(tmp_path, "causal_lm")
+    assert isinstance(ours, HFDecoder)
+    tokens = torch.randint(32, (2, 12))
+    assert torch.equal(ours(tokens, {}), theirs(tokens).logits)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]] * 2)
+    documents = torch.tensor([[0] * 7 + [1] * 5] * 2)
+    packed = ours(tokens, {"positions": positions, "document_ids": documents})
+    apart = torch.cat((theirs(tokens[:, :7]).logits, theirs(tokens[:, 7:]).logits), 1)
+    torch.testing.assert_close(packed, apart)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, 9:] = 0
+    torch.testing.assert_close(ours(tokens, {"attention_mask": mask})[0, :9], theirs(tokens[:, :9]).logits[0])
+    known = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm")
+    assert sizes.parameters(known) == sum(parameter.numel() for parameter in theirs.parameters())
+    assert {family.hf_name(name) for name, _ in ours.named_parameters()} == dict(theirs.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_other_model_is_read_in_pieces(kind: str, tmp_path: Path) -> None:
+    make, task = OTHERS[kind]
+    theirs = saved(make(), task, tmp_path)
+    ours = loaded(tmp_path, task)
+    assert isinstance(ours, WrappedModel) and len(ours.block_names) >= 2
+    inputs = torch.randn(2, 3, 8, 8, dtype=torch.float64) if task[:5] == "image" else torch.randint(1, 32, (2, 6))
+    assert torch.equal(ours(inputs, {}), theirs(inputs).logits)
+    known = parameter_count(HFModelConfig(name_or_path=str(tmp_path), task=task))
+    assert known in (None, sum(parameter.numel() for parameter in theirs.parameters()))
+    assert (known is None) == (kind in ("gpt2", "resnet"))
+
+
+def test_values_are_drawn_as_transformers_does(tmp_path: Path) -> None:
+    """One parameter at a time, so that they do not depend on the others, with the overrides of the config."""
+    DECODERS["gemma"]().save_pretrained(tmp_path)
+    config = {"num_hidden_layers": 3, "hidden_size": 64}
+    ours = loaded(tmp_path, "causal_lm", pretrained=False, config=config)
+    assert len(ours.layers) == 3
+    weight = ours.layers["2"].block.mlp.up_proj.weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1) and not ours.head.norm.weight.any()
+    smaller = loaded(tmp_path, "causal_lm", pretrained=False, config={**config, "num_hidden_layers": 1})
+    assert torch.equal(smaller.layers["0"].block.mlp.up_proj.weight, ours.layers["0"].block.mlp.up_proj.weight)
+    torch.testing.assert_close(ours.stem.embed_tokens.embed_scale.item(), 8.0)
+
+
+def test_a_head_of_another_size_is_drawn_and_a_body_of_another_size_is_refused(tmp_path: Path) -> None:
+    make, task = OTHERS["vit"]
+    theirs = saved(make(), task, tmp_path)
+    with pytest.warns(UserWarning, match="no values for classifier.weight"):
+        ours = loaded(tmp_path, task, config={"num_labels": 7})
+    parameters = dict(ours.named_parameters())
+    assert parameters["classifier.weight"].shape == (7, 16)
+    name = "vit.layers.1.mlp.fc1.weight"  # the files have an older name
+    assert torch.equal(parameters[name], dict(theirs.named_parameters())[name])
+    with pytest.raises(UserError, match="in the files, but"):
+        loaded(tmp_path, task, config={"intermediate_size": 32})
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    saved(transformers.MixtralConfig(**TEXT, num_local_experts=2), "causal_lm", tmp_path / "experts")
+    with pytest.raises(UserError, match="must be joined with other tensors"):
+        loaded(tmp_path / "experts", "causal_lm")
+    DECODERS["llama"]().save_pretrained(tmp_path / "bare")
+    with pytest.raises(UserError, match="has neither model"):
+        loaded(tmp_path / "bare", "causal_lm")
+    with pytest.raises(UserError, match="transformers cannot build"):
+        loaded(tmp_path / "bare", "image_classification", pretrained=False)
+    (tmp_path / "bare" / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="is not a JSON object"):
+        HFModelConfig(name_or_path=str(tmp_path / "bare"), task="causal_lm").n_layers  # noqa: B018
+
+
+def config_of(folder: Path, task: str, **strategy: Any) -> Config:
+    base = Config(model=HFModelConfig(name_or_path=str(folder), task=task), data=SyntheticDataConfig(vocab_size=32))
+    base.train.steps = 1
+    base.data.task = "images" if task == "image_classification" else "tokens"
+    for key, value in strategy.items():
+        setattr(base.strategy, key, value)
+    return base
+
+
+def test_what_cannot_run_is_refused_at_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **TEXT}))
+    with pytest.raises(UserError, match="has neither model"):
+        validate(config_of(tmp_path, "causal_lm"), 1, 1)
+    (tmp_path / "model.safetensors").touch()
+    assert validate(config_of(tmp_path, "causal_lm", pp=2), 1, 2).pp == 2
+    wrapped = config_of(tmp_path, "causal_lm")
+    wrapped.model.wrap = ["Qwen2DecoderLayer"]
+    with pytest.raises(UserError, match="the blocks of a qwen2 are its layers"):
+        validate(wrapped, 1, 1)
+    with pytest.raises(UserError, match="task sequence_classification cannot be cut"):
+        validate(config_of(tmp_path, "sequence_classification", pp=2), 1, 2)
+    with pytest.raises(UserError, match="too few for 4 pipeline stages"):
+        validate(config_of(tmp_path, "causal_lm", pp=4), 1, 4)
+    larger = config_of(tmp_path, "causal_lm")
+    larger.data.vocab_size = 33
+    with pytest.raises(UserError, match="the data has 33 token ids, but the model has 32"):
+        validate(larger, 1, 1)
+    with pytest.raises(UserError, match="learns from images"):
+        validate(replace(larger, model=HFModelConfig(name_or_path=str(tmp_path), task="image_classification")), 1, 1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **TEXT}))
+    with pytest.raises(UserError, match="type gpt2 cannot be cut"):
+        validate(config_of(tmp_path, "causal_lm", pp=2), 1, 2)
+    monkeypatch.setattr(family.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs transformers, which is not installed"):
+        validate(config_of(tmp_path, "causal_lm"), 1, 1)
+
+
+def test_the_estimate_is_that_of_the_native_model(tmp_path: Path) -> None:
+    values = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    values |= {"num_key_value_heads": 2, "vocab_size": 32, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").touch()
+    native = GPTConfig(vocab_size=32, n_layers=4, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=96)
+    for split in ({"dp": 2}, {"dp": 2, "data_parallel": "zero3"}, {"pp": 2}):
+        ours = config_of(tmp_path, "causal_lm", **split)
+        theirs = replace(ours, model=native)
+        assert estimate(ours, validate(ours, 1, 2)) == estimate(theirs, validate(theirs, 1, 2))
+    assert sizes.flops_per_sample(ours.model, (8,)) == pytest.approx(
+        build_model(native, 0).flops_per_sample(torch.empty(1, 8, device="meta")), rel=1e-3  # type: ignore[operator]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "vit"])
+def test_an_export_is_loaded_by_from_pretrained(kind: str, tmp_path: Path) -> None:
+    make, task = OTHERS.get(kind, (DECODERS.get(kind), "causal_lm"))
+    assert make is not None
+    theirs = saved(make(), task, tmp_path / "model").float()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "model" / "tokenizer_config.json")
+    config = HFModelConfig(name_or_path=str(tmp_path / "model"), task=task)
+    run = RunDirectory(tmp_path / "run")
+    ours = loaded(tmp_path / "model", task, torch.float32)
+    commit(run, 3, {f"model.{name}": parameter.detach() for name, parameter in ours.named_parameters()})
+    found = choose(run, None)
+    stored = StoredTensors(found.path, verified_manifest(found, lambda _: None))
+    export_hf(stored, config, tmp_path / "out", positions=8, dtype=None, advance=lambda _: None)
+    back = getattr(transformers, AUTO[task]).from_pretrained(tmp_path / "out")
+    assert type(back) is type(theirs)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(back.get_parameter(name), parameter), name
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Encoder(nn.Module):
+    """Two lists of blocks and a table that the last block shares."""
+
+    def __init__(self, share: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Linear(8, 8, bias=False)
+        self.few = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.blocks = nn.ModuleList([nn.Sequential(Block(8, 8), nn.ReLU()) for _ in range(3)])
+        self.mixed = nn.ModuleList([nn.Linear(80, 80), nn.ReLU()])
+        if share:
+            self.blocks[2][0].weight = self.table.weight  # type: ignore[index]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+def test_blocks_are_found_by_repetition_or_by_class() -> None:
+    assert find_blocks(Encoder(), None) == ("blocks.0", "blocks.1", "blocks.2")
+    assert find_blocks(Encoder(share=True), None) == ("blocks.0", "blocks.1")
+    assert find_blocks(Encoder(), ["Block", "ReLU"][:1]) == ("blocks.0.0", "blocks.1.0", "blocks.2.0")
+    assert find_blocks(Encoder(), []) == ()
+    with pytest.raises(UserError, match="no module of class Nothing") as error:
+        find_blocks(Encoder(), ["Nothing"])
+    assert "Block, Encoder, Linear" not in error.value.fix and "Block, Linear" in error.value.fix
+
+
+def a_llama() -> nn.Module:
+    module: nn.Module = transformers.LlamaForCausalLM(DECODERS["llama"]())
+    return module
+
+
+def test_a_model_of_transformers_is_a_custom_model_as_it_is() -> None:
+    """Its logits are taken, and the names of the context are translated."""
+    model = build_model(CustomModelConfig(_target_=f"{__name__}.a_llama"), 0)
+    assert isinstance(model, WrappedModel) and model.block_names == ("model.layers.0", "model.layers.1")
+    tokens = torch.randint(32, (2, 6))
+    loss, count = model(tokens, {"attention_mask": torch.ones(2, 6)}, tokens)
+    assert count.item() == 12 and loss.requires_grad and model(tokens, {}).shape == (2, 6, 32)
+
+
+def test_the_config_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys; from hpc_train.models.hf import family; print(*(n in sys.modules for n in sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
