@@ -173,7 +173,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     lines = [
         "; ".join(filter(None, [f"done: {result.get('steps', 0)} steps{speed}", ", ".join(filter(None, losses))])),
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
-        *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
+        *([f"time:            {spent_line(spent)}"] if spent.held_s and own != "command" else []),
         *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
         *([] if own == "command" else [f"W&B:             {_wandb(run, record)}"]),
