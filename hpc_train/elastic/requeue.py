@@ -94,7 +94,8 @@ def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str
     if config.run.command is not None and step == 0:
         return None  # it does not tell its progress
     if before and step <= before[-1]["step"]:
-        return f"no checkpoint was saved since the previous requeue, at step {before[-1]['step']}: no progress"
+        missing = "no checkpoint was saved" if config.run.command is None else "no further step was taken"
+        return f"{missing} since the previous requeue, at step {before[-1]['step']}: no progress"
     return None
 
 

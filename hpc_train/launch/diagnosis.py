@@ -214,7 +214,7 @@ def _checkpoint(
 ) -> LastCheckpoint:
     newest = CheckpointStore(run.checkpoints).newest()
     step, path = (0, None) if newest is None else (newest.step, str(newest.path))
-    if cause is None:
+    if cause is None or run.record().get("own_code") == "command":  # a script saves where only it knows
         return LastCheckpoint(step, path, 0, None)
     saved = [e for e in events if e["event"] == "checkpoint_saved" and e["time"] < cause.time]
     kept, since = max(((e["step"], e["time"]) for e in saved), default=(0, None))

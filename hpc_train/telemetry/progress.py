@@ -181,7 +181,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
         "; ".join(filter(None, [f"done: {result.get('steps', 0)} steps{speed}", ", ".join(filter(None, losses))])),
         *([f"ended early:     {reason}"] if reason else []),
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
-        *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
+        *([f"time:            {spent_line(spent)}"] if spent.held_s and own != "command" else []),
         *([f"warning:         {record['loss_warning']}"] if "loss_warning" in record else []),
         *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
