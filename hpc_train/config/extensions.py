@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_train.config.description_file import check_callable, import_without_torch, location
+from hpc_train.config.description_file import import_without_torch, location
+from hpc_train.config.source_check import check_call
 from hpc_train.errors import UserError
 
 TOKENS, IMAGES = "tokens", "images"
@@ -180,12 +181,12 @@ def load_family(kind: str) -> ModelFamily:
     if is_extension(kind):
         where = location(kind)
         _check_schema(family.schema, ("kind", "n_layers"), where, "model")
-        check_callable(family.builder, 1, f"{where}, builder")
+        check_call(family.builder, f"{where}, builder", positional=1)
         _check_functions({"parameters": family.parameters, "activations": family.activations}, where)
         _check_functions({"flops_per_sample": family.flops_per_sample, "check": family.check}, where)
         if family.tensor_parallel is not None:
             _check_schema(family.schema, family.tensor_parallel.divisible, where, "model")
-            check_callable(family.tensor_parallel.plan, 1, f"{where}, tensor_parallel.plan")
+            check_call(family.tensor_parallel.plan, f"{where}, tensor_parallel.plan", positional=1)
         if (family.parameters is None) != (family.activations is None):
             raise UserError(
                 "the memory estimate needs both parameters and activations, and one of them is None",
@@ -204,7 +205,7 @@ def load_source(kind: str) -> DataSource:
         needed = SAMPLE_KEYS.get(source.gives, ()) if isinstance(source.gives, str) else ()
         _check_schema(source.schema, ("kind", *needed), where, "data")
         _check_functions({"check_inputs": source.check_inputs}, where)
-        check_callable(source.builder, 3, f"{where}, builder")
+        check_call(source.builder, f"{where}, builder", positional=3)
     return source
 
 

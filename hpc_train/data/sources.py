@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.description_file import check_keywords, methods_of
 from hpc_train.config.extensions import IMAGES, TOKENS, DataSource, load_source, source_of
 from hpc_train.config.schema import (
     CIFAR100DataConfig,
@@ -27,6 +26,7 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.schema.key import check_keys
+from hpc_train.config.source_check import check_call
 from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
@@ -103,10 +103,9 @@ def _check_stream(data: StreamDataConfig) -> None:
 
 def _check_class(data: OwnKeys, given: Sequence[str], needed: Sequence[str], other: str) -> None:
     """Checks the signature of ``data._target_`` in its source file, and the methods of a class without bases."""
-    found = check_keywords(
-        data._target_, [*given, *(name for name in data.args if not name.startswith("_"))], "data._target_"
-    )
-    methods = methods_of(found)
+    args = [name for name in data.args if not name.startswith("_")]
+    found = check_call(data._target_, "data._target_", given=given, arguments=args, arguments_key="data.args")
+    methods = found.methods
     missing = [name for name in needed if methods is not None and name not in methods]
     if missing and methods is not None and "__getattr__" not in methods and "__new__" not in methods:
         raise UserError(

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.checkpoint.state import HOOKS
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import TargetConfig
 from hpc_train.hooks.hook import HookContext, tensors_of
-from hpc_train.metrics.calls import located, named_errors
+from hpc_train.metrics.calls import named_errors
 
 Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns what is missing in the checkpoint
 
@@ -172,6 +173,6 @@ class Hooks:
 
 def _build(name: str, config: TargetConfig) -> _Named:
     title = f"hook {name} ({config._target_})"
-    target = located(config._target_, f"hooks.{name}")
+    target = locate(config._target_, f"hooks.{name}._target_")
     with named_errors(title, "its constructor"):
         return _Named(name, title, target(**config.args))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
 from hpc_train.checkpoint.manager import CheckpointManager
-from hpc_train.config.description_file import import_attribute
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_save_every
 from hpc_train.loop.context import Context
@@ -57,7 +57,7 @@ def _call(
     heartbeat: Heartbeat,
 ) -> Exit:
     assert config.run.entry is not None, "the agent has chosen this worker"
-    function = import_attribute(config.run.entry, "run.entry")
+    function = locate(config.run.entry, "run.entry")
     check_imports(run)
     context = _context(spec, stop, run, config, mesh, events, heartbeat)
     if mesh.rank == 0:

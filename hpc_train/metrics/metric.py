@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import TargetConfig
 from hpc_train.errors import UserError
-from hpc_train.metrics.calls import located, named_errors
+from hpc_train.metrics.calls import named_errors
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.mesh import Mesh
@@ -72,7 +73,7 @@ def build_metric(name: str, config: TargetConfig) -> Metric:
         UserError: the target cannot be imported or called, or is none of these.
     """
     where = f"metrics.{name}"
-    target = located(config._target_, where)
+    target = locate(config._target_, f"{where}._target_")
     if not isinstance(target, type):
         return Mean(partial(target, **config.args))
     with named_errors(f"metric {name} ({config._target_})", "its constructor"):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hpc_train.config.description_file import import_attribute
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
@@ -63,7 +63,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         else:
             values = _put_aside(model, dtype)
     if sharder is not None:
-        shard = import_attribute(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
+        shard = locate(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
         check_no_scalars(model, mesh.layout.data_parallel)
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if initialises:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train.config.description_file import import_attribute
+from hpc_train.config.import_path import locate
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.models.model import canonical_name
@@ -193,7 +193,7 @@ def replica_class(layout: Layout) -> Any:
         UserError: the class cannot be imported, or lacks a method that the kind requires.
     """
     kind, where = layout.kind, f"strategy.data_parallel={layout.data_parallel}"
-    found = import_attribute(kind.replicas, where)
+    found = locate(kind.replicas, where)
     methods = [*_METHODS, *(["rebucket"] if kind.bucket_search != "never" else [])]
     missing = [name for name in methods if not callable(getattr(found, name, None))]
     if missing:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from hpc_train.config.description_file import import_attribute, is_import_path
+from hpc_train.config.description_file import is_import_path
+from hpc_train.config.import_path import locate
 from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import with_equal_numbers
 from hpc_train.errors import UserError
@@ -169,7 +170,7 @@ def schedule_class(layout: Layout) -> Any:
         UserError: the class cannot be imported or is not a schedule of torch.
     """
     path, where = layout.pipeline.torch_class, f"strategy.schedule={layout.schedule}"
-    found = import_attribute(path, where)
+    found = locate(path, where)
     if isinstance(found, type) and issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti):
         return found
     raise UserError(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_train.config.description_file import check_target
 from hpc_train.config.evaluation import check_metric_name, highest_is_best
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, TargetConfig
+from hpc_train.config.source_check import check_call, find_definition
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
@@ -17,13 +17,22 @@ def check_targets(config: Config, layout: Layout) -> None:
     Raises:
         UserError: a metric or hook cannot be found or does not take its arguments, or a built-in hook cannot use them.
     """
-    for group, named in (("metrics", config.metrics), ("hooks", config.hooks)):
-        for name, each in named.items():
-            check_target(each._target_, each.args, f"{group}.{name}")
+    for name, metric in config.metrics.items():
+        _check_target(metric, f"metrics.{name}", batch=2)
+    for name, hook in config.hooks.items():
+        _check_target(hook, f"hooks.{name}", batch=0)
     for name, hook in config.hooks.items():
         check = _CHECKS.get(hook._target_)
         if check is not None:
             check(hook.args, f"hooks.{name}.args", config, layout)
+
+
+def _check_target(target: TargetConfig, where: str, batch: int) -> None:
+    """Checks a class, which is built from ``args``, or a function, which also gets ``batch`` arguments by position."""
+    function = find_definition(target._target_, f"{where}._target_").is_function
+    positional = batch if function else 0
+    args, key = target.args, f"{where}.args"
+    check_call(target._target_, f"{where}._target_", positional=positional, arguments=args, arguments_key=key)
 
 
 def _check_ema(args: Mapping[str, Any], where: str, config: Config, layout: Layout) -> None:

@@ -6,8 +6,8 @@ other samples. Gradient accumulation, pipelines and logical micro-batches comput
 
 from __future__ import annotations
 
-from hpc_train.config.description_file import method_parameters
 from hpc_train.config.schema import Config, CustomModelConfig
+from hpc_train.config.source_check import method_parameters
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hpc_train.config.import_path import check_source
 from hpc_train.config.schema import OptimConfig
+from hpc_train.config.source_check import check_call
 from hpc_train.errors import UserError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -166,9 +166,14 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
         return
     for target in own_targets(optim):
         assert target.path is not None
-        check_source(target.path, [*target.args], f"{target.where}._target_", f"{target.where}.args")
+        _check_source(target.path, target.args, f"{target.where}._target_", f"{target.where}.args")
     if schedule.is_own:
-        check_source(schedule.name, [*schedule.args], "optim.schedule", "optim.schedule.args")
+        _check_source(schedule.name, schedule.args, "optim.schedule", "optim.schedule.args")
+
+
+def _check_source(path: str, args: Mapping[str, Any], where: str, args_key: str) -> None:
+    """Checks the arguments after the first; lr and weight_decay are passed if the signature has them."""
+    check_call(path, where, positional=1, arguments=args, arguments_key=args_key, complete=False)
 
 
 def _refuse_given(where: str, args: Mapping[str, Any], keys: Mapping[str, str]) -> None:

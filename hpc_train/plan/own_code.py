@@ -14,8 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.description_file import check_callable
 from hpc_train.config.schema import Config
+from hpc_train.config.source_check import check_call
 from hpc_train.config.values import command_words, runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
@@ -77,7 +77,7 @@ def check_own_code(config: Config) -> None:
         return
     _refuse_without_effect(config)
     if run.entry is not None:
-        check_callable(run.entry, 1, "run.entry")
+        check_call(run.entry, "run.entry", positional=1)
     else:
         elsewhere = config.cluster.container.image is not None or bool(config.cluster.setup)
         _check_command(words, elsewhere)

@@ -17,11 +17,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.description_file import check_keywords
 from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
+from hpc_train.config.source_check import check_call
 from hpc_train.config.values import (
     check_divides,
     check_profiled_steps,
@@ -63,7 +63,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     if source.check_inputs is not None:
         source.check_inputs(config.data)
     if config.data.collate is not None:
-        check_keywords(config.data.collate, (), "data.collate", positional=1, optional=("random",))
+        check_call(config.data.collate, "data.collate", positional=1, optional=("random",))
     layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
     check_declared_mixing(config, layout)
     _check_tensor_parallel(config, family, layout.tp)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.state import TensorShape
-from hpc_train.config.import_path import locate, refuse_unknown
+from hpc_train.config.import_path import locate
+from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.plan.optimizers import GIVEN, Target
 from hpc_train.train.optimizers.held import Held, local_part

@@ -1,0 +1,258 @@
+"""Checks a class or function of the user in its source file, without importing anything.
+
+The login node may have no torch, and an import may be slow or have side effects. What the file does not show is
+accepted: names that it takes from other modules, attributes of classes, decorated functions, inherited constructors.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from hpc_train.errors import UserError, nearest
+
+IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
+
+_EXTRAS = {"torchmetrics": "pip install 'hpc_train[metrics]'"}  # module -> how to install it
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Holds what a file shows about an import path.
+
+    Attributes:
+        place: file and line for messages; empty if ``statement`` is None.
+        statement: the statement that defines the name; None if the file does not show it.
+    """
+
+    path: str
+    place: str = ""
+    statement: ast.stmt | None = None
+
+    @property
+    def is_function(self) -> bool:
+        return isinstance(self.statement, ast.FunctionDef)
+
+    @property
+    def parameters(self) -> Parameters | None:
+        """Returns the parameters of a function or constructor; None if they are not known."""
+        if isinstance(self.statement, ast.FunctionDef) and not self.statement.decorator_list:
+            return Parameters.of(self.statement.args, bound=0)
+        if isinstance(self.statement, ast.ClassDef) and not self.statement.decorator_list:
+            for inner in self.statement.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                    return Parameters.of(inner.args, bound=1)
+        return None
+
+    @property
+    def methods(self) -> set[str] | None:
+        """Returns the names that a class binds; None if it is not a class, or inherits or may get others."""
+        found = self.statement
+        if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
+            return None
+        return set().union(*(_bound(statement) for statement in found.body)) | {"__class__"}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Holds the parameters of a function, without the bound ones (self).
+
+    Attributes:
+        positional: the names of those that may be given by position.
+        required: the names of all without a default.
+        more_positional, more_keywords: whether there are ``*args`` and ``**kwargs``.
+    """
+
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    required: frozenset[str]
+    more_positional: bool
+    more_keywords: bool
+
+    @classmethod
+    def of(cls, found: ast.arguments, bound: int) -> Parameters:
+        places = [each.arg for each in (*found.posonlyargs, *found.args)]
+        required = places[: len(places) - len(found.defaults)][bound:]
+        pairs = zip(found.kwonlyargs, found.kw_defaults, strict=True)
+        required += [each.arg for each, default in pairs if default is None]
+        return cls(
+            tuple(places[bound:]),
+            tuple(each.arg for each in found.kwonlyargs),
+            frozenset(required),
+            found.vararg is not None,
+            found.kwarg is not None,
+        )
+
+    def names_after(self, positional: int) -> list[str]:
+        """Returns the names that may be given as keywords after ``positional`` arguments."""
+        return [*self.positional[positional:], *self.keyword_only]
+
+
+def find_definition(path: str, where: str) -> Definition:
+    """Finds the definition of ``package.module.Name`` or ``package.module:Name`` in the source file.
+
+    Args:
+        where: the config key that holds ``path``, for messages.
+
+    Raises:
+        UserError: there is no such module, or its file does not define the name.
+    """
+    parts = re.split("[.:]", path)
+    named = path.partition(":")[0].count(".") + 1 if ":" in path else 0  # parts of the module, if the path tells
+    cuts = [named] if named else range(len(parts) - 1, 0, -1)
+    cut = next((cut for cut in cuts if module_spec(".".join(parts[:cut]))), None)
+    if cut is None and parts[0] == "torch" and module_spec("torch") is None:
+        return Definition(path)  # workers have torch
+    if cut is None:
+        raise not_imported(path, f"there is no module {'.'.join(parts[: named or -1]) or path}", where)
+    spec = module_spec(".".join(parts[:cut]))
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return Definition(path)
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    found = _statement(tree, parts[cut])
+    if found is None and not _may_define(tree, parts[cut]):
+        raise not_imported(path, f"{spec.origin} defines no {parts[cut]}", where)
+    if found is None or len(parts) > cut + 1:
+        return Definition(path)
+    return Definition(path, f"{spec.origin}:{found.lineno}", found)
+
+
+def not_imported(path: str, reason: object, where: str) -> UserError:
+    """Returns the error for an import path that cannot be imported."""
+    detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
+    missing = reason.name if isinstance(reason, ModuleNotFoundError) else None
+    fix = _EXTRAS.get(missing or "", IMPORTABLE)
+    return UserError(f"{path!r} cannot be imported: {detail}", where=where, fix=fix)
+
+
+def check_call(
+    path: str,
+    where: str,
+    *,
+    positional: int = 0,
+    given: Sequence[str] = (),
+    arguments: Collection[str] = (),
+    arguments_key: str = "",
+    optional: Sequence[str] = (),
+    complete: bool = True,
+) -> Definition:
+    """Checks that hpc_train can call ``path``, as far as its source shows that.
+
+    Args:
+        where: the config key that holds ``path``, for messages.
+        positional: the number of arguments that hpc_train passes by position.
+        given: keywords that it passes.
+        arguments: keywords that the config passes, in the key ``arguments_key``.
+        optional: keywords that it passes only if they are declared.
+        complete: whether these are all arguments.
+
+    Raises:
+        UserError: ``path`` does not exist, or a parameter is missing or unknown.
+    """
+    found = find_definition(path, where)
+    parameters = found.parameters
+    if parameters is None:
+        return found
+    called = ", ".join([*["one argument"] * positional, *given, *arguments])
+    too_few = len(parameters.positional) < positional and not parameters.more_positional
+    names = parameters.names_after(positional)
+    missing = sorted({*names} & parameters.required - {*given, *arguments, *optional}) if complete else []
+    if too_few:
+        raise UserError(
+            f"{path} does not take {positional} positional argument{'s' * (positional != 1)}",
+            where=f"{where}, {found.place}",
+            fix=f"declare {positional} parameter{'s' * (positional != 1)}, and defaults for all others",
+        )
+    if not parameters.more_keywords:
+        refuse_unknown(path, arguments, names, arguments_key)
+    undeclared = [] if parameters.more_keywords else [name for name in given if name not in names]
+    if undeclared:
+        what = f"{path} has no parameter {', '.join(undeclared)}"
+        raise UserError(what, where=f"{where}, {found.place}", fix=f"declare it: it is called with {called}")
+    if missing:
+        fix = " ".join(f"+{arguments_key}.{name}=VALUE" for name in missing) if arguments_key else "defaults for them"
+        what = (
+            f"{path} requires {', '.join(missing)}, but is called {f'with {called}' if called else 'without arguments'}"
+        )
+        raise UserError(what, where=f"{where}, {found.place}", fix=fix)
+    return found
+
+
+def refuse_unknown(path: str, arguments: Collection[str], names: Sequence[str], where: str) -> None:
+    """Raises ``UserError`` if one of the ``arguments`` in the config key ``where`` is not among the ``names``."""
+    for argument in arguments:
+        if argument not in names:
+            fix = nearest(argument, names) if names else f"remove {where}.{argument}"
+            raise UserError(f"{path} has no parameter {argument}", where=f"{where}.{argument}", fix=fix)
+
+
+def method_parameters(path: str, method: str) -> list[str]:
+    """Returns the names of the parameters of ``method`` in the class ``package.module.Class``, from its source.
+
+    The list is empty if the file, the class or the method is not found, or if the file cannot be parsed. Base classes
+    count if the same file defines them.
+    """
+    module, _, name = path.rpartition(".")
+    spec = module_spec(module) if module else None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return []
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # reported when the workers import it
+        return []
+    names = [name]
+    for each in names:
+        found = _statement(tree, each)
+        if not isinstance(found, ast.ClassDef):
+            continue
+        for inner in found.body:
+            if isinstance(inner, ast.FunctionDef) and inner.name == method:
+                parameters = Parameters.of(inner.args, bound=0)
+                return parameters.names_after(0)
+        names += [base.id for base in found.bases if isinstance(base, ast.Name) and base.id not in names]
+    return []
+
+
+def module_spec(name: str) -> ModuleSpec | None:
+    """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages."""
+    search: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        try:
+            spec = importlib.util.find_spec(parts[0]) if depth == 1 else PathFinder.find_spec(
+                ".".join(parts[:depth]), search
+            )  # fmt: skip
+        except (ImportError, ValueError):
+            return None
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            return None
+        search = spec.submodule_search_locations and list(spec.submodule_search_locations)
+    return spec
+
+
+def _statement(tree: ast.Module, name: str) -> ast.stmt | None:
+    """Returns the top-level statement that binds ``name``. A star import may bind any name."""
+    for statement in reversed(tree.body):
+        if name in _bound(statement) or "*" in _bound(statement):
+            return statement
+    return None
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in statement.names}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Returns whether a block such as ``try`` or ``if`` defines ``name``, or the module computes its attributes."""
+    nested = [node for node in tree.body if isinstance(node, ast.If | ast.Try | ast.With)]
+    inner = [each for node in nested for each in ast.walk(node) if isinstance(each, ast.stmt)]
+    return any(name in _bound(each) for each in inner) or _statement(tree, "__getattr__") is not None
