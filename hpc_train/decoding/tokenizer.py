@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a run's data or model, and encodes and decodes texts with it; without torch."""
+"""Finds the tokenizer of a run's data or model, and encodes and decodes texts with it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.config import hf_config
-from hpc_train.config.schema import Config, DataConfig, HFModelConfig, MixtureDataConfig
+from hpc_train.config.schema import Config, DataConfig, HFModelConfig, MixtureDataConfig, TokensDataConfig
 from hpc_train.data.documents import BYTES, open_tokenizer
 from hpc_train.data.sources import mixed_sources
-from hpc_train.data.tokens import read_meta
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json
 
@@ -102,8 +101,10 @@ def choose_tokenizer(config: Config, asked: str | None) -> TokenizerChoice:
         UserError: none is asked for, and neither the data nor the model has one.
     """
     found = _of_data(config.data) or _of_model(config)
-    if asked in (BYTES, IDS):
-        return TokenizerChoice(asked, ends=found.ends if found is not None and found.name == asked else ())
+    if asked == BYTES:
+        return TokenizerChoice(BYTES)
+    if asked == IDS:
+        return TokenizerChoice(IDS, ends=() if found is None else found.ends)
     if asked is not None:
         path = str(Path(asked) / _FILE) if Path(asked).is_dir() else asked
         return TokenizerChoice(path) if found is None else TokenizerChoice(path, found.special, found.ends)
@@ -122,9 +123,13 @@ def _of_data(data: DataConfig) -> TokenizerChoice | None:
         return choices.pop() if len(choices) == 1 else None
     if data.kind == "text":
         return TokenizerChoice(BYTES)
-    if data.kind != "tokens":
-        return None
-    meta = read_meta(Path(getattr(data, "path")))  # noqa: B009 (the schema of data=tokens has a path)
+    return _of_token_files(Path(data.path)) if isinstance(data, TokensDataConfig) else None
+
+
+def _of_token_files(directory: Path) -> TokenizerChoice | None:
+    from hpc_train.data.tokens import read_meta  # imports torch
+
+    meta = read_meta(directory)
     name = meta.source.get("settings", {}).get("tokenizer")
     return None if name is None else TokenizerChoice(name, ends=() if meta.separator is None else (meta.separator,))
 
