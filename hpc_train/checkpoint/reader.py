@@ -29,9 +29,8 @@ from torch.futures import Future
 
 from hpc_train.checkpoint.agreement import broadcast_bytes, lowest, on_first
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
-from hpc_train.checkpoint.state import HOOKS, TensorShape, stored_shapes
+from hpc_train.checkpoint.state import TensorShape, stored_shapes, weights_of_hook
 from hpc_train.checkpoint.writer import quiet
-from hpc_train.errors import UserError
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -263,15 +262,7 @@ class StoredTensors:
     def __init__(self, path: Path, manifest: Manifest, hook: str | None = None) -> None:
         self._reader = SafeReader(path, manifest)
         self.shapes: dict[str, TensorShape] = stored_shapes(self._reader.read_metadata())
-        self._hook = "" if hook is None else f"{HOOKS}{hook}."
-        if hook is not None and not any(f"{self._hook}{name}" in self.shapes for name in self.model()):
-            hooks = sorted({name.split(".")[1] for name in self.shapes if name.startswith(HOOKS)})
-            there = f"it has those of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
-            raise UserError(
-                f"the checkpoint has no weights of the hook {hook}; {there}",
-                where="--weights",
-                fix="omit --weights to use the weights of the model",
-            )
+        self._replaced = {} if hook is None else weights_of_hook(self.shapes, hook)
 
     def model(self) -> dict[str, TensorShape]:
         """Returns the model's names of its tensors -> their shapes."""
@@ -283,8 +274,7 @@ class StoredTensors:
         Args:
             into: destination of the stored shape and dtype; None allocates a new tensor.
         """
-        replaced = self._hook + name.removeprefix(MODEL)
-        name = replaced if self._hook and replaced in self.shapes else name
+        name = self._replaced.get(name, name)
         found = self.shapes[name]
         tensor = torch.empty(found.shape, dtype=found.dtype) if into is None else into
         with quiet():

@@ -33,6 +33,7 @@ from hpc_train.checkpoint.state import (
     shapes,
     stored_shapes,
     training_state,
+    weights_of_hook,
 )
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
@@ -108,14 +109,17 @@ def _load_hook(
     return missing
 
 
-def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint) -> Manifest:
+def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: str | None = None) -> Manifest:
     """Verifies ``checkpoint`` and loads its parameters and buffers into ``engine``. Collective.
+
+    Args:
+        hook: the name of a hook, such as ema; its tensors replace those parameters of the model whose names they have.
 
     Returns:
         The manifest of the checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged or does not match the model.
+        UserError: the checkpoint is damaged, does not match the model, or has no weights of the hook.
     """
     group = mesh.control
     manifest: Manifest = on_first(lambda: _read_manifest(checkpoint), group)
@@ -124,9 +128,10 @@ def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint) -> Mani
         raise _damaged(checkpoint, problem)
     reader = SafeReader(checkpoint.path, manifest)
     state = model_state(engine)
-    stored = model_part(_stored_shapes(reader, group))
-    check_match(stored, gather_shapes(shapes(state), mesh, group), where=str(checkpoint.path))
-    _load(state, reader, group)
+    stored = _stored_shapes(reader, group)
+    check_match(model_part(stored), gather_shapes(shapes(state), mesh, group), where=str(checkpoint.path))
+    replaced = {} if hook is None else weights_of_hook(stored, hook)
+    _load({replaced.get(name, name): tensor for name, tensor in state.items()}, reader, group)
     return manifest
 
 

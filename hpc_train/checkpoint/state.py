@@ -188,6 +188,25 @@ def required(stored: Mapping[str, _Value]) -> dict[str, _Value]:
     return {name: value for name, value in stored.items() if not name.startswith((PREFIX, HOOKS))}
 
 
+def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
+    """Returns the names of the model's tensors in a checkpoint -> those of the tensors that ``hook`` keeps of them.
+
+    Raises:
+        UserError: the hook keeps none.
+    """
+    kept = {f"model.{name}": f"{HOOKS}{hook}.{name}" for name in (each.removeprefix("model.") for each in stored)}
+    found = {name: own for name, own in kept.items() if name in stored and own in stored}
+    if not found:
+        hooks = sorted({name.split(".")[1] for name in stored if name.startswith(HOOKS)})
+        there = f"it has those of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
+        raise UserError(
+            f"the checkpoint has no weights of the hook {hook}; {there}",
+            where="--weights",
+            fix="omit --weights to use the weights of the model",
+        )
+    return found
+
+
 def missing_in(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape]) -> str | None:
     """Returns what keeps the tensors ``wanted`` of a hook from being loaded, or None."""
     for name, shape in wanted.items():

@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": "doctor:main",
     "evaluate": "evaluate:main",
     "freeze": "batch:freeze_run",
+    "generate": "generate:main",
     "logs": "logs:main",
     "prepare": "prepare:main",
     "resume": "submitted:resume",

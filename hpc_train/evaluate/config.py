@@ -51,7 +51,7 @@ def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
 def _check(line: CommandLine) -> None:
     if line.multirun or len(expand(line.overrides)) > 1:
         raise UserError(
-            "evaluate measures one checkpoint under one config, but the overrides describe a sweep",
+            "one checkpoint is used under one config, but the overrides describe a sweep",
             where="the command line",
             fix="give each key one value and drop -m",
         )

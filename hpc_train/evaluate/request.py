@@ -11,10 +11,15 @@ from hpc_train.run.files import read_json, write_json
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Requests an evaluation of the checkpoint of ``step`` in the directory ``checkpoint``."""
+    """Requests an evaluation of the checkpoint of ``step`` in the directory ``checkpoint``.
+
+    Attributes:
+        weights: the name of a hook whose weights to use, such as ema; None uses those of the model.
+    """
 
     checkpoint: str
     step: int
+    weights: str | None
 
     def write(self, run: RunDirectory) -> None:
         write_json(run.path / REQUEST, asdict(self))

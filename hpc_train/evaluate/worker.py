@@ -30,7 +30,8 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Evaluates the checkpoint that the request names as rank ``spec.rank``; rank 0 writes the result.
 
     Raises:
-        UserError: the config does not fit the data, or the checkpoint is damaged or does not fit the model.
+        UserError: the config does not fit the data, or the checkpoint is damaged, does not fit the model or
+            has no weights of the hook.
     """
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), EvaluationRequest.read(run)
@@ -41,7 +42,7 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     plan = plan_split(config, mesh, evaluation.feeds[MAIN].dataset)
     engine = build_engine(config, mesh, None if plan is None else plan.layers)
     path = Path(request.checkpoint)
-    manifest = load_weights(engine, mesh, Checkpoint(request.step, path))
+    manifest = load_weights(engine, mesh, Checkpoint(request.step, path), request.weights)
     began = time.monotonic()
     with heartbeat.during(Phase.EVALUATION, manifest.step):
         metrics = evaluation.run(engine, Control(mesh), stop)

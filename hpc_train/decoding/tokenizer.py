@@ -1,0 +1,153 @@
+"""Finds the tokenizer of a run's data or model, and encodes and decodes texts with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_train.config import hf_config
+from hpc_train.config.schema import Config, DataConfig, HFModelConfig, MixtureDataConfig, TokensDataConfig
+from hpc_train.data.documents import BYTES, open_tokenizer
+from hpc_train.data.sources import mixed_sources
+from hpc_train.errors import UserError
+from hpc_train.run.files import read_json
+
+IDS = "ids"
+_FILE = "tokenizer.json"
+
+
+class Codec(Protocol):
+    """Translates between text and token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a prompt."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Returns the text of token ids."""
+
+
+class ByteCodec:
+    """Uses the values of UTF-8 bytes as token ids, as ``data=text`` does."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token % 256 for token in tokens).decode("utf-8", "replace")
+
+
+class IdCodec:
+    """Reads and writes token ids as numbers, separated by spaces or commas."""
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            raise UserError(
+                f"{text!r} is not a list of token ids", where="--tokenizer ids", fix="a prompt such as '12 7 30'"
+            ) from None
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+class FileCodec:
+    """Uses a ``tokenizer.json``.
+
+    Args:
+        special: whether prompts begin with the special tokens of the tokenizer, such as one for the start of a text.
+
+    Raises:
+        UserError: the file is missing or not a tokenizer, or the library is not installed.
+    """
+
+    def __init__(self, path: str, special: bool = True) -> None:
+        self._tokenizer: Any = open_tokenizer(path)
+        self._special = special
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=self._special).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Names a tokenizer.
+
+    Attributes:
+        name: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
+        special: see ``FileCodec``. The texts of ``prepare`` have no special tokens, those of pretrained models have.
+        ends: the tokens that end a text.
+    """
+
+    name: str
+    special: bool = False
+    ends: tuple[int, ...] = ()
+
+    def open(self) -> Codec:
+        """Raises UserError if the tokenizer cannot be loaded."""
+        if self.name in (BYTES, IDS):
+            return ByteCodec() if self.name == BYTES else IdCodec()
+        return FileCodec(self.name, self.special)
+
+
+def choose_tokenizer(config: Config, asked: str | None) -> TokenizerChoice:
+    """Returns the tokenizer that is ``asked`` for, or that of the data, or of the directory of ``model=hf``.
+
+    Raises:
+        UserError: none is asked for, and neither the data nor the model has one.
+    """
+    found = _of_data(config.data) or _of_model(config)
+    if asked == BYTES:
+        return TokenizerChoice(BYTES)
+    if asked == IDS:
+        return TokenizerChoice(IDS, ends=() if found is None else found.ends)
+    if asked is not None:
+        path = str(Path(asked) / _FILE) if Path(asked).is_dir() else asked
+        return TokenizerChoice(path) if found is None else TokenizerChoice(path, found.special, found.ends)
+    if found is None:
+        raise UserError(
+            f"neither data={config.data.kind} nor the model has a tokenizer",
+            where="data",
+            fix="--tokenizer tokenizer.json or bytes; or --tokenizer ids, with prompts such as '12 7 30'",
+        )
+    return found
+
+
+def _of_data(data: DataConfig) -> TokenizerChoice | None:
+    if isinstance(data, MixtureDataConfig):
+        choices = {_of_data(source) for source in mixed_sources(data).values()}
+        return choices.pop() if len(choices) == 1 else None
+    if data.kind == "text":
+        return TokenizerChoice(BYTES)
+    return _of_token_files(Path(data.path)) if isinstance(data, TokensDataConfig) else None
+
+
+def _of_token_files(directory: Path) -> TokenizerChoice | None:
+    from hpc_train.data.tokens import read_meta  # imports torch
+
+    meta = read_meta(directory)
+    name = meta.source.get("settings", {}).get("tokenizer")
+    return None if name is None else TokenizerChoice(name, ends=() if meta.separator is None else (meta.separator,))
+
+
+def _of_model(config: Config) -> TokenizerChoice | None:
+    model = config.model
+    if not isinstance(model, HFModelConfig):
+        return None
+    folder = Path(model.name_or_path).expanduser()
+    if not (folder / _FILE).is_file():
+        return None
+    return TokenizerChoice(str(folder / _FILE), special=True, ends=_ends(folder, model))
+
+
+def _ends(folder: Path, model: HFModelConfig) -> tuple[int, ...]:
+    """Returns ``eos_token_id`` of generation_config.json or config.json, which is one number or a list."""
+    generation = folder / "generation_config.json"
+    settings = read_json(generation) if generation.is_file() else {}
+    values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
+    ends = settings.get("eos_token_id", values.get("eos_token_id"))
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)

@@ -1,0 +1,41 @@
+"""Defines what ``generate`` asks its workers to do; without torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from hpc_train.bench.request import REQUEST
+from hpc_train.decoding.sampling import Sampling
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Requests up to ``max_tokens`` new tokens for each prompt, by the checkpoint of ``step``.
+
+    Attributes:
+        checkpoint: the directory of the checkpoint.
+        weights: the name of a hook whose weights to use, such as ema; None uses those of the model.
+        prompts: token ids.
+        ends: the tokens after which a text is complete.
+    """
+
+    checkpoint: str
+    step: int
+    weights: str | None
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    sampling: Sampling
+    ends: tuple[int, ...]
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> GenerationRequest:
+        values = read_json(run.path / REQUEST)
+        prompts = tuple(map(tuple, values["prompts"]))
+        return cls(
+            **values | {"prompts": prompts, "sampling": Sampling(**values["sampling"]), "ends": tuple(values["ends"])}
+        )
