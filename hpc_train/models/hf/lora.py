@@ -113,10 +113,12 @@ def _check_trained(module: nn.Module, tied: set[str]) -> None:
 def _peft_config(module: Any, config: HFModelConfig) -> Any:
     from peft import LoraConfig
 
-    lora, whole = config.lora, int(config.lora.alpha) == config.lora.alpha
+    lora = config.lora
+    alpha: Any = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft computes with either
+    assert lora.rank is not None
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=int(lora.alpha) if whole else lora.alpha,
+        lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules=_linear_layers(module) if lora.targets is None else list(lora.targets),
         task_type=_TASKS.get(config.task),
