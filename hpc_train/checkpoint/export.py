@@ -65,12 +65,15 @@ def export_hf(
     config = hugging_face.config(model, positions, str(kind).removeprefix("torch."))
     hf_name = partial(hugging_face.parameter_name, model)
     save_file = _import_save_file()
-    shards = _shards(stored.model(), dtype, shard_bytes)
+    prefix = hugging_face.prefix(model)  # an adapter has one file
+    shards = [[*stored.model()]] if prefix else _shards(stored.model(), dtype, shard_bytes)
     with _atomic_output(to) as folder:
         folder.mkdir()
         index: dict[str, str] = {}
         for number, names in enumerate(shards):
-            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else _SINGLE
+            file = (
+                f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{prefix}{_SINGLE}"
+            )
             index |= {hf_name(name): file for name in names}
             save_file(dict(_named(stored, names, hf_name, dtype, advance)), folder / file, metadata={"format": "pt"})
         if len(shards) > 1:
@@ -78,7 +81,7 @@ def export_hf(
             write_json(
                 folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
             )
-        write_json(folder / "config.json", config)
+        write_json(folder / f"{prefix}config.json", config)
         for other in hugging_face.other_files(model) if hugging_face.other_files is not None else ():
             shutil.copyfile(other, folder / other.name)
 
@@ -100,7 +103,8 @@ def export_pt(
         folder.mkdir()
         try:
             state = {name: _mapped(stored, name, folder, dtype, advance) for name in stored.model()}
-            torch.save(state | {alias: state[name] for alias, name in _tied(model).items()}, file)
+            aliases = {alias: state[name] for alias, name in _tied(model).items() if name in state}
+            torch.save(state | aliases, file)
         finally:
             shutil.rmtree(folder)
 

@@ -43,6 +43,7 @@ from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
+from hpc_train.models.hf.lora import BASE, base_identity, check_base
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -103,6 +104,7 @@ class CheckpointManager:
     _load_hook: LoadHook | None = field(default=None, init=False)
     _group: dist.ProcessGroup = field(init=False)
     _writer: TensorWriter = field(init=False)
+    _base: Mapping[str, Any] = field(init=False)  # on rank 0, for the manifests
     _removals: Removals = field(init=False)
     _whole: dict[Checkpoint, Manifest] = field(default_factory=dict, init=False)  # on rank 0; see ``prune``
 
@@ -118,6 +120,8 @@ class CheckpointManager:
             timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._writer = TensorWriter(self._group)
+        base = base_identity(self.config.model) if self.mesh.rank == 0 else None
+        self._base = {} if base is None else {BASE: base}
         self._removals = Removals(self._report_removal)
 
     @property
@@ -266,6 +270,7 @@ class CheckpointManager:
         found, forked = choice.newest()
         if found is None:
             return None
+        check_base(self.config.model, found.manifest.extra, str(found.checkpoint.path))
         restored, self._load_hook = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
         if restored.path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
@@ -357,7 +362,7 @@ class CheckpointManager:
         manifest = Manifest(
             step=save.step,
             files=dict(files),
-            extra=dict(save.extra),
+            extra={**save.extra, **self._base},
             layout=asdict(self.mesh.layout),
             config_hash=self.run.record().get("config_hash"),
             versions={"torch": str(torch.__version__), "python": platform.python_version()},

@@ -158,6 +158,8 @@ def _export(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), options.action)
     result = export(run, options.step, options.to, options.format, options.dtype, _bar, options.weights)
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
+    if (options.to / "adapter_config.json").exists():
+        hint = f"peft.PeftModel.from_pretrained(base, {str(options.to)!r})"
     if options.format == "pt":
         hint = f"torch.load({str(options.to)!r}, mmap=True)"
     print(json.dumps(result) if options.json else f"step {result['step']}, {format_bytes(result['bytes'])}: {hint}")

@@ -89,11 +89,13 @@ class HuggingFaceFormat:
         parameter_name: takes the model's config and the name of a parameter; returns its name in the exported files.
         config: takes the model's config, the longest sequence and the dtype, and returns the content of config.json.
         other_files: takes the model's config and returns files that are copied, such as a tokenizer.
+        prefix: takes the model's config and returns the prefix of the files of weights and config, such as adapter_.
     """
 
     parameter_name: Callable[[Any, str], str]
     config: Callable[[Any, int, str], Mapping[str, Any]]
     other_files: Callable[[Any], Sequence[Path]] | None = None
+    prefix: Callable[[Any], str] = lambda model: ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,7 @@ class ModelFamily:
         parameters: the number of parameters of a config, or None if it is unknown; it must also be right for other
             values of ``n_layers``, unless ``layer_parameters`` is given.
         layer_parameters: the number of parameters of one layer.
+        trained_parameters: the number of parameters that train, if checkpoints contain only these; None: all.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
         tensor_parallel: None refuses ``strategy.tp`` above 1.
@@ -127,6 +130,7 @@ class ModelFamily:
     hugging_face: HuggingFaceFormat | None = _MISSING
     chunked_loss: bool = False
     layer_parameters: Callable[[Any], int | None] | None = None
+    trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None
     check: Callable[[Any, Any], None] | None = None
 

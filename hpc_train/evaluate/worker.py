@@ -13,6 +13,7 @@ from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.evaluation import MAIN
 from hpc_train.config.schema import Config
 from hpc_train.evaluate.request import EvaluationRequest
+from hpc_train.models.hf.lora import check_base
 from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
@@ -43,6 +44,7 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     engine = build_engine(config, mesh, None if plan is None else plan.layers)
     path = Path(request.checkpoint)
     manifest = load_weights(engine, mesh, Checkpoint(request.step, path), request.weights)
+    check_base(config.model, manifest.extra, str(path))
     began = time.monotonic()
     with heartbeat.during(Phase.EVALUATION, manifest.step):
         metrics = evaluation.run(engine, Control(mesh), stop)

@@ -90,6 +90,8 @@ class Model(nn.Module):
     config: Any = None  # the config of a model that a family builds
     family: str | None = None  # the ``model.kind`` of the family; None for a custom model
     hidden_dtype: torch.dtype | None = None  # of hidden states between layers; None keeps that of the stem's output
+    # whether checkpoints contain the parameters that do not train; False if their values are read from files again
+    saves_frozen: bool = True
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
     gather: Gather = staticmethod(alone)  # set by the engine, for a loss that compares samples
 
@@ -201,13 +203,17 @@ def canonical_name(raw: str) -> str:
 
 
 def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
-    """Returns canonical name -> parameter of ``parts``; ``tied`` maps the alias of a tied copy to its canonical
-    name."""
+    """Returns canonical name -> parameter of ``parts``, without those that ``Model.saves_frozen`` excludes.
+
+    Args:
+        tied: the alias of a tied copy -> its canonical name.
+    """
     found: dict[str, nn.Parameter] = {}
     for part in parts:
         for raw, parameter in part.named_parameters():
-            name = canonical_name(raw)
-            found.setdefault(tied.get(name, name), parameter)
+            if parameter.requires_grad or getattr(part, "saves_frozen", True):
+                name = canonical_name(raw)
+                found.setdefault(tied.get(name, name), parameter)
     return found
 
 

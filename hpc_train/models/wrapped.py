@@ -47,6 +47,7 @@ class WrappedModel(nn.Module):
     gather: Gather = staticmethod(alone)
     observe: Observe | None = None  # see ``Head``
     tied: Mapping[str, str] = {}
+    saves_frozen: bool = True  # see ``Model``
 
     def __init__(self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None) -> None:
         super().__init__()

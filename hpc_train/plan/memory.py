@@ -66,11 +66,12 @@ def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
     whole_gradients = not sharded or ("gradients" not in layout.kind.shards and layout.micro_batches > 1)
     # the owner of a whole parameter has a copy of it and of its gradient
     whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
+    trained = _trained_share(config.model)
     moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
     return Memory(
         parameters=copies + (0.0 if offload == "all" else share * width),
-        gradients=0.0 if offload == "all" else (parameters if whole_gradients else share) * width,
-        optimizer=share * moments if offload == "none" else 0.0,
+        gradients=0.0 if offload == "all" else (parameters if whole_gradients else share) * trained * width,
+        optimizer=share * trained * moments if offload == "none" else 0.0,
         activations=_activations(config, layout, pp_rank, narrow),
     )
 
@@ -158,6 +159,18 @@ def _logit_bytes(config: Config, kept: Activations, narrow: int) -> float:
     return kept.logits * widened / config.train.loss_chunks
 
 
+def _trained_share(model: ModelConfig) -> float:
+    """The share of the parameters that train; the others have no gradients and no optimizer state."""
+    count, trained = parameter_count(model), _trained_count(model)
+    return 1.0 if not count or trained is None else trained / count
+
+
+def _trained_count(model: ModelConfig) -> int | None:
+    """The number of parameters that train, which are those in a checkpoint; None if it is unknown."""
+    count = family_of(model).trained_parameters
+    return parameter_count(model) if count is None else count(model)
+
+
 def parameter_count(model: ModelConfig) -> int | None:
     """The number of parameters; None if the model's family cannot compute it."""
     count = family_of(model).parameters
@@ -167,10 +180,12 @@ def parameter_count(model: ModelConfig) -> int | None:
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
     """Returns the bytes of a checkpoint: the parameters and the optimizer's values for each; None if unknown.
 
+    Frozen weights that adapters are trained beside are not in checkpoints.
+
     Args:
         replicas: the number of replicas. Each adds the residual of its compressed gradients.
     """
-    parameters = None if runs_own_code(config) else parameter_count(config.model)
+    parameters = None if runs_own_code(config) else _trained_count(config.model)
     if parameters is None:
         return None
     width = 8 if config.precision.name == "fp64" else 4

@@ -59,7 +59,7 @@ class MemoryReport:
 
 def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> MemoryReport:
     """Measures the memory of all ranks after a step, before its gradients are freed. Collective."""
-    parameters = engine.named_parameters().values()
+    parameters = {id(value): value for part in engine.parts for value in part.parameters()}.values()
     peak = peak_device_memory(mesh.device) or peak_host_memory()
     weights = _bytes(parameters, mesh)
     gradients = _bytes((parameter.grad for parameter in parameters if parameter.grad is not None), mesh)

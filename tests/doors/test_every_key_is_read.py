@@ -84,7 +84,11 @@ def runs(folder: Path) -> list[list[str]]:
     ]  # fmt: skip
 
 
-CIFAR100 = """
+BUILT = """
+from hpc_train.config.schema import HFModelConfig, LoraConfig
+from hpc_train.models.build import build_model
+adapted = LoraConfig(rank=2)
+build_model(HFModelConfig(name_or_path="hf", task="image_classification", pretrained=False, lora=adapted), 0)
 from pathlib import Path
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.cifar100 import CIFAR100Dataset
@@ -94,9 +98,12 @@ CIFAR100Dataset(CIFAR100DataConfig(path="."), "train", 0, md5=sums).sample(0, 0)
 """
 
 
-def build_cifar100(folder: Path, env: dict[str, str]) -> None:
-    """The files of the test are not the official ones, so their md5 is handed in."""
-    subprocess.run([sys.executable, "-c", CIFAR100], cwd=folder, env=env, check=True)
+def build_parts(folder: Path, env: dict[str, str]) -> None:
+    """Builds a model with adapters, which needs no weights here, and CIFAR-100.
+
+    The files of the test are not the official ones, so their md5 is handed in.
+    """
+    subprocess.run([sys.executable, "-c", BUILT], cwd=folder, env=env, check=True)
 
 
 def interpolated() -> set[str]:
@@ -138,7 +145,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     env["PATH"] = make_sbatch(tmp_path)
     with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run is imports, of which much is waiting
         list(pool.map(partial(run_in_own_folder, tmp_path, env), range(len(runs(tmp_path)))))
-    build_cifar100(tmp_path, env)
+    build_parts(tmp_path, env)
     read = {line for file in record.iterdir() for line in file.read_text().split()}
     kinds = {
         key

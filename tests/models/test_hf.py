@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.reader import StoredTensors
-from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig, SyntheticDataConfig
+from hpc_train.config.schema import (
+    Config,
+    CustomModelConfig,
+    GPTConfig,
+    HFModelConfig,
+    LoraConfig,
+    SyntheticDataConfig,
+)
 from hpc_train.errors import UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.build import build_model
@@ -25,7 +32,7 @@ from hpc_train.models.hf import family, sizes
 from hpc_train.models.hf.decoder import HFDecoder
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.plan.memory import estimate, parameter_count
+from hpc_train.plan.memory import estimate, parameter_count, state_bytes
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
@@ -188,6 +195,63 @@ def test_what_cannot_run_is_refused_at_submission(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(family.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs transformers, which is not installed"):
         validate(config_of(tmp_path, "causal_lm"), 1, 1)
+
+
+def test_what_cannot_have_adapters_is_refused_at_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **TEXT}))
+    (tmp_path / "model.safetensors").touch()
+
+    def refuse(match: str, pp: int = 1, **keys: Any) -> None:
+        config = config_of(tmp_path, "causal_lm", pp=pp)
+        config.model.lora = LoraConfig(rank=2, targets=keys.pop("targets", None))
+        config.model = replace(config.model, **keys)
+        with pytest.raises(UserError, match=match):
+            validate(config, 1, pp)
+
+    refuse("adapters .model.lora.rank. cannot be cut into pipeline stages", pp=2)
+    refuse("model.pretrained is false", pretrained=False)
+    refuse("query is not a linear layer of this model", targets=["q_proj", "query"])
+    find = family.importlib.util.find_spec
+    monkeypatch.setattr(family.importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    refuse("needs peft, which is not installed here")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(rank=2, targets=["nothing"]), "peft cannot add adapters"),
+        (LoraConfig(rank=2, targets=["embed_tokens"]), "model.embed_tokens is an embedding"),
+        (LoraConfig(rank=2, targets=["lm_head"]), "lm_head.weight is shared by two layers"),
+        (LoraConfig(rank=2, modules_to_save=["head"]), "the model has no module head"),
+    ],
+)
+def test_layers_that_cannot_have_adapters_are_refused(lora: LoraConfig, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    DECODERS["llama" if "shared" in message else "qwen2"]().save_pretrained(tmp_path)
+    model = HFModelConfig(name_or_path=str(tmp_path), task="causal_lm", pretrained=False, lora=lora)
+    with pytest.raises(UserError, match=message):
+        build_model(model, 0)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state(tmp_path: Path) -> None:
+    """The estimates count the parameters that train, here of some layers, and of a classifier."""
+    pytest.importorskip("peft")
+    DECODERS["llama"]().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    config = config_of(tmp_path, "causal_lm")
+    whole, whole_state = estimate(config, validate(config, 1, 1)), state_bytes(config)
+    config.model.lora = LoraConfig(rank=2, targets=["k_proj", "down_proj"])
+    adapted = estimate(config, validate(config, 1, 1))
+    bare = replace(config.model, pretrained=False)
+    for model in (bare, replace(bare, task="sequence_classification", lora=LoraConfig(rank=3))):
+        parameters = [*build_model(model, 0).parameters()]
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        assert sizes.parameters(model) == sum(parameter.numel() for parameter in parameters)
+        assert sizes.trained_parameters(model) == trained
+    assert whole is not None and adapted is not None and whole_state is not None
+    trained = sizes.trained_parameters(bare) or 0
+    assert adapted.gradients == pytest.approx(4 * trained) and adapted.optimizer == pytest.approx(8 * trained)
+    assert adapted.parameters > whole.parameters and state_bytes(config) == 12 * trained < whole_state / 10
 
 
 def test_the_estimate_is_that_of_the_native_model(tmp_path: Path) -> None:

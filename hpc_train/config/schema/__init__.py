@@ -24,7 +24,7 @@ from hpc_train.config.schema.data import (
     TokensDataConfig,
 )
 from hpc_train.config.schema.key import group, key
-from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, HFModelConfig, ModelKeys, ViTConfig
+from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, HFModelConfig, LoraConfig, ModelKeys, ViTConfig
 from hpc_train.config.schema.operation import (
     CheckpointConfig,
     ElasticConfig,
@@ -40,8 +40,8 @@ from hpc_train.config.schema.training import BatchConfig, OptimConfig, Precision
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
-    "GPTConfig", "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "MixtureDataConfig", "ModelConfig", "ModelKeys",
-    "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig",
+    "GPTConfig", "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "ModelConfig",
+    "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig",
     "StreamDataConfig", "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig",
     "TrainConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip

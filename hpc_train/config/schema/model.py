@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config import hf_config
-from hpc_train.config.schema.key import key, required
+from hpc_train.config.schema.key import group, key, required
 
 WRAP = (
     "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "
@@ -120,6 +120,25 @@ class CustomModelConfig(ModelKeys):
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters beside the linear layers of a model whose weights stay fixed (Hu et al., arXiv:2106.09685)."""
+
+    rank: int | None = key(None, "The rank of the adapters. null trains the whole model, without adapters.", at_least=1)
+    alpha: float = key(16.0, "The output of an adapter is multiplied by alpha / rank.", above=0)
+    dropout: float = key(0.0, "The dropout probability of the input of an adapter.", at_least=0, below=1)
+    targets: list[str] | None = key(
+        None,
+        "The names of the layers that get an adapter, such as q_proj; the end of a full name suffices. null is every "
+        "linear layer except those of the head.",
+    )
+    modules_to_save: list[str] | None = key(
+        None,
+        "The full names of modules that are trained and saved themselves. null is the head of a classifier, and no "
+        "module of a language model.",
+    )
+
+
+@dataclass
 class HFModelConfig(ModelKeys):
     """A model of Hugging Face's transformers."""
 
@@ -130,6 +149,7 @@ class HFModelConfig(ModelKeys):
     revision: str | None = key(None, "The branch, tag or commit on the hub.")
     config: dict[str, Any] = key({}, "Values that replace those of config.json, such as num_labels.")
     wrap: list[str] | None = key(None, WRAP)
+    lora: LoraConfig = group(LoraConfig)
 
     @property
     def n_layers(self) -> int | None:

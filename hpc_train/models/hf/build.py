@@ -12,6 +12,7 @@ from hpc_train.config.hf_config import DECODERS
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.decoder import HFDecoder
+from hpc_train.models.hf.lora import AdapterValues, adapt
 from hpc_train.models.hf.values import FirstValues
 from hpc_train.models.hf.weights import WeightFiles
 from hpc_train.models.hf.whole import HFWhole
@@ -30,12 +31,16 @@ def build(config: HFModelConfig) -> HFDecoder | HFWhole:
     Raises:
         UserError: the config or the weights cannot be read, or transformers has no such model.
     """
-    whole = hf_config(config)
-    with torch.device("meta"):
-        module = _bare(config, whole)
+    module = skeleton(config)
     module.tie_weights()
-    values = FirstValues(module, WeightFiles(_folder(config), module) if config.pretrained else None)
-    if config.task == "causal_lm" and whole.model_type in DECODERS:
+    files = WeightFiles(weights_folder(config), module) if config.pretrained else None
+    if config.lora.rank is None:
+        values = FirstValues(module, files)
+    else:
+        values = AdapterValues(module, files)
+        with torch.device("meta"):
+            adapt(module, config, values.tied)
+    if config.task == "causal_lm" and module.config.model_type in DECODERS:
         return HFDecoder(module, values, config)
     return HFWhole(module, values, config)
 
@@ -77,11 +82,16 @@ def _bare(config: HFModelConfig, whole: Any) -> Any:
 
 def architecture(config: HFModelConfig) -> str:
     """Returns the name of transformers' class."""
+    return type(skeleton(config)).__name__
+
+
+def skeleton(config: HFModelConfig) -> Any:
+    """Returns the model of transformers on ``meta``, without adapters."""
     with torch.device("meta"):
-        return type(_bare(config, hf_config(config))).__name__
+        return _bare(config, hf_config(config))
 
 
-def _folder(config: HFModelConfig) -> Path:
+def weights_folder(config: HFModelConfig) -> Path:
     """Returns the directory with the weights, which are downloaded if they are on the hub."""
     folder = Path(config.name_or_path).expanduser()
     return folder if folder.is_dir() else _downloaded(config.name_or_path, config.revision)

@@ -83,6 +83,7 @@ class HFDecoder(Model):
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
         super().__init__()
         self.config, self._hf, self._values = config, module.config, values
+        self.saves_frozen = config.lora.rank is None
         body = module.model
         self.stem = _Stem(body.embed_tokens)
         kinds = _attention_kinds(module.config)

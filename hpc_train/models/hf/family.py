@@ -16,6 +16,7 @@ from hpc_train.models.hf import sizes
 
 OLDEST = (5, 23)  # the oldest version that was tried
 INSTALL = "pip install 'hpc_train[hf]'"
+INSTALL_PEFT = "pip install 'hpc_train[lora]'"
 
 
 def check(model: HFModelConfig, data: Any) -> None:
@@ -29,7 +30,9 @@ def check(model: HFModelConfig, data: Any) -> None:
     values = sizes.values_of(model) or {}
     if model.pretrained:
         hf_config.check_weights(model.name_or_path)
-    if model.wrap is not None and not why_not_stages(model):
+    if model.lora.rank is not None:
+        _check_lora(model)
+    if model.wrap is not None and not hf_config.why_not_stages(values, model.task):
         raise UserError(
             f"model.wrap is {model.wrap}, but the blocks of a {values['model_type']} are its layers",
             where="model.wrap",
@@ -57,6 +60,25 @@ def _check_installed() -> None:
         )
 
 
+def _check_lora(model: HFModelConfig) -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("model.lora needs peft, which is not installed here", where="model.lora.rank", fix=INSTALL_PEFT)
+    if not model.pretrained:
+        raise UserError(
+            "model.lora trains adapters of pretrained weights, but model.pretrained is false",
+            where="model.lora.rank, model.pretrained",
+            fix="model.pretrained=true, or model.lora.rank=null",
+        )
+    known = sizes.linear_layers(model)
+    unknown = [name for name in model.lora.targets or () if known and name.rpartition(".")[2] not in known]
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is not a linear layer of this model",
+            where="model.lora.targets",
+            fix=f"names among {', '.join(known)}",
+        )
+
+
 def _check_samples(model: HFModelConfig, data: Any) -> None:
     images = getattr(data, "task", None) == IMAGES if data.kind == "synthetic" else hasattr(data, "image_size")
     takes_images = model.task == "image_classification"
@@ -71,6 +93,8 @@ def _check_samples(model: HFModelConfig, data: Any) -> None:
 
 def why_not_stages(model: HFModelConfig) -> str:
     """Returns why the model cannot be cut into pipeline stages; an empty string if it can."""
+    if model.lora.rank is not None:
+        return "a model with adapters (model.lora.rank) cannot be cut into pipeline stages"
     return hf_config.why_not_stages(sizes.values_of(model), model.task)
 
 
@@ -87,12 +111,21 @@ def hf_name(name: str) -> str:
 
 
 def _exported_name(model: HFModelConfig, name: str) -> str:
-    return hf_name(name)
+    if model.lora.rank is None:
+        return hf_name(name)
+    from hpc_train.models.hf import lora  # imports torch
+
+    return lora.exported_name(hf_name(name))
 
 
 def exported_config(model: HFModelConfig, positions: int, dtype: str) -> Mapping[str, Any]:
-    """Returns the config.json of an exported model; ``positions`` is that of the model."""
+    """Returns the config.json of an exported model, or the adapter_config.json of an adapter; ``positions`` is that of
+    the model."""
+    from hpc_train.models.hf import lora  # imports torch
     from hpc_train.models.hf.build import hf_config as whole  # imports transformers
+
+    if model.lora.rank is not None:
+        return lora.exported_config(model)
 
     return {**whole(model).to_dict(), "dtype": dtype, "architectures": [_architecture(model)]}
 
@@ -103,6 +136,11 @@ def _architecture(model: HFModelConfig) -> str:
     return architecture(model)
 
 
+def exported_prefix(model: HFModelConfig) -> str:
+    """Returns the prefix of the names of exported files."""
+    return "" if model.lora.rank is None else "adapter_"
+
+
 def other_files(model: HFModelConfig) -> list[Path]:
     """Returns the files of the tokenizer, the image processor and the generation, if the model is a directory."""
     folder = Path(model.name_or_path).expanduser()
@@ -111,7 +149,10 @@ def other_files(model: HFModelConfig) -> list[Path]:
     return [
         file
         for file in found
-        if file.is_file() and file.suffix in kept and file.name != "config.json" and "index" not in file.name
+        if file.is_file()
+        and file.suffix in kept
+        and file.name not in ("config.json", "adapter_config.json")
+        and "index" not in file.name
     ]
 
 
@@ -120,11 +161,12 @@ HF_FAMILY = ModelFamily(
     learns_from=None,
     builder="hpc_train.models.hf.build:build",
     parameters=sizes.parameters,
+    trained_parameters=sizes.trained_parameters,
     layer_parameters=sizes.layer_parameters,
     activations=sizes.activations,
     flops_per_sample=sizes.flops_per_sample,
     tensor_parallel=None,
     why_not_stages=why_not_stages,
-    hugging_face=HuggingFaceFormat(_exported_name, exported_config, other_files),
+    hugging_face=HuggingFaceFormat(_exported_name, exported_config, other_files, exported_prefix),
     check=check,
 )

@@ -7,7 +7,7 @@ no estimate and no utilisation is reported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.config import hf_config
@@ -32,6 +32,8 @@ class Sizes:
             branch.
         tokens: the tokens of a sample; None for the length of the sequence.
         logits: the logits of a token.
+        adapter: the parameters of the adapters of a layer.
+        classifier: the parameters outside the layers that train beside adapters.
     """
 
     layers: int
@@ -46,6 +48,8 @@ class Sizes:
     gated: bool
     tokens: int | None
     logits: int
+    adapter: int = 0
+    classifier: int = 0
 
 
 def values_of(model: HFModelConfig) -> Mapping[str, Any] | None:
@@ -60,7 +64,9 @@ def sizes(model: HFModelConfig) -> Sizes | None:
         return None
     try:
         if values.get("model_type") in DECODERS:
-            return _decoder(values, model.task)
+            return _with_adapters(_decoder(values, model.task), model)
+        if model.lora.rank is not None:
+            return None
         if (values.get("model_type"), model.task) == ("vit", "image_classification"):
             return _vit(values)
         if (values.get("model_type"), model.task) == ("bert", "masked_lm"):
@@ -91,6 +97,29 @@ def _decoder(values: Mapping[str, Any], task: str) -> Sizes | None:
         values["num_hidden_layers"], layer, table, width + own, width + output, width, query, key_value, ffn, True,
         None, logits,
     )  # fmt: skip
+
+
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer of a decoder
+
+
+def linear_layers(model: HFModelConfig) -> tuple[str, ...]:
+    """Returns the names of the linear layers of a decoder of the table; empty for other models."""
+    return _LINEAR if (values_of(model) or {}).get("model_type") in DECODERS else ()
+
+
+def _with_adapters(found: Sizes | None, model: HFModelConfig) -> Sizes | None:
+    """Adds ``rank * (inputs + outputs)`` parameters for each linear layer that has an adapter."""
+    lora = model.lora
+    if found is None or lora.rank is None:
+        return found
+    if lora.modules_to_save is not None or any("." in name for name in lora.targets or ()):
+        return None  # full names may be those of some layers
+    width, query, key_value, ffn = found.width, found.query, found.key_value, found.ffn
+    sums = (width + query, width + key_value, width + key_value, query + width, *[width + ffn] * 3)
+    chosen = _LINEAR if lora.targets is None else lora.targets
+    each = sum(lora.rank * size for name, size in zip(_LINEAR, sums, strict=True) if name in chosen)
+    classifier = 0 if model.task == "causal_lm" else found.head - width  # without the last norm
+    return replace(found, adapter=each, classifier=classifier)
 
 
 def _encoder_layer(width: int, ffn: int, query_bias: bool = True) -> int:
@@ -126,13 +155,21 @@ def _bert(values: Mapping[str, Any]) -> Sizes:
 def parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters; a tied table counts once."""
     found = sizes(model)
-    return None if found is None else found.stem + found.layers * found.layer + found.head
+    return None if found is None else found.stem + found.layers * (found.layer + found.adapter) + found.head
+
+
+def trained_parameters(model: HFModelConfig) -> int | None:
+    """Returns the number of parameters that train: all, or those of the adapters and the classifier."""
+    found = sizes(model)
+    if found is None or model.lora.rank is None:
+        return parameters(model)
+    return found.layers * found.adapter + found.classifier
 
 
 def layer_parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters of one layer."""
     found = sizes(model)
-    return None if found is None else found.layer
+    return None if found is None else found.layer + found.adapter
 
 
 def activations(model: HFModelConfig, data: Any) -> Activations:
@@ -160,14 +197,20 @@ def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | No
 
     ``N`` is the number of parameters in matrix products, a tied table included once, and those of norms and biases. The
     attention is not halved for a causal mask or a window. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B).
+    appendix B). Frozen parameters have no gradients and count four operations of the six.
     """
     found = sizes(model)
     if found is None:
         return None
     tokens = found.tokens or shape[-1]
-    multiplied = found.layers * found.layer + found.multiplied
-    return float(tokens * (6 * multiplied + 12 * found.layers * found.query * tokens))
+    products = found.layers * (_operations(model) * found.layer + 6 * found.adapter)
+    products += _operations(model) * found.multiplied
+    return float(tokens * (products + 12 * found.layers * found.query * tokens))
+
+
+def _operations(model: HFModelConfig) -> int:
+    """Returns the operations of forward and backward pass per token and parameter of the base model."""
+    return 6 if model.lora.rank is None else 4
 
 
 def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
@@ -175,5 +218,5 @@ def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ..
     found, whole = sizes(model), flops_per_sample(model, shape)
     if found is None or whole is None:
         return None
-    head = 6.0 * (found.tokens or shape[-1]) * found.multiplied
+    head = float(_operations(model)) * (found.tokens or shape[-1]) * found.multiplied
     return (0.0, *[(whole - head) / found.layers] * found.layers, head)

@@ -1,0 +1,195 @@
+"""Trains low-rank adapters beside the frozen weights of a transformers model, with the layers of ``peft``.
+
+LoRA (Hu et al. 2021, arXiv:2106.09685) adds ``alpha / rank * B A x`` to the output of a linear layer. ``A`` is drawn at
+random and ``B`` is zero, so that training begins with the function of the base model. Checkpoints contain only the
+trained parameters, and the identity of the base model, whose weights are read from its files again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.hf_config import CONFIG
+from hpc_train.config.schema import HFModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.batch_norm import has_batch_statistics
+from hpc_train.models.hf.values import FirstValues
+
+_ADAPTER = (".lora_A.default.", ".lora_B.default.")
+_BASE = ".base_layer."  # peft's name of the layer that an adapter stands beside
+_TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # of peft; others have no name there
+
+
+class AdapterValues(FirstValues):
+    """The first values of a model with adapters: those of the base model, and those of peft for the adapters."""
+
+    def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
+        return None if _is_adapter(name) else super().read(name.replace(_BASE, "."), begin, size)
+
+    def fill(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        if not _is_adapter(name):
+            super().fill(name.replace(_BASE, "."), value, generator)
+        elif _ADAPTER[0] in name:
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        else:
+            value.zero_()
+
+
+def _is_adapter(name: str) -> bool:
+    return any(part in name for part in _ADAPTER)
+
+
+def adapt(module: Any, config: HFModelConfig, tied: Mapping[str, str]) -> None:
+    """Adds the adapters of ``config.lora`` to ``module`` in place and freezes what does not train.
+
+    Args:
+        module: a model of transformers on ``meta``.
+        tied: the names of its tied parameters, alias -> name.
+
+    Raises:
+        UserError: a layer does not exist or cannot have an adapter, or the model has batch statistics.
+    """
+    from peft import inject_adapter_in_model
+
+    if has_batch_statistics(module):
+        raise UserError(
+            "the batch statistics of the model change in training, and an adapter does not contain them",
+            where="model.lora.rank",
+            fix="model.lora.rank=null, which trains the whole model",
+        )
+    saved = _saved_modules(module, config)
+    try:
+        inject_adapter_in_model(_peft_config(module, config), module, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise UserError(f"peft cannot add adapters: {error}", where="model.lora.targets", fix=_TARGETS) from error
+    for name in saved:
+        module.get_submodule(name).requires_grad_(True)
+    _check_trained(module, {*tied, *tied.values()})
+
+
+_TARGETS = "the names of linear layers, or model.lora.targets=null for all of them"
+
+
+def _saved_modules(module: Any, config: HFModelConfig) -> list[str]:
+    """Returns the names of the modules that train in full."""
+    named = config.lora.modules_to_save
+    if named is None:
+        body = module.base_model_prefix
+        head = {name.partition(".")[0] for name, _ in module.named_parameters()} - {body}
+        return sorted(head) if config.task.endswith("_classification") else []
+    known = [name for name, _ in module.named_modules() if name]
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise UserError(
+            f"the model has no module {unknown[0]}",
+            where="model.lora.modules_to_save",
+            fix=f"full names, such as {known[-1]}",
+        )
+    return list(named)
+
+
+def _check_trained(module: nn.Module, tied: set[str]) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and "lora_embedding_" in name:
+            what = f"{name.partition('.lora_')[0]} is an embedding"
+        elif (parameter.requires_grad or _BASE in name) and name.replace(_BASE, ".") in tied:
+            what = f"{name.replace(_BASE, '.')} is shared by two layers"
+        else:
+            continue
+        raise UserError(
+            f"{what}, and adapters are supported beside linear layers that own their weight",
+            where="model.lora.targets, model.lora.modules_to_save",
+            fix=_TARGETS,
+        )
+
+
+def _peft_config(module: Any, config: HFModelConfig) -> Any:
+    from peft import LoraConfig
+
+    lora = config.lora
+    alpha: Any = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft computes with either
+    assert lora.rank is not None
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_linear_layers(module) if lora.targets is None else list(lora.targets),
+        task_type=_TASKS.get(config.task),
+        base_model_name_or_path=config.name_or_path,
+        revision=config.revision,
+    )
+
+
+def _linear_layers(module: Any) -> list[str]:
+    """Returns the linear layers of the body by the ends of their names, or by their full names if others end so."""
+    from transformers.pytorch_utils import Conv1D
+
+    body = f"{module.base_model_prefix}."
+    kinds = (nn.Linear, Conv1D)
+    names = [name for name, part in module.named_modules() if isinstance(part, kinds) and name.startswith(body)]
+    ends = {name.rpartition(".")[2] for name in names}
+    meant = {name for name, _ in module.named_modules() if name.rpartition(".")[2] in ends}
+    return sorted(ends if meant == set(names) else names)
+
+
+def exported_name(name: str) -> str:
+    """Returns the name of a parameter in peft's files; ``name`` is that of transformers."""
+    for part in _ADAPTER:
+        name = name.replace(part, part.replace("default.", ""))
+    return f"base_model.model.{name}"
+
+
+def exported_config(config: HFModelConfig) -> dict[str, Any]:
+    """Returns the content of adapter_config.json."""
+    from hpc_train.models.hf.build import skeleton
+
+    module = skeleton(config)
+    found = _peft_config(module, config)
+    found.modules_to_save = _saved_modules(module, config) or None
+    found.inference_mode = True
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in found.to_dict().items()}
+
+
+def base_identity(model: Any) -> dict[str, Any] | None:
+    """Returns what identifies the files from which the frozen weights of ``model`` are read; None without adapters.
+
+    These are the SHA-256 of config.json and the sizes in bytes of the weight files, which are not read.
+
+    Args:
+        model: the config of any model.
+    """
+    if not isinstance(model, HFModelConfig) or model.lora.rank is None:
+        return None
+    from hpc_train.models.hf.build import weights_folder
+
+    folder: Path = weights_folder(model)
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    return {CONFIG: hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest(), **sizes}
+
+
+def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
+    """Compares the base model with that of the checkpoint whose manifest has the values ``extra``.
+
+    Raises:
+        UserError: its files have changed since the checkpoint was saved.
+    """
+    found, expected = base_identity(model), extra.get(BASE)
+    if found is None or expected is None or found == expected:
+        return
+    changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    raise UserError(
+        f"the adapter of the checkpoint was trained on another base model: {', '.join(changed)} of "
+        f"{model.name_or_path} changed since",
+        where=f"model.name_or_path, {where}",
+        fix="restore the files of the base model, or start with another run.name",
+    )
+
+
+BASE = "base_model"  # the key of the identity in the manifest of a checkpoint
