@@ -122,7 +122,7 @@ def typed(node: DictConfig) -> Config:
 
 def converted(node: DictConfig) -> Config:
     """Converts a config that ``typed`` has accepted before, such as a frozen one."""
-    node = _with_sources(_with_extension_schemas(node))
+    node = _with_vocabulary(_with_sources(_with_extension_schemas(node)))
     check_kinds(node)
     _check_missing(node)
     try:
@@ -206,13 +206,18 @@ def escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+DATA_PATHS = ("path", "validation_path", "tokenizer", "chat_template", "cache")
+
+
 def _absolute(config: Config) -> Config:
-    path = getattr(config.data, "path", None)
-    if path is not None:
-        config.data.path = str(Path(path).expanduser().absolute())
+    for key in DATA_PATHS:
+        path = getattr(config.data, key, None) if key == "path" or config.data.kind == "sft" else None
+        if path is not None:
+            setattr(config.data, key, str(Path(path).expanduser().absolute()))
     for source in getattr(config.data, "sources", {}).values():
-        if source.get("path") is not None:
-            source["path"] = str(Path(source["path"]).expanduser().absolute())
+        for key in DATA_PATHS if source.get("kind") == "sft" else ("path",):
+            if source.get(key) is not None:
+                source[key] = str(Path(source[key]).expanduser().absolute())
     name = getattr(config.model, "name_or_path", None)
     if name is not None and Path(name).expanduser().is_dir():  # otherwise a name on the hub
         config.model.name_or_path = str(Path(name).expanduser().absolute())
@@ -249,6 +254,17 @@ def _with_extension_schemas(node: DictConfig) -> DictConfig:
         node = node.copy()
         OmegaConf.set_struct(node, False)
         node[group] = merged
+    return node
+
+
+def _with_vocabulary(node: DictConfig) -> DictConfig:
+    """Sets ``data.vocab_size``, to which a model may refer, to that of ``data.tokenizer`` if it is null."""
+    vocabulary = load_source(str(node.data.kind)).vocabulary
+    if vocabulary is None or OmegaConf.is_missing(node.data, "tokenizer") or node.data.vocab_size is not None:
+        return node
+    node = node.copy()
+    OmegaConf.set_struct(node, False)
+    node.data.vocab_size = vocabulary(str(node.data.tokenizer))
     return node
 
 

@@ -30,6 +30,7 @@ FAMILIES: dict[str, str] = {
 SOURCES: dict[str, str] = {
     "text": "hpc_train.data.sources:TEXT",
     "tokens": "hpc_train.data.sources:TOKEN_FILES",
+    "sft": "hpc_train.data.sources:SFT",
     "cifar100": "hpc_train.data.sources:CIFAR100",
     "images": "hpc_train.data.sources:IMAGE_FOLDERS",
     "shards": "hpc_train.data.sources:SHARDS",
@@ -144,12 +145,15 @@ class DataSource:
         gives: the kind of samples, such as ``tokens`` or ``images``, or a function of the config; None: unknown.
         builder: ``module:attribute``; called with the config, the split and the seed, it returns a dataset.
         check_inputs: takes the config; raises ``UserError`` if input files are missing. None: there are no files.
+        vocabulary: takes ``data.tokenizer`` and returns the number of its token ids, which is the value of
+            ``data.vocab_size`` if that is null. None: the source has no tokenizer.
     """
 
     schema: type = _MISSING
     gives: str | Callable[[Any], str | None] | None = _MISSING
     builder: str = _MISSING
     check_inputs: Callable[[Any], None] | None = _MISSING
+    vocabulary: Callable[[str], int] | None = None
 
     def sample_kind(self, config: Any) -> str | None:
         """The kind of samples that ``config`` (typed or not yet) gives."""

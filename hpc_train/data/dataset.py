@@ -56,12 +56,14 @@ class Dataset(ABC):
         lengths: the number of tokens of each sample if they differ; the rest of a sample is padding.
         scale: normalises the inputs after their copy to the device; None leaves them unchanged.
         collate: builds a micro-batch from ``item``s; None stacks the samples.
+        notice: what the user should know about the data, such as records that are not used; empty if nothing.
     """
 
     loads_cheaply: bool = False
     lengths: Indices | None = None
     scale: PixelScale | None = None
     collate: BuildsBatch | None = None
+    notice: str = ""
 
     @abstractmethod
     def __len__(self) -> int: ...

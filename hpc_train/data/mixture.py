@@ -138,6 +138,7 @@ class MixtureDataset(Dataset):
         self._ends = np.cumsum(self.sizes)
         first = next(iter(self.sources.values()))
         self.scale = first.scale
+        self.notice = "; ".join(source.notice for source in self.sources.values() if source.notice)
         self.loads_cheaply = all(source.loads_cheaply for source in self.sources.values())
         if any(source.lengths is not None for source in self.sources.values()):
             self.lengths = np.concatenate([_lengths(source) for source in self.sources.values()])

@@ -18,6 +18,7 @@ from hpc_train.config.schema import (
     DataConfig,
     ImagesDataConfig,
     MixtureDataConfig,
+    SFTDataConfig,
     ShardsDataConfig,
     StreamDataConfig,
     SyntheticDataConfig,
@@ -27,6 +28,7 @@ from hpc_train.config.schema import (
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.source_check import check_call
+from hpc_train.data.sft import records, tokenizer
 from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
@@ -71,6 +73,25 @@ def _check_text(data: TextDataConfig) -> None:
         )
     if not any(sizes):
         raise UserError(f"{data.path} contains only empty files", where="data.path", fix="data.path=a path with text")
+
+
+def _check_sft(data: SFTDataConfig) -> None:
+    paths = {"data.path": data.path, "data.validation_path": data.validation_path}
+    forms = {
+        records.form_of(records.first_columns(path, where), f"the first record of {path}")
+        for where, path in paths.items()
+        if path is not None
+    }
+    tokenizer.check_installed()
+    known = tokenizer.vocabulary(data.tokenizer)
+    if "messages" in forms:
+        tokenizer.check_template(data.tokenizer, data.chat_template)
+    if data.vocab_size is None or data.vocab_size < known:
+        raise UserError(
+            f"the tokenizer {data.tokenizer} has {known} token ids, but data.vocab_size is {data.vocab_size}",
+            where="data.vocab_size",
+            fix=f"data.vocab_size={known} or more",
+        )
 
 
 def _check_images(data: ImagesDataConfig) -> None:
@@ -235,6 +256,13 @@ TEXT = DataSource(
 )
 TOKEN_FILES = DataSource(
     schema=TokensDataConfig, gives=TOKENS, builder="hpc_train.data.build:build_tokens", check_inputs=_check_tokens
+)
+SFT = DataSource(
+    schema=SFTDataConfig,
+    gives=TOKENS,
+    builder="hpc_train.data.sft.dataset:build_sft",
+    check_inputs=_check_sft,
+    vocabulary=tokenizer.vocabulary,
 )
 CIFAR100 = DataSource(
     schema=CIFAR100DataConfig,

@@ -229,7 +229,7 @@ class PackedDataset(Dataset):
     loads_cheaply = True
 
     def __init__(self, documents: Documents, sequence_length: int) -> None:
-        self._documents, self._length = documents, sequence_length
+        self.documents, self._length = documents, sequence_length
         starts, sizes = pieces_of(documents.document_lengths(), sequence_length)
         sequence_of = pack(sizes, sequence_length)
         order = np.lexsort((starts, sequence_of))
@@ -252,12 +252,16 @@ class PackedDataset(Dataset):
         at = 0
         for number, piece in enumerate(range(first, int(self._ends[index]))):
             start, size = int(self._starts[piece]), int(self._sizes[piece])
-            window, place = self._documents.window(start, size + 1).astype(np.int64), slice(at, at + size)
-            inputs[place], targets[place] = window[:-1], window[1:]
+            piece_sample, place = self.piece(start, size), slice(at, at + size)
+            inputs[place], targets[place] = piece_sample.inputs, piece_sample.targets
             positions[place], documents[place] = np.arange(size), number
             at += size
         documents[at:] = -1  # padding is a document of its own, whose targets are ignored
         return Sample(inputs, targets, {"positions": positions, "document_ids": documents})
 
+    def piece(self, start: int, size: int) -> Sample:
+        """Returns the inputs and targets ``[size]`` of the piece that begins at the token ``start``."""
+        return next_token_sample(self.documents.window(start, size + 1))
+
     def source(self, index: int) -> str:
-        return self._documents.source_at(int(self._starts[self._ends[index - 1] if index else 0]))
+        return self.documents.source_at(int(self._starts[self._ends[index - 1] if index else 0]))

@@ -11,6 +11,7 @@ from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.decoding.loop import Decoder
 from hpc_train.generate.request import GenerationRequest
+from hpc_train.models.hf.lora import check_base
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
@@ -37,7 +38,8 @@ def generate_tokens(spec: WorkerSpec, stop: StopFlag) -> Exit:
     answer_requests(spec)
     mesh = join(spec, config)
     engine = build_engine(config, mesh)
-    load_weights(engine, mesh, Checkpoint(request.step, Path(request.checkpoint)), request.weights)
+    manifest = load_weights(engine, mesh, Checkpoint(request.step, Path(request.checkpoint)), request.weights)
+    check_base(config.model, manifest.extra, request.checkpoint)
     began = time.monotonic()
     proceed = _proceed(run, mesh, heartbeat, request, stop)
     found = Decoder(engine, mesh).run(request.prompts, request.max_tokens, request.sampling, request.ends, proceed)

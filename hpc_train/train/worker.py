@@ -140,6 +140,8 @@ def _build(
     seed = config.train.seed
     local_ranks = spec.local_world_size
     training = build_dataset(config.data, "train", seed)
+    if training.notice and mesh.rank == 0:
+        print(f"data: {training.notice}")
     evaluation = build_evaluation(config, mesh, local_ranks)
     hooks = Hooks(config.hooks)
     artifacts = kept_artifacts(config, mesh, run.compiled)

@@ -34,6 +34,7 @@ STRATEGIES, EXPERIMENTS = names("strategy"), names("experiment")
 TOKENS = (
     ["data=text"],
     ["data=tokens", "data.path=/data", "data.vocab_size=256"],
+    ["data=sft", "data.path=/data", "data.tokenizer=/model", "data.vocab_size=256"],
     ["data=synthetic"],
     ["data=custom", "data._target_=package.Data", "model.vocab_size=256"],
     ["data=stream", "data._target_=package.Data", "data.shards=4", "model.vocab_size=256"],

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpc_train.config import schema
 from hpc_train.config.extensions import SOURCES, load_source
+from tests.data.chats import chats, write_jsonl, write_tokenizer
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
 
 AT_ONCE = 3  # runs
@@ -32,6 +33,12 @@ def make_tokens(folder: Path) -> None:
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
     done = hpc_train("prepare", str(text), "--out", str(folder / "tokens"), "--validation-share", "0.3", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def make_chats(folder: Path) -> None:
+    folder.mkdir()
+    write_tokenizer(folder)
+    write_jsonl(folder / "chats.jsonl", chats(9))
 
 
 def make_images(folder: Path) -> None:
@@ -55,6 +62,7 @@ def runs(folder: Path) -> list[list[str]]:
     short = ["train.steps=2", "batch.global_size=8", "telemetry.log_every=1", "telemetry.wandb.mode=disabled"]
     vit = ["model=vit_tiny", "model.n_layers=4", "model.patch_size=8", *short]
     pictures = ["data=synthetic", "data.task=images", "data.validation_samples=8"]
+    sft = ["kind=sft", f"path={folder}/chats/chats.jsonl", f"tokenizer={folder}/chats", "vocab_size=300"]
     custom = ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", *short]
     return [
         ["+strategy=hybrid", *gpt, "data=text", "data.pattern=json/*.py", "cluster=local", "telemetry.tensorboard=true",
@@ -72,8 +80,9 @@ def runs(folder: Path) -> list[list[str]]:
          "-m"],
         ["+strategy=dp", "model=hf", f"model.name_or_path={folder}/hf", "model.task=image_classification", *pictures,
          "train.steps=2", "batch.global_size=8", "model.pretrained=false", "launch.dry_run=true"],
-        ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
-         "data.sequence_length=16", "train.steps=null", "train.epochs=0.2", "data.packing=true"],
+        ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=300",
+         "data.sequence_length=16", "train.steps=null", "train.epochs=0.2", "data.packing=true",
+         *(f"+eval_sets.chats.{key}" for key in sft)],
         ["+strategy=single", *gpt, "data=mixture", "+data@data.sources.one=custom", "model.vocab_size=16",
          "data.sources.one._target_=tests.doors.custom_data.Counting", "data.collate=tests.doors.custom_data.stacked"],
         ["+strategy=single", *gpt, "data=stream", "data._target_=tests.doors.custom_data.Counted", "data.shards=2",
@@ -138,6 +147,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     record.mkdir()
     make_tokens(tmp_path)
     make_images(tmp_path)
+    make_chats(tmp_path / "chats")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "vit"}')
     env = environment(HPC_TRAIN_RECORD_KEYS=str(record))

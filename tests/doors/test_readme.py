@@ -16,6 +16,7 @@ import pytest
 
 from examples.vit_images import draw
 from tests.checkpoint.progress import LONG
+from tests.data.chats import chats, write_chat_model, write_jsonl
 from tests.doors.command import REPOSITORY, TINY_GPT, hpc_train, lines_of_pages
 
 NO_WANDB = "telemetry.wandb.mode=disabled"
@@ -88,6 +89,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name in ("README.md", "CONTRIBUTING.md"):
             (path / name).write_text((REPOSITORY / name).read_text())
         (path / "examples").symlink_to(REPOSITORY / "examples")
+    hugging_face = found["docs/howto/huggingface.md"]
+    write_chat_model(hugging_face / "chat-model")
+    write_jsonl(hugging_face / "chats.jsonl", chats(64))
     draw(found["docs/howto/data.md"] / "pictures", {"train": 8, "validation": 2})
     return found
 

@@ -17,6 +17,7 @@ from hpc_train.config.schema.data import (
     DataKeys,
     ImagesDataConfig,
     MixtureDataConfig,
+    SFTDataConfig,
     ShardsDataConfig,
     StreamDataConfig,
     SyntheticDataConfig,
@@ -41,9 +42,9 @@ __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
     "GPTConfig", "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "ModelConfig",
-    "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig",
-    "StreamDataConfig", "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig",
-    "TrainConfig", "ViTConfig", "WandbConfig",
+    "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig", "SFTDataConfig", "ShardsDataConfig",
+    "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig",
+    "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 

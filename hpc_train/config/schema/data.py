@@ -49,6 +49,33 @@ class TokensDataConfig(DataKeys):
 
 
 @dataclass
+class SFTDataConfig(DataKeys):
+    """Texts, prompts with completions, or conversations for fine-tuning; the loss is on the answers only."""
+
+    kind: str = key("sft", "The data source.")
+    path: str = required("A JSONL file, a directory of them, or a directory that Dataset.save_to_disk wrote.")
+    tokenizer: str = required("The directory of a model with tokenizer.json, or this file.")
+    chat_template: str | None = key(
+        None, "A Jinja file that renders the column messages. null uses the chat template of the tokenizer."
+    )
+    validation_path: str | None = key(None, "The validation records, as path. null uses a share of those of path.")
+    validation_share: float = key(
+        0.01, "The share of the records for validation if validation_path is null.", above=0, below=1
+    )
+    sequence_length: int = key(
+        1024, "The most inputs of a sample; the end of a longer record is cut off.", at_least=1, unit="tokens"
+    )
+    vocab_size: int | None = key(None, "The number of token ids. null: that of the tokenizer.")
+    packing: bool = key(
+        False, "Whether whole records share a sequence without attending to each other. false pads each record."
+    )
+    cache: str | None = key(
+        None,
+        "The directory for the tokens, which are computed once. null: hpc_train/sft in the user's cache directory.",
+    )
+
+
+@dataclass
 class ImageKeys(DataKeys):
     """What every source of image files has."""
 

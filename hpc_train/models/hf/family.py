@@ -87,7 +87,7 @@ def _check_samples(model: HFModelConfig, data: Any) -> None:
             f"model.task={model.task} learns from {'images' if takes_images else 'tokens'}, but data={data.kind} does "
             "not provide them",
             where="model.task, data",
-            fix="data=cifar100, images or shards" if takes_images else "data=text or tokens",
+            fix="data=cifar100, images or shards" if takes_images else "data=text, tokens or sft",
         )
 
 

@@ -1,0 +1,108 @@
+"""Checks the tokenizer of ``data=sft`` and finds its vocabulary and chat template, without importing transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import UserError
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_READ = (".json", ".jinja", ".txt", ".model")
+
+
+def tokenizer_file(path: str) -> Path:
+    """Returns the ``tokenizer.json`` that ``path`` (this file or its directory) names.
+
+    Raises:
+        UserError: there is none.
+    """
+    given = Path(path).expanduser()
+    file = given / TOKENIZER if given.is_dir() else given
+    if file.is_file():
+        return file
+    raise UserError(
+        f"{file} does not exist",
+        where="data.tokenizer",
+        fix=f"data.tokenizer=a directory with {TOKENIZER}, which save_pretrained of a fast tokenizer writes",
+    )
+
+
+def vocabulary(path: str) -> int:
+    """Returns the number of token ids: the largest id plus one.
+
+    Raises:
+        UserError: the file is missing or is no tokenizer.
+    """
+    file = tokenizer_file(path)
+    return _vocabulary(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(file: Path, mtime_ns: int) -> int:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        known = values["model"]["vocab"]
+        ids = range(len(known)) if isinstance(known, list) else known.values()
+        return max(*ids, *(token["id"] for token in values.get("added_tokens", [])), 0) + 1
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file} is not a tokenizer: {error!r}", where="data.tokenizer", fix="data.tokenizer=a tokenizer.json"
+        ) from error
+
+
+def check_installed() -> None:
+    """Raises UserError if transformers is missing."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError(
+            "data=sft needs transformers, which is not installed here", where="data", fix="pip install 'hpc_train[hf]'"
+        )
+
+
+def template_text(path: str) -> str:
+    """Returns the content of ``data.chat_template``; raises UserError if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}", where="data.chat_template", fix="a Jinja file, or null"
+        ) from error
+
+
+def check_template(tokenizer: str, template: str | None) -> None:
+    """Raises UserError if there is neither the file ``template`` nor a chat template of the tokenizer."""
+    if template is not None:
+        template_text(template)
+        return
+    folder = tokenizer_file(tokenizer).parent
+    if any((folder / name).is_file() for name in _TEMPLATES) or _settings(folder).get("chat_template"):
+        return
+    raise UserError(
+        f"the tokenizer of {folder} has no chat template, which the column messages needs",
+        where="data.chat_template",
+        fix="data.chat_template=FILE.jinja, or the tokenizer of a model for chats",
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / SETTINGS
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}", where="data.tokenizer", fix="copy the file again") from error
+
+
+def fingerprint(tokenizer: str, template: str | None) -> str:
+    """Returns a hash of everything that the token ids depend on beside the text."""
+    file = tokenizer_file(tokenizer)
+    beside = sorted(file.parent.iterdir()) if (file.parent / SETTINGS).is_file() else [file]
+    digest = hashlib.blake2b((template or "").encode(), digest_size=16)
+    for each in beside:
+        if each.suffix in _READ and each.is_file() and not each.name.endswith(".index.json"):
+            digest.update(each.name.encode() + b"\0" + each.read_bytes())
+    return digest.hexdigest()
