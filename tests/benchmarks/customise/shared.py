@@ -37,7 +37,7 @@ class Shapes:
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         random = np.random.default_rng(self.first + index)
         label = int(random.choice(CLASSES, p=[0.4, 0.3, 0.2, 0.1]))
-        pixels = random.normal(size=(3, SIZE, SIZE)).astype(np.float32)
+        pixels = random.normal(size=(3, SIZE, SIZE))  # fp64
         half = SIZE // 2
         pixels[label % 3, half * (label // 2) :, half * (label % 2) :] += 1.5
         return pixels, np.int64(label)
@@ -71,4 +71,4 @@ def samples(split: str) -> TensorDataset:
         order = Order(len(shapes), GLOBAL, drop_last=True, seed=SEED)
         indices = np.concatenate([order.slots(step, 0, GLOBAL) for step in range(STEPS)]).tolist()
     pixels, labels = zip(*(shapes[index] for index in indices), strict=True)
-    return TensorDataset(torch.tensor(np.stack(pixels)).double(), torch.tensor(np.stack(labels)))
+    return TensorDataset(torch.tensor(np.stack(pixels)), torch.tensor(np.stack(labels)))
