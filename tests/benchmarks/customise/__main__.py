@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import json
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
 import tempfile
 
-from tests.benchmarks.customise.lines import FRAMEWORKS, ROOT, TASKS, user_lines
+from tests.benchmarks.customise.lines import FRAMEWORKS, TASKS, user_lines
 from tests.benchmarks.customise.one_process import oracle
-from tests.benchmarks.customise.peer import LOGGED
+from tests.benchmarks.customise.peer import run_rank
 from tests.benchmarks.customise.shared import SAME, WORLD
 
 LIMIT_S = 600
+PRELOADED = ["lightning", "accelerate", "torchmetrics", "tests.benchmarks.customise.shared"]  # imported once
 HEADER = (
     "| Task | With | Lines | First loss | Last loss | Largest difference | Macro F1 |\n|---|---|---|---|---|---|---|"
 )
@@ -54,24 +52,21 @@ def _theirs(framework: str, task: str) -> Logged:
     """Starts the ranks with the variables of torchrun, which all three frameworks find."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    own |= {"TORCHELASTIC_RUN_ID": "customise", "OMP_NUM_THREADS": 1, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-    command = [sys.executable, "-m", "tests.benchmarks.customise.peer", framework, task]
-    ranks = []
-    for rank in range(WORLD):
-        variables = {name: str(value) for name, value in (own | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}, **pipes))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    results = context.Queue()
+    ranks = [context.Process(target=run_rank, args=(framework, task, rank, port, results)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
     try:
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+        found = results.get(timeout=LIMIT_S)
     finally:
         for process in ranks:
             process.kill()
-    found = [line for line in outputs[0].splitlines() if line.startswith(LOGGED)]
-    if not found:
-        raise RuntimeError("\n".join(outputs))
-    logged: Logged = json.loads(found[0].removeprefix(LOGGED))
-    return logged
+            process.join()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return dict(found)
 
 
 def row(task: str, framework: str, logged: Logged, expected: Logged) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from hpc_train.data.sampler import Order
 
@@ -72,3 +73,8 @@ def samples(split: str) -> TensorDataset:
         indices = np.concatenate([order.slots(step, 0, GLOBAL) for step in range(STEPS)]).tolist()
     pixels, labels = zip(*(shapes[index] for index in indices), strict=True)
     return TensorDataset(torch.tensor(np.stack(pixels)), torch.tensor(np.stack(labels)))
+
+
+def in_order(split: str) -> DistributedSampler[object]:
+    """Returns a sampler for Lightning, which otherwise shuffles the training samples of several ranks."""
+    return DistributedSampler(samples(split), num_replicas=WORLD, rank=int(os.environ["RANK"]), shuffle=False)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 
-from tests.benchmarks.customise.shared import TRAINER, Classifier, built, samples
+from tests.benchmarks.customise.shared import TRAINER, Classifier, built, in_order, samples
 
 
 class Training(lightning.LightningModule):
@@ -30,4 +30,5 @@ class Training(lightning.LightningModule):
 
 def main(logger):
     trainer = lightning.Trainer(devices=2, strategy="ddp", max_epochs=1, logger=logger, **TRAINER)
-    trainer.fit(Training(), *(DataLoader(samples(split), batch_size=8) for split in ("train", "validation")))
+    loader = DataLoader(samples("train"), batch_size=8, sampler=in_order("train"))
+    trainer.fit(Training(), loader, DataLoader(samples("validation"), batch_size=8))

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from examples.own_model import WeightedClassifier
-from tests.benchmarks.customise.shared import TRAINER, built, samples
+from tests.benchmarks.customise.shared import TRAINER, built, in_order, samples
 
 
 class Training(lightning.LightningModule):
@@ -26,4 +26,4 @@ class Training(lightning.LightningModule):
 
 def main(logger):
     trainer = lightning.Trainer(devices=2, strategy="ddp", max_epochs=1, logger=logger, **TRAINER)
-    trainer.fit(Training(), DataLoader(samples("train"), batch_size=8))
+    trainer.fit(Training(), DataLoader(samples("train"), batch_size=8, sampler=in_order("train")))

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.customise.shared import TRAINER, Classifier, built, samples
+from tests.benchmarks.customise.shared import TRAINER, Classifier, built, in_order, samples
 
 
 class Training(lightning.LightningModule):
@@ -23,4 +23,4 @@ class Training(lightning.LightningModule):
 
 def main(logger):
     trainer = lightning.Trainer(devices=2, strategy="ddp", max_epochs=1, logger=logger, **TRAINER)
-    trainer.fit(Training(), DataLoader(samples("train"), batch_size=8))
+    trainer.fit(Training(), DataLoader(samples("train"), batch_size=8, sampler=in_order("train")))
