@@ -32,4 +32,5 @@ def test_notebook(notebook: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    assert (tmp_path / "dp" / "metrics").is_dir() and (tmp_path / "hybrid" / "checkpoints").is_dir()
+    if notebook.stem == "quickstart":
+        assert (tmp_path / "dp" / "metrics").is_dir() and (tmp_path / "hybrid" / "checkpoints").is_dir()

@@ -1,0 +1,70 @@
+"""The oracle: each task in one process and plain torch, in fp64, over whole global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassF1Score
+
+from examples.contrastive import TwoViews
+from examples.own_model import WeightedClassifier
+from examples.own_optimizer import Lion
+from tests.benchmarks.customise.shared import CLASSES, GLOBAL, Classifier, built, samples
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def oracle(task: str) -> dict[str, list[float]]:
+    """Returns the loss of every step, and the value of the metric after the last."""
+    model, loss = _TASKS[task]
+    net = model()
+    optimizer = Lion(_groups(net)) if task == "optimizer" else torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for pixels, labels in DataLoader(samples("train"), batch_size=GLOBAL):
+        value = loss(net, pixels, labels)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return {"loss": losses} | ({"f1": [_macro_f1(net)]} if task == "metric" else {})
+
+
+def _cross_entropy(net: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(pixels), labels)
+
+
+def _weighted(net: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(pixels), labels, weight=net.weights)
+
+
+def _contrastive(net: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    one, other = net(pixels)
+    similarity = net.log_scale.exp() * one @ other.T
+    pairs = torch.arange(len(one))
+    return F.cross_entropy(similarity, pairs) + F.cross_entropy(similarity.T, pairs)
+
+
+def _groups(net: nn.Module) -> Iterator[dict[str, Any]]:
+    for name, value in net.named_parameters():
+        lr = 1e-4 if name.startswith("convolutions") else 1e-3
+        yield {"params": [value], "lr": lr, "weight_decay": 0.1 if value.ndim > 1 else 0.0}
+
+
+def _macro_f1(net: nn.Module) -> float:
+    pixels, labels = samples("validation").tensors
+    with torch.no_grad():
+        return float(MulticlassF1Score(num_classes=CLASSES, average="macro")(net(pixels), labels))
+
+
+_TASKS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "own_model": (lambda: built(Classifier), _cross_entropy),
+    "own_loss": (lambda: built(WeightedClassifier, n_classes=CLASSES), _weighted),
+    "contrastive": (lambda: built(TwoViews, noise=0.0), _contrastive),
+    "optimizer": (lambda: built(Classifier), _cross_entropy),
+    "metric": (lambda: built(Classifier), _cross_entropy),
+}

@@ -1,0 +1,1 @@
+"""The tasks as users of Lightning write them. Comments and docstrings do not count."""
