@@ -114,7 +114,7 @@ def _peft_config(module: Any, config: HFModelConfig) -> Any:
     from peft import LoraConfig
 
     lora = config.lora
-    alpha: Any = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft computes with either
+    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft computes with either
     assert lora.rank is not None
     return LoraConfig(
         r=lora.rank,
