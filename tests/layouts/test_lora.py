@@ -35,7 +35,7 @@ from tests.ranks import run_on_world
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-STEPS, MIDDLE, LR, MAX_NORM, SEED = 6, 3, 1e-2, 0.05, 3
+STEPS, MIDDLE, LR, MAX_NORM, SEED = 4, 2, 1e-2, 0.05, 3
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
 TEXT = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 2 * SEQUENCE}
 TASKS = {"llama": "causal_lm", "vit": "image_classification"}
