@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.config import hf_config
-from hpc_train.config.schema import Config, DataConfig, HFModelConfig, MixtureDataConfig, TokensDataConfig
+from hpc_train.config.schema import (
+    Config,
+    DataConfig,
+    HFModelConfig,
+    MixtureDataConfig,
+    SFTDataConfig,
+    TokensDataConfig,
+)
 from hpc_train.data.documents import BYTES, open_tokenizer
+from hpc_train.data.sft.tokenizer import tokenizer_file
 from hpc_train.data.sources import mixed_sources
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json
@@ -100,7 +109,7 @@ def choose_tokenizer(config: Config, asked: str | None) -> TokenizerChoice:
     Raises:
         UserError: none is asked for, and neither the data nor the model has one.
     """
-    found = _of_data(config.data) or _of_model(config)
+    found = _of_data(config.data) or _of_model(config) or _of_chats(config.data)
     if asked == BYTES:
         return TokenizerChoice(BYTES)
     if asked == IDS:
@@ -141,13 +150,21 @@ def _of_model(config: Config) -> TokenizerChoice | None:
     folder = Path(model.name_or_path).expanduser()
     if not (folder / _FILE).is_file():
         return None
-    return TokenizerChoice(str(folder / _FILE), special=True, ends=_ends(folder, model))
+    values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
+    return TokenizerChoice(str(folder / _FILE), special=True, ends=_ends(folder, values))
 
 
-def _ends(folder: Path, model: HFModelConfig) -> tuple[int, ...]:
-    """Returns ``eos_token_id`` of generation_config.json or config.json, which is one number or a list."""
+def _of_chats(data: DataConfig) -> TokenizerChoice | None:
+    """Returns that of ``data=sft``, for a model that is not in a directory with a tokenizer."""
+    if not isinstance(data, SFTDataConfig):
+        return None
+    file = tokenizer_file(data.tokenizer)
+    return TokenizerChoice(str(file), special=True, ends=_ends(file.parent, {}))
+
+
+def _ends(folder: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns ``eos_token_id`` of generation_config.json or of a model's ``values``, which is one number or a list."""
     generation = folder / "generation_config.json"
     settings = read_json(generation) if generation.is_file() else {}
-    values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
     ends = settings.get("eos_token_id", values.get("eos_token_id"))
     return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
