@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+from examples.own_optimizer import Lion
 from tests.benchmarks.customise.lines import FRAMEWORKS, ROOT, TASKS, code_lines, user_lines
 
 PAGE = (ROOT / "docs" / "customise.md").read_text()
@@ -50,3 +52,15 @@ def test_every_example_stands_on_the_page_and_exists() -> None:
     assert {path for path in named if path.startswith("examples/")} == {
         f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")
     }
+
+
+def test_the_optimizer_of_the_examples_calls_the_closure_of_lightning() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def closure() -> float:
+        loss = weight.square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert Lion([weight], lr=0.5).step(closure) == 2.0
+    assert weight.tolist() == [0.5, 0.5]

@@ -16,7 +16,7 @@ from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.commands import generate
 from hpc_train.config.compose import compose, typed
-from hpc_train.config.schema import Config, TokensDataConfig
+from hpc_train.config.schema import Config, SFTDataConfig, TokensDataConfig
 from hpc_train.decoding.loop import Decoder, choose
 from hpc_train.decoding.sampling import Sampling
 from hpc_train.decoding.tokenizer import FileCodec, TokenizerChoice, choose_tokenizer
@@ -193,6 +193,8 @@ def test_the_tokenizer_is_that_of_the_data(tmp_path: Path) -> None:
     assert isinstance(codec, FileCodec) and codec.encode("b a") == [2, 1]
     assert generate._completion(codec, [2, 1], [2, 2, 0], chosen.ends) == " b b"
     assert choose_tokenizer(tokens, str(tmp_path)).name == chosen.name
+    chats = replace(text, data=SFTDataConfig(path=str(tmp_path), tokenizer=str(tmp_path), vocab_size=4))
+    assert choose_tokenizer(chats, None) == TokenizerChoice(chosen.name, special=True)
 
 
 def test_a_published_model_has_positions_and_a_tokenizer_of_its_own(tmp_path: Path) -> None:
