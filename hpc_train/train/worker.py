@@ -62,7 +62,7 @@ from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.streams import restored_positions
-from hpc_train.train.trainer import Trainer, skipped_data
+from hpc_train.train.trainer import OpenFeed, Trainer, skipped_data
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -155,11 +155,7 @@ def _build(
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
 
-    def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
-        return TrainFeed(
-            training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, step, local_ranks, skipped, states
-        )
-
+    open_feed = _feed_opener(config, mesh, training, local_ranks)
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
     length = run_length(config, feed)
@@ -204,6 +200,14 @@ def _build(
         _log_settings(config, run, mesh, events, length, restored)
         _log_utilisation(run, trainer.meter, events)
     return trainer
+
+
+def _feed_opener(config: Config, mesh: Mesh, training: Dataset, local_ranks: int) -> OpenFeed:
+    def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
+        place = (mesh.layout, mesh.dp_rank, config.train.seed, mesh.device)
+        return TrainFeed(training, config.batch, *place, step, local_ranks, skipped, states)
+
+    return open_feed
 
 
 def _warn_of_loss(warning: str | None, run: RunDirectory, report: Report) -> None:
