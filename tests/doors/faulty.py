@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Faulty(nn.Module):
-    """Next-token logits from one table; ``rank`` fails in its ``call``-th forward pass, as ``how`` says."""
+    """Next-token logits from one table; ``rank`` fails in its ``call``-th training step, as ``how`` says."""
 
     def __init__(self, how: str = "raise", rank: int = 1, call: int = 3, vocab_size: int = 256) -> None:
         super().__init__()
@@ -21,8 +21,8 @@ class Faulty(nn.Module):
         self.how, self.rank, self.call, self.calls = how, rank, call, 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == self.call and dist.get_rank() == self.rank:
+        self.calls += self.training  # the check of the loss before the first step is in evaluation mode
+        if self.training and self.calls == self.call and dist.get_rank() == self.rank:
             self.fail()
         return self.table(inputs)
 
