@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(result: dict[str, Any]) -> str:
     rows = {"checkpoint": f"step {result['step']} in {result['checkpoint']}", **_metrics(result["metrics"])}
-    sizes = ", ".join(f"{count:,} samples of {name}" for name, count in result["samples"].items())
+    sizes = ", ".join(f"{count:,} samples ({name})" for name, count in result["samples"].items())
     rows["data"] = f"{result['data']}: {sizes}"
     rows["layout"] = f"{result['layout']} on {result['device']}, {result['precision']}"
     rows["time"] = f"{result['seconds']:.1f} s"

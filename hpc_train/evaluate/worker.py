@@ -59,7 +59,7 @@ def _result(
 ) -> dict[str, Any]:
     return {
         "metrics": {name: value for name, value in metrics.items() if value is not None},
-        "samples": {name or "data": len(feed.dataset) for name, feed in evaluation.feeds.items()},
+        "samples": {name or "validation": len(feed.dataset) for name, feed in evaluation.feeds.items()},
         "data": config.data.kind,
         "precision": config.precision.name,
         "layout": str(mesh.layout),

@@ -44,7 +44,7 @@ def losses(trained: Path) -> dict[int, float]:
 
 def test_the_metrics_are_those_of_the_training_under_another_layout(trained: Path) -> None:
     found = evaluated(trained, "+strategy=pp", "cluster.cpu_workers=2", "--checkpoint", "4")
-    assert found["step"] == 4 and found["samples"] == {"data": 8}
+    assert found["step"] == 4 and found["samples"] == {"validation": 8}
     assert found["layout"].startswith("dp 1 x pp 2")
     assert found["metrics"]["val_loss"] == pytest.approx(losses(trained)[4], rel=1e-12)
 
@@ -56,7 +56,7 @@ def test_the_best_checkpoint_is_evaluated_on_other_data(trained: Path) -> None:
     more = evaluated(
         trained, "--checkpoint", "best", "data.validation_samples=24", "cluster.cpu_workers=1", "strategy.dp=1"
     )
-    assert more["step"] == best[0] and more["samples"] == {"data": 24}
+    assert more["step"] == best[0] and more["samples"] == {"validation": 24}
     assert more["metrics"]["val_loss"] != pytest.approx(best[1], rel=1e-6)
 
 
