@@ -158,7 +158,10 @@ class OnSlurm:
         return done.stdout
 
     def last_failure_told(self) -> None:
-        """Checks that ``why`` names the class, rank and node of a failure in the newest attempt that has a failure."""
+        """Checks that ``why`` names the class, rank and node of a failure in the newest attempt that has a failure.
+
+        It may also name an outage of the file system, which may be the cause of a failure, or the only one.
+        """
         failures = events(self.run, "worker_failed", "node_lost")
         # reported by the attempt after the loss
         lost = [event for event in events(self.run, "requeued_by_slurm") if "class" in event]
@@ -167,6 +170,9 @@ class OnSlurm:
         reported = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
         cause = json.loads(self.why("--json"))["cause"]
         found = [] if cause is None else [(cause["kind"], cause["rank"], cause["node"])]
+        outages = {event["class"] for event in events(self.run, "file_system_failed")}
+        if cause is not None and cause["kind"] in outages:
+            return
         assert set(found) <= set(reported) and bool(found) == bool(reported), (found, reported)
 
 
