@@ -1,4 +1,4 @@
-"""What ``evaluate`` and ``generate`` share: they select a checkpoint of a run, and load it in workers or as a job."""
+"""Selects a checkpoint of a run for ``evaluate`` and ``generate``, and loads it in workers or as a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says about evaluations: their data sets, the names of their metrics, and which value is the best."""
+"""Reads evaluations from a config: their data sets, the names of their metrics, and which value is the best."""
 
 from __future__ import annotations
 

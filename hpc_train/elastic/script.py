@@ -1,4 +1,4 @@
-"""The processes of ``run.command``, which know nothing of hpc_train.
+"""Starts and watches the processes of ``run.command``, which know nothing of hpc_train.
 
 A script gets the variables that torchrun sets and starts its own store at ``MASTER_PORT``, a port that was free when
 the attempt began and differs between attempts. It needs no warm parent: it is a new program in a session of its own, so
@@ -41,7 +41,7 @@ MOST_ENTRIES = 20_000  # of run.progress_dir and the directories below it
 
 @dataclass(frozen=True)
 class Script:
-    """The command of a run, as the agent of a node starts it in each attempt.
+    """Describes the command of a run, as the agent of a node starts it in each attempt.
 
     Attributes:
         words: the program and its arguments, with the files of the frozen code.
@@ -262,7 +262,7 @@ def _number_in(path: Path) -> int | None:
 
 
 class ScriptProcess:
-    """The process of a script, with the interface of ``multiprocessing.Process`` as far as the agent uses it."""
+    """Wraps the process of a script in the part of ``multiprocessing.Process`` that agents use."""
 
     def __init__(self, process: subprocess.Popen[bytes], progress: ScriptProgress) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""Code that runs at the events of a training: start, step, evaluation, checkpoint and end."""
+"""Provides code that runs at the events of a training: start, step, evaluation, checkpoint and end."""
 
 from hpc_train.hooks.hook import Hook, HookContext
 

@@ -83,13 +83,13 @@ class Hook:
     """
 
     def start(self, context: HookContext) -> None:
-        """Called at the start of each attempt and after a rollback, when the weights are loaded."""
+        """Is called at the start of each attempt and after a rollback, when the weights are loaded."""
 
     def step(self, context: HookContext) -> None:
-        """Called after each optimizer step."""
+        """Is called after each optimizer step."""
 
     def evaluation(self, context: HookContext) -> None:
-        """Called after each evaluation, with its values in ``context.metrics`` and within ``evaluating``."""
+        """Is called after each evaluation, with its values in ``context.metrics`` and within ``evaluating``."""
 
     @contextmanager
     def evaluating(self, context: HookContext) -> Iterator[None]:
@@ -97,10 +97,10 @@ class Hook:
         yield
 
     def checkpoint(self, context: HookContext) -> None:
-        """Called before each save, once per step."""
+        """Is called before each save, once per step."""
 
     def end(self, context: HookContext) -> None:
-        """Called when the run is done, after its last save; not when it stops on request and will continue."""
+        """Is called when the run is done, after its last save; not when it stops on request and will continue."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the state to save: JSON values, equal on all ranks, and tensors.

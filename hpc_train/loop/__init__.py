@@ -1,4 +1,4 @@
-"""A loop of your own in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
+"""Runs a loop of your own in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
 
 from hpc_train.loop.context import Context
 

@@ -34,7 +34,7 @@ RESERVED = ("time", "step", "attempt", "world_size", "step_s", "save_s")  # keys
 
 @dataclass
 class _Timer:
-    """The time since the last line of metrics."""
+    """Measures the time since the last line of metrics."""
 
     since: float = field(default_factory=time.monotonic)
     step: int = 0
@@ -51,7 +51,7 @@ class _Timer:
 
 @dataclass
 class Context:
-    """The argument of ``run.entry``, the same methods on every rank. A step is whatever the loop counts.
+    """Is the argument of ``run.entry``, with the same methods on every rank. A step is whatever the loop counts.
 
     ``resume``, ``steps``, ``end_step`` and ``save`` are collective: all ranks call them with the same values.
 
@@ -168,7 +168,7 @@ class Context:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop; other ranks may learn of it later. ``end_step`` is the same on all."""
+        """Returns whether this rank was asked to stop; others may learn it later. ``end_step`` is the same on all."""
         return self._stop.requested
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:

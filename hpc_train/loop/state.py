@@ -1,4 +1,4 @@
-"""The state of a loop of the user's own, as a checkpoint holds it: named objects, not one model and one optimizer.
+"""Keeps the state of a loop of the user in checkpoints: named objects, not one model and one optimizer.
 
 Tensors have the names that the trainer's checkpoints use: ``model.OBJECT.NAME`` for parameters and persistent buffers,
 and ``optim.OBJECT.NAME.KEY`` for the state of an optimizer, where NAME is the parameter's name in its module, without
@@ -35,7 +35,7 @@ Registered = nn.Module | torch.optim.Optimizer | Tensor | Stateful
 
 
 class LoopState:
-    """The registered objects, as ``CheckpointManager`` sees a model and its optimizer.
+    """Presents the registered objects as ``CheckpointManager`` sees a model and its optimizer.
 
     Attributes:
         stored: the names of the tensors in the checkpoint that is being loaded; None outside of a load.
@@ -74,7 +74,7 @@ class LoopState:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is registered."""
+        """Returns whether anything is registered."""
         return bool(self._modules or self._optimizers or self._tensors or self._others)
 
     def named_parameters(self) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class LoopState:
         return found
 
     def loaded(self) -> None:
-        """Called after a load into the tensors; ``load_values`` does the rest."""
+        """Is called after a load into the tensors; ``load_values`` does the rest."""
 
     def before_next_update(self, action: Callable[[], None]) -> None:
         """Waits for the copies of an asynchronous save at once: the update of a loop of one's own is not known."""

@@ -50,7 +50,7 @@ class Metric(ABC):
 
 
 class Mean(Metric):
-    """The mean of a function that returns ``(sum, count)``."""
+    """Computes the mean of a function that returns ``(sum, count)``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""The built-in metrics of classification: of images, sequences, or tokens."""
+"""Defines the built-in metrics of classification: of images, sequences, or tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kept(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Accuracy(Metric):
-    """The share of targets that the largest logit predicts."""
+    """Computes the share of targets that the largest logit predicts."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor | float]:
         logits, labels = kept(outputs, targets)
@@ -43,7 +43,7 @@ class Accuracy(Metric):
 
 
 class TopK(Metric):
-    """The share of targets among the ``k`` largest logits."""
+    """Computes the share of targets among the ``k`` largest logits."""
 
     def __init__(self, k: int = 5) -> None:
         self._k = k
@@ -58,7 +58,7 @@ class TopK(Metric):
 
 
 class Perplexity(Metric):
-    """exp of the mean cross-entropy in nats; half-precision logits are converted to float32 first."""
+    """Computes exp of the mean cross-entropy in nats; half-precision logits are converted to float32 first."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor | float]:
         logits, labels = kept(outputs, targets)
@@ -80,7 +80,7 @@ class _ClassCounts(Metric):
 
 
 class F1(_ClassCounts):
-    """The F1 score: 2 TP / (2 TP + FP + FN).
+    """Computes the F1 score: 2 TP / (2 TP + FP + FN).
 
     Args:
         average: macro is the mean over the classes that are predicted or are a target; micro counts all together.
@@ -99,7 +99,7 @@ class F1(_ClassCounts):
 
 
 class MeanIoU(_ClassCounts):
-    """The intersection over union, TP / (TP + FP + FN), as the mean over the classes that are predicted or a target."""
+    """Computes the mean of TP / (TP + FP + FN), the intersection over union, over the classes that occur."""
 
     def value(self, sums: Tensor) -> float:
         right, predicted, actual = sums.view(3, -1)

@@ -13,7 +13,8 @@ from hpc_train.plan.layout import Layout
 
 
 def check_targets(config: Config, layout: Layout) -> None:
-    """
+    """Checks the import paths and the arguments of all metrics and hooks.
+
     Raises:
         UserError: a metric or hook cannot be found or does not take its arguments, or a built-in hook cannot use them.
     """

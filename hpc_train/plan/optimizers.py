@@ -27,7 +27,7 @@ _WHOLE: dict[str, float] = {"Adafactor": 0, "Muon": 1}  # the others; Adafactor 
 
 @dataclass(frozen=True)
 class Target:
-    """An optimizer of the user.
+    """Names an optimizer of the user.
 
     Attributes:
         path: the import path; None means the built-in optimizer that ``optim.name`` names.
@@ -42,7 +42,7 @@ class Target:
 
     @property
     def torch_name(self) -> str | None:
-        """The name of the class in ``torch.optim``; None for others."""
+        """Returns the name of the class in ``torch.optim``; None for others."""
         path = self.path or ""
         name = path.rpartition(".")[2]
         return name if path.startswith("torch.optim.") and name in _TORCH | _WHOLE else None
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The settings of ``optim.groups.NAME``; see the key for their meaning."""
+    """Holds the settings of ``optim.groups.NAME``; see the key for their meaning."""
 
     name: str
     match: str
@@ -242,7 +242,7 @@ def describe_values(optim: OptimConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The value of ``optim.schedule``: the name of a built-in schedule, or an import path and its arguments."""
+    """Holds the value of ``optim.schedule``: the name of a built-in schedule, or an import path and its arguments."""
 
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The attempts of a run in time: its events and lines of metrics, ordered, as the ledger accounts for them."""
+"""Orders the attempts of a run in time: its events and lines of metrics, ordered, as the ledger accounts for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the s
 
 @dataclass(frozen=True)
 class Interval:
-    """The time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
+    """Holds the time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
 
     time: float
     first: int
@@ -54,7 +54,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive steps from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
+    """Holds consecutive steps from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
 
     step: int
     time: float
@@ -63,7 +63,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The events and intervals of one attempt, in order of time."""
+    """Holds the events and intervals of one attempt, in order of time."""
 
     number: int
     events: Sequence[Event]
@@ -88,7 +88,7 @@ class Attempt:
 
     @cached_property
     def start(self) -> Event | None:
-        """The ``started`` event; None if it is missing."""
+        """Returns the ``started`` event; None if it is missing."""
         return next((event for event in self.events if event["event"] == "started"), None)
 
     def start_value(self, key: str, default: Any = None) -> Any:
@@ -101,7 +101,7 @@ class Attempt:
 
     @property
     def began(self) -> float:
-        """The time when the agent's process was started."""
+        """Returns the time when the agent's process was started."""
         return float(self.start_value("began") or self.start_value("time"))
 
     @property
@@ -115,13 +115,13 @@ class Attempt:
 
     @cached_property
     def released(self) -> float:
-        """The time at which its job, of which it is the last attempt, gave its nodes back, as far as known."""
+        """Returns the time at which its job, of which it is the last attempt, gave its nodes back, as far as known."""
         parts = self.launch.split(".")  # job, step and restart
         return max(self.last_sign, self.frozen.get(f"{parts[0]}.{parts[-1]}", 0.0))
 
     @property
     def stops(self) -> list[tuple[str, float, float]]:
-        """The account, beginning and end of each time in which the job did not execute."""
+        """Returns the account, beginning and end of each time in which the job did not execute."""
         return [
             (STOPS[event["event"]], event["until"] - event["seconds"], event["until"])
             for event in self.events
@@ -130,7 +130,7 @@ class Attempt:
 
     @cached_property
     def failed_at(self) -> float | None:
-        """The time when its failure was noticed; None if it is running or ended normally."""
+        """Returns the time when its failure was noticed; None if it is running or ended normally."""
         after = self.last_interval.time if self.last_interval else 0.0
         times = [event["time"] for event in self.events if event["event"] in FAILURES and event["time"] >= after]
         return min(times, default=None)

@@ -1,4 +1,4 @@
-"""The schema of an import path with arguments, for metrics and hooks."""
+"""Defines the schema of an import path with arguments, for metrics and hooks."""
 
 from __future__ import annotations
 

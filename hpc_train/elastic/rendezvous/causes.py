@@ -1,4 +1,4 @@
-"""Which of the failures that nodes report has caused the others."""
+"""Decides which of the failures that nodes report has caused the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.run.exits import Failure
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The failure that ended an attempt; ``noticed`` is on the coordinator's clock."""
+    """Holds the failure that ended an attempt; ``noticed`` is on the coordinator's clock."""
 
     failure: WorkerFailure
     node: str

@@ -24,7 +24,7 @@ from hpc_train.models.model import canonical_name
 
 
 class FirstValues:
-    """The first values of a model.
+    """Provides the first values of a model.
 
     Args:
         module: the whole model on ``meta`` with tied weights; it is copied.

@@ -21,7 +21,7 @@ _WHERE = "model.name_or_path"
 
 
 class WeightFiles:
-    """The tensors of a directory under the names of the model.
+    """Reads the tensors of a directory under the names of the model.
 
     Args:
         folder: the directory with one safetensors file, or several and an index.

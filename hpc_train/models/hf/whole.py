@@ -13,7 +13,7 @@ from hpc_train.models.wrapped import WrappedModel
 
 
 class HFWhole(WrappedModel):
-    """A model on ``meta`` with the names of transformers.
+    """Wraps a model on ``meta`` with the names of transformers.
 
     Args:
         module: the model on ``meta``.

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class Held(Protocol):
-    """A parameter, and what the optimizer of this rank updates. All methods but ``as_saved`` may be collective."""
+    """Holds a parameter and what the optimizer of this rank updates. All methods but ``as_saved`` may be collective."""
 
     @property
     def parameter(self) -> nn.Parameter:
