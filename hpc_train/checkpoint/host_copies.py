@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpc_train.cluster.host_memory import free_memory
+from hpc_train.units import format_bytes
+
+HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may take
 ALIGNMENT = 64  # bytes, a cache line
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
 
@@ -175,17 +179,21 @@ class HostCopies:
         """Returns the size of the arena for a planned state."""
         return sum(_room(local_shard(state[name])) for name in self._written(state))
 
-    def lacking(self, state: Mapping[str, Tensor]) -> int:
-        """Returns the bytes that ``take`` will allocate besides the ones that it has."""
-        return max(0, self.bytes_of(state) - self._arena.size)
-
-    def reserve(self, state: Mapping[str, Tensor]) -> None:
-        """Reserves address space for ``take``.
-
-        Raises:
-            OSError: the address space of this process is limited.
-        """
-        self._arena.reserve(self.bytes_of(state))
+    def shortage(self, state: Mapping[str, Tensor], ranks_of_node: int) -> str | None:
+        """Reserves address space for ``take``; returns why the host memory of this node does not suffice, or None."""
+        needed = max(0, self.bytes_of(state) - self._arena.size)
+        free = free_memory()
+        if needed * ranks_of_node > HOST_SHARE * free.size:
+            ranks = "1 rank" if ranks_of_node == 1 else f"each of {ranks_of_node} ranks"
+            return (
+                f"{ranks} needs {format_bytes(needed)} of host memory for copies, "
+                f"and {format_bytes(free.size)} are free within {free.bound}"
+            )
+        try:
+            self._arena.reserve(self.bytes_of(state))
+        except OSError as error:  # the address space of this process is limited
+            return f"the process cannot reserve {format_bytes(needed)} of host memory: {error}"
+        return None
 
     @torch.no_grad()  # without it DTensors ask autograd for their shards
     def take(self, state: Mapping[str, Tensor], until_update: Collection[str] = ()) -> Snapshot:
@@ -194,7 +202,7 @@ class HostCopies:
         The current stream waits at once for the copies of all tensors that are not in ``until_update``; nothing may
         change these without ``hold`` of the snapshot before.
         """
-        self.reserve(state)
+        self._arena.reserve(self.bytes_of(state))
         self._arena.pin()
         places = list(self._placed(state))
         tensors = {name: target for name, target, _ in places}

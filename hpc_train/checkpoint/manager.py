@@ -38,7 +38,6 @@ from hpc_train.checkpoint.store import (
     record_save,
 )
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
-from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
@@ -48,8 +47,6 @@ from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.units import format_bytes
-
-HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may take
 
 
 class Superseded(Exception):
@@ -181,7 +178,7 @@ class CheckpointManager:
                 self._copies.plan(state, self._writer.names(state))
             except SaveFailed:
                 return None  # the synchronous save reports what fails
-        problem = self._lack_of_memory(state)
+        problem = self._copies.shortage(state, self.ranks_of_node)
         lacks = self._anywhere(problem is not None)
         if self._lacked is not lacks:
             self._lacked = lacks
@@ -196,25 +193,9 @@ class CheckpointManager:
             self.optimizer.before_next_update(snapshot.hold)
         return snapshot
 
-    def _lack_of_memory(self, state: Mapping[str, Tensor]) -> str | None:
-        """Returns why the host memory of this node does not suffice for the copies, or None."""
-        needed = self._copies.lacking(state)
-        free = free_memory()
-        if needed * self.ranks_of_node > HOST_SHARE * free.size:
-            ranks = "1 rank" if self.ranks_of_node == 1 else f"each of {self.ranks_of_node} ranks"
-            return (
-                f"{ranks} on the node of rank {self.mesh.rank} needs {format_bytes(needed)} of host memory for copies, "
-                f"and {format_bytes(free.size)} are free within {free.bound}"
-            )
-        try:
-            self._copies.reserve(state)
-        except OSError as error:
-            return f"rank {self.mesh.rank} cannot reserve {format_bytes(needed)} of host memory: {error}"
-        return None
-
     def _report_lack(self, step: int, problem: str | None) -> None:
         """Reports on rank 0 the first problem of a rank. Collective."""
-        reason = lowest(problem, self._group)
+        reason = lowest(None if problem is None else f"on the node of rank {self.mesh.rank}, {problem}", self._group)
         if self.mesh.rank == 0:
             message = (
                 f"{self._asked}: checkpoints are saved synchronously, because {reason}. Request more memory "

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpc_train.checkpoint import host_copies as copying
 from hpc_train.checkpoint import manager as managing
 from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream
 from hpc_train.checkpoint.manager import CheckpointManager
@@ -305,13 +306,13 @@ def save_with_little_memory(rank: int, world_size: int, path: str) -> list[bool]
     """Saves while the last rank's node is short of memory, twice, and then when it is not."""
     manager = make_manager(rank, world_size, path)
     short = rank == world_size - 1
-    managing.free_memory = lambda: FreeMemory(2500 if short else 1 << 40, NODE)
+    copying.free_memory = lambda: FreeMemory(2500 if short else 1 << 40, NODE)
     background = []
     for step in (1, 2, 3, 4):
         if step == 3:
-            managing.free_memory = lambda: FreeMemory(1 << 40, NODE)
+            copying.free_memory = lambda: FreeMemory(1 << 40, NODE)
         if step == 4:
-            managing.free_memory = lambda: FreeMemory(0, NODE)  # the arena is there
+            copying.free_memory = lambda: FreeMemory(0, NODE)  # the arena is there
         manager.save(step, {})
         background.append(manager._thread is not None)
     manager.wait()
@@ -324,7 +325,7 @@ def test_a_save_is_synchronous_where_host_memory_is_short(tmp_path: Path) -> Non
     (warning,) = [event for event in run.read_events() if event["event"] == "warning"]
     assert warning["step"] == 1
     assert "checkpoint.asynchronous=true: checkpoints are saved synchronously" in warning["message"]
-    assert "each of 2 ranks on the node of rank 1 needs" in warning["message"]
+    assert "on the node of rank 1, each of 2 ranks needs" in warning["message"]
     assert "2.44 KiB are free within the node's memory. Request more memory (cluster.mem)" in warning["message"]
     assert [event["step"] for event in run.read_events() if event["event"] == "checkpoint_saved"] == [1, 2, 3, 4]
 
