@@ -1,4 +1,4 @@
-"""The Python API: submit runs from a script or a notebook, and read them back. It imports no torch.
+"""Provides the Python API, which submits runs from a script or a notebook and reads them back. It imports no torch.
 
 import hpc_train
 
@@ -38,7 +38,7 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run at one moment.
+    """Describes the state of a run at one moment.
 
     ``state`` is the word of the ``status`` command (``waiting``, ``pending (Priority)``, ``running``, ``done``,
     ``failed``, ...). ``exit_code`` is None until the run has ended: 0 done, 1 failed, 2 refused, 75 stopped, 93 given
@@ -67,7 +67,7 @@ class CheckpointInfo:
 
 
 class Run:
-    """One run, read from its run directory. Reading needs no Slurm, except for the state of a waiting job.
+    """Represents a run, read from its run directory. Reading needs no Slurm, except for the state of a waiting job.
 
     Args:
         target: a run directory, or the name of a run below the usual root.
@@ -85,17 +85,17 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run directory."""
+        """Returns the run directory."""
         return self._directory.path
 
     @property
     def config(self) -> Config:
-        """The frozen config."""
+        """Returns the frozen config."""
         return self._handle().config
 
     @property
     def job_id(self) -> str | None:
-        """The id of the newest Slurm job; None for a run on this machine."""
+        """Returns the id of the newest Slurm job; None for a run on this machine."""
         return self._handle().job_id
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command line ``python -m hpc_train [COMMAND] [overrides]``; the default command is ``train``.
+"""Runs the command line ``python -m hpc_train [COMMAND] [overrides]``; the default command is ``train``.
 
 A user's mistake, found by Hydra or by hpc_train, becomes one message and exit code 2.
 """

@@ -76,7 +76,7 @@ def amd_memory(kind: str) -> float | None:
 
 @dataclass(frozen=True)
 class AmdGpu:
-    """One device of the driver.
+    """Describes one device of the driver.
 
     Attributes:
         index: its number in ROCR_VISIBLE_DEVICES.
@@ -212,7 +212,7 @@ def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os
 
 @dataclass(frozen=True)
 class AmdNode:
-    """A node with Instinct GPUs.
+    """Describes a node with Instinct GPUs.
 
     Attributes:
         gpus: the devices of this job in ROCm's order, including those that are not counted.

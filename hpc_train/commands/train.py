@@ -1,4 +1,4 @@
-"""The default command: trains in the foreground, or with ``-m`` through the launcher, as a Hydra application."""
+"""Implements the default command, which trains in the foreground, or with ``-m`` through the launcher, as a Hydra application."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def is_extension(kind: str) -> bool:
 
 
 def family_of(model: Any) -> ModelFamily:
-    """The family of a model's config.
+    """Returns the family of a model's config.
 
     Raises:
         UserError: the description cannot be loaded or lacks a fact.
@@ -178,7 +178,7 @@ def family_of(model: Any) -> ModelFamily:
 
 
 def source_of(data: Any) -> DataSource:
-    """The source of a data config; raises like ``family_of``."""
+    """Returns the source of a data config; raises like ``family_of``."""
     return load_source(data.kind)
 
 

@@ -1,4 +1,4 @@
-"""The report of one node: versions, process limits, devices, disk, GPUs, NICs and the network between nodes.
+"""Makes the report of one node: versions, process limits, devices, disk, GPUs, NICs and the network between nodes.
 
 The report is a value that is sent to the node that compares all reports.
 """
@@ -111,7 +111,7 @@ def check_environment(
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of one node. ``must_match`` must be equal on all nodes; ``skew`` is the file server's clock minus the
+    """Holds the report of one node. ``must_match`` must be equal on all nodes; ``skew`` is the file server's clock minus the
     node's, in seconds.
     """
 

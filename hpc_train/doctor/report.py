@@ -1,4 +1,4 @@
-"""The doctor's output: one verdict, then errors, warnings and what a run would export.
+"""Prints the doctor's output: one verdict, then errors, warnings and what a run would export.
 
 No line is wrapped, so that every value can be copied. Findings that are ok are counted, and listed only on request.
 """

@@ -1,4 +1,4 @@
-"""An agent's part in a job: it follows the orders of the rendezvous server and runs the workers of its node."""
+"""Follows the orders of the rendezvous server and runs the workers of this node."""
 
 from __future__ import annotations
 

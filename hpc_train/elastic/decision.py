@@ -64,7 +64,7 @@ class History:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """An action and its reason."""
+    """Holds an action and its reason."""
 
     action: Action
     reason: str = ""
@@ -103,7 +103,7 @@ def _may_come_free(history: History, ended: Ended) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """The failure of one worker.
+    """Describes the failure of one worker.
 
     Attributes:
         message: one line.

@@ -281,7 +281,7 @@ SETTLED_S = 0.1  # stacks that have not grown for this long are complete
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorders; None without an answer."""
+    """Holds the evidence on one rank. ``collectives`` is the JSON of torch's flight recorders; None without an answer."""
 
     state: RankState
     pid: int

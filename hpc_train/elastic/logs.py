@@ -28,7 +28,7 @@ LONGEST_LINE = 64 * 1024
 
 
 class WorkerLog:
-    """One log file. ``write(rank, data)`` takes bytes as they arrive and writes complete lines."""
+    """Writes one log file. ``write(rank, data)`` takes bytes as they arrive and writes complete lines."""
 
     def __init__(self, path: Path, writer: FileWriter, limit_bytes: int = LIMIT_BYTES) -> None:
         self.path = path

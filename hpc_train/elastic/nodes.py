@@ -83,7 +83,7 @@ def check_health(cluster: ClusterConfig) -> Unfit | None:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the job.
+    """Describes one node of the job.
 
     Attributes:
         number: Slurm's number, 0 for the batch host, whose agent runs the rendezvous server.

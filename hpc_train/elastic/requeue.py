@@ -1,4 +1,4 @@
-"""Requeueing: decides whether a stopped job runs again, and records the end of a Slurm job for its batch script.
+"""Decides whether a stopped job runs again, and records the end of a Slurm job for its batch script.
 
 Slurm announces the time limit and preemptions with SIGUSR2 (``--signal``); SIGUSR1, SIGTERM and Ctrl-C are stop
 requests of a user. The agent of node 0 decides and leaves a marker; the batch script, which outlives the agents, asks

@@ -149,7 +149,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Port:
-    """One port of an RDMA device.
+    """Describes one port of an RDMA device.
 
     Attributes:
         state: ``ACTIVE``, ``DOWN``, ``INIT``, ``ARMED`` …
@@ -198,7 +198,7 @@ class Nic:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface. ``speed_gbps`` is None if the driver does not report it."""
+    """Describes a network interface. ``speed_gbps`` is None if the driver does not report it."""
 
     name: str
     up: bool

@@ -40,7 +40,7 @@ class PortFilter:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A port of one node. ``kind`` is equal on nodes of the same hardware."""
+    """Describes a port of one node. ``kind`` is equal on nodes of the same hardware."""
 
     node: str
     kind: tuple[str, ...]

@@ -39,7 +39,7 @@ class PortVerdict:
 
 @dataclass(frozen=True)
 class Match:
-    """The NIC of a GPU; ``nic`` is None if there is none or it is ambiguous."""
+    """Holds the NIC of a GPU; ``nic`` is None if there is none or it is ambiguous."""
 
     gpu: str
     nic: str | None

@@ -21,7 +21,7 @@ BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # variables that 
 
 @dataclass(frozen=True)
 class Binding:
-    """The logical CPUs of a local rank; None leaves it unbound. ``cores`` is the number of physical cores."""
+    """Holds the logical CPUs of a local rank; None leaves it unbound. ``cores`` is the number of physical cores."""
 
     cpus: tuple[int, ...] | None
     cores: int
@@ -85,7 +85,7 @@ _SLICE = "MIG-"
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a local rank. ``gpu`` is None if the GPU, or the GPU of the MIG slice, is unknown."""
+    """Describes the device of a local rank. ``gpu`` is None if the GPU, or the GPU of the MIG slice, is unknown."""
 
     name: str
     gpu: Gpu | None
@@ -135,7 +135,7 @@ Core = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mask:
-    """The logical CPUs of the rank on ``gpu``; None leaves it unbound."""
+    """Returns the logical CPUs of the rank on ``gpu``; None leaves it unbound."""
 
     gpu: str
     cpus: tuple[int, ...] | None

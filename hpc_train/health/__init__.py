@@ -1,1 +1,1 @@
-"""The health of the hardware of one node: GPUs, kernel log and RDMA ports. It needs neither torch nor a config."""
+"""Checks the health of the hardware of one node: GPUs, kernel log and RDMA ports. The package needs neither torch nor a config."""

@@ -1,4 +1,4 @@
-"""A finding: one line of the doctor's report."""
+"""Defines a finding, which is one line of the doctor's report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ORDER = (OK, WARNING, ERROR)
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``fix``."""
+    """Holds the result of one check. ``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``fix``."""
 
     subject: str
     level: str

@@ -43,7 +43,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of one GPU. None: unknown, or the model does not have it.
+    """Describes the state of one GPU. A value is None if it is unknown or the model does not have it.
 
     Attributes:
         uncorrected: uncorrectable ECC errors since the driver was loaded.
@@ -99,7 +99,7 @@ class GpuReading:
 
 
 class NoResponse(Exception):
-    """A command did not end within its limit."""
+    """Reports that a command did not end within its limit."""
 
 
 def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, str]:

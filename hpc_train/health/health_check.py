@@ -1,4 +1,4 @@
-"""The quick health check of one node, for ``doctor --node --quiet``, a prolog or Slurm's HealthCheckProgram.
+"""Makes the quick health check of one node, for ``doctor --node --quiet``, a prolog or Slurm's HealthCheckProgram.
 
 It imports neither torch nor the config, and never hangs. ``check_node`` returns findings as data. A kind of device is a
 function in ``VENDORS``, which returns how many GPUs the node has, how many respond, and findings.
@@ -32,7 +32,7 @@ LONGEST = 240  # characters of the line; Slurm cuts long reasons
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """The result for one node: what was found, and the states behind it."""
+    """Holds the result for one node: what was found, and the states behind it."""
 
     node: str
     findings: tuple[Finding, ...]

@@ -22,7 +22,7 @@ BEST_ROCE_MTU = 4200  # bytes of the interface's MTU for RoCE packets of 4096 by
 
 @dataclass(frozen=True)
 class PortState:
-    """An active port. None: the driver does not show it.
+    """Describes an active port. A value is None if the driver does not show it.
 
     Attributes:
         keys: its partition keys; NCCL uses the first (NCCL_IB_PKEY=0).

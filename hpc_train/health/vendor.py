@@ -33,7 +33,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class VendorHealth:
-    """The GPUs of one vendor.
+    """Represents the GPUs of one vendor.
 
     Attributes:
         present: GPUs of the node, also those of other jobs.

@@ -75,7 +75,7 @@ class FailureCause:
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """The newest checkpoint; ``step`` is 0 and ``path`` None if there is none. ``lost_*`` is the work done after it."""
+    """Describes the newest checkpoint; ``step`` is 0 and ``path`` None if there is none. ``lost_*`` is the work done after it."""
 
     step: int
     path: str | None
@@ -96,7 +96,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first.
+    """Holds the result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first.
 
     ``ended_early`` is why a hook has ended the run before its last step.
     """

@@ -146,7 +146,7 @@ STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", E
 
 @dataclass(frozen=True)
 class View:
-    """A snapshot of a job.
+    """Holds a snapshot of a job.
 
     ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first. ``steps``
     is the total number of steps, if known. ``nodes`` is the number of allocated nodes.
@@ -222,7 +222,7 @@ def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """The end of the last attempt of a job. ``final`` is False if the job may be started again without the user."""
+    """Describes the end of the last attempt of a job. ``final`` is False if the job may be started again without the user."""
 
     event: dict[str, Any]
     state: str

@@ -1,4 +1,5 @@
-"""The Hydra launcher behind ``-m``: compose and check all jobs, freeze, submit, then watch them or leave."""
+"""Implements the Hydra launcher behind ``-m``: it composes and checks all jobs, freezes and submits them, and then
+watches them or leaves."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ COMMENT = "hpc_train:"
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A run and its newest submission. ``number`` is its index in a sweep."""
+    """Holds a run and its newest submission. ``number`` is its index in a sweep."""
 
     run: RunDirectory
     number: int
@@ -39,7 +39,7 @@ class RunHandle:
 
     @property
     def job_id(self) -> str | None:
-        """The Slurm job; None for a run that was not submitted to Slurm."""
+        """Returns the Slurm job; None for a run that was not submitted to Slurm."""
         return self.submission.get("job_id")
 
     @property
@@ -58,7 +58,7 @@ class RunHandle:
 
     @cached_property
     def config(self) -> Config:
-        """The frozen config."""
+        """Returns the frozen config."""
         return load(self.run)
 
     def lives_here(self) -> bool:

@@ -24,7 +24,7 @@ WHERE = "context.resume"
 
 
 class Stateful(Protocol):
-    """An object with a state, such as a learning rate schedule; equal on all ranks."""
+    """Describes an object with a state, such as a learning rate schedule; equal on all ranks."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Batch normalisation under data parallelism: global statistics, their fused kernel, and checks of the batch.
+"""Normalises batches under data parallelism: global statistics, their fused kernel, and checks of the batch.
 
 torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. The class
 here computes the same sums with a differentiable all-reduce; on an accelerator the engine replaces it by torch's fused

@@ -1,4 +1,4 @@
-"""``strategy.pp_split=flops|measured``: chooses the layers of each stage by the cost of the stem, layers and head.
+"""Chooses the layers of each stage by the cost of the stem, layers and head (``strategy.pp_split=flops|measured``).
 
 The first attempt writes the split to ``pp_split.json`` in the run directory, and later attempts with as many stages
 reuse it. Names of parameters are global, so a checkpoint of any split fits any other.

@@ -1,4 +1,4 @@
-"""``strategy.bucket_cap_mb=auto``: tries sizes of gradient buckets in the first steps and keeps the fastest.
+"""Tries sizes of gradient buckets in the first steps and keeps the fastest (``strategy.bucket_cap_mb=auto``).
 
 The gradients are the same sums with every size, so the steps of the search are steps of the training.
 """

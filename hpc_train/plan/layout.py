@@ -27,7 +27,7 @@ from hpc_train.units import counted
 
 @dataclass(frozen=True)
 class Layout:
-    """The effective layout of one attempt. Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+    """Describes the effective layout of one attempt. Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
 
     In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
     micro_size exceeds the global batch, the rest is padding. There are 0 micro-batches for code of the user's own
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage."""
+        """Returns the pipeline rank of each stage."""
         return self.pipeline.place(self.pp, self.stages_per_rank)
 
     @property

@@ -38,7 +38,7 @@ class Memory:
 
     @property
     def largest(self) -> str:
-        """The name of the largest part."""
+        """Returns the name of the largest part."""
         return max(vars(self), key=lambda name: float(getattr(self, name)))
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ Row = TypeVar("Row", "PipelineSchedule", "DataParallelKind")
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The size of a pipeline: its ranks, the stages of each rank, and the micro-batches of a step."""
+    """Describes the size of a pipeline: its ranks, the stages of each rank, and the micro-batches of a step."""
 
     ranks: int
     stages_per_rank: int
@@ -32,7 +32,7 @@ class PipelineShape:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule:
-    """One pipeline schedule. Every fact is required.
+    """Describes one pipeline schedule. Every fact is required.
 
     Attributes:
         name: used in messages.

@@ -26,7 +26,7 @@ OPERATIONS = tuple(FACTORS)
 
 @dataclass(frozen=True)
 class Rate:
-    """One measurement. ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` counts wrong elements."""
+    """Holds one measurement. ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` counts wrong elements."""
 
     operation: str
     ranks: int
@@ -37,7 +37,7 @@ class Rate:
 
     @property
     def algorithm(self) -> float:
-        """Algorithm bandwidth in bytes/s."""
+        """Returns the algorithm bandwidth in bytes/s."""
         return self.bytes / self.seconds
 
     @property
@@ -65,7 +65,7 @@ class PairRate:
 
 @dataclass(frozen=True)
 class SlowNode:
-    """A slow node. ``rate`` is the median of its pairs, ``usual`` that of the other pairs, both in bytes/s."""
+    """Describes a slow node. ``rate`` is the median of its pairs, ``usual`` that of the other pairs, both in bytes/s."""
 
     node: str
     rate: float

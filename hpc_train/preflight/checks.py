@@ -70,7 +70,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """A problem and its fix.
+    """Describes a problem and its fix.
 
     Attributes:
         kind: its class, for which ``cluster.preflight_action`` says what follows an error.

@@ -24,7 +24,7 @@ OF_LINE_RATE = 0.92
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected bus bandwidth in bytes/s, and its source."""
+    """Holds the expected bus bandwidth in bytes/s, and its source."""
 
     bus: float
     reason: str

@@ -29,7 +29,7 @@ LEAST_EXCHANGE = 1 << 20  # bytes, more than a link buffers
 
 @dataclass(frozen=True)
 class Effort:
-    """The amount of measurement. ``bytes`` is the largest message; no stage begins after ``limit_s``."""
+    """Sets the amount of measurement. ``bytes`` is the largest message; no stage begins after ``limit_s``."""
 
     gemm_s: float
     gemm_size: int

@@ -24,7 +24,7 @@ from hpc_train.plan.layout import Layout
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker of one attempt. ``layout`` is the effective layout, derived by the agent of node 0.
+    """Describes one worker of one attempt. ``layout`` is the effective layout, derived by the agent of node 0.
 
     ``environment`` and ``cpus`` are applied right after the fork; with ``cpus`` None the worker is not bound.
     """
@@ -71,7 +71,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Beat:
-    """The state of a worker. Times are on the monotonic clock, which all processes of a node share.
+    """Holds the state of a worker. Times are on the monotonic clock, which all processes of a node share.
 
     Attributes:
         step: steps completed when the worker entered ``phase``.
@@ -88,7 +88,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Worker side of the heartbeat; a no-op without a shared block."""
+    """Writes the heartbeat of a worker; it does nothing without a shared block."""
 
     def __init__(self, block: SharedBlock | None = None) -> None:
         self._memory: Any = bytearray(PAGE) if block is None else block.page

@@ -1,4 +1,4 @@
-"""Frozen code: a copy of the user's git work tree, taken when a run is frozen, from which agents and workers start.
+"""Freezes code: copies the user's git work tree when a run is frozen, and starts agents and workers from the copy.
 
 The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
 tree, in a directory that only its owner can enter (``run.group`` lets the group in). Copies are named by their content,

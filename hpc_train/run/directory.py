@@ -1,4 +1,4 @@
-"""The run directory: the one interface between submitter, agents, workers, commands and notebooks.
+"""Defines the run directory, the one interface between submitter, agents, workers, commands and notebooks.
 
 config.yaml                  the current frozen config; earlier ones are config-NNN.yaml
 job.sh                       commands that a batch script written by hand sources

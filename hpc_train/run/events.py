@@ -1,4 +1,4 @@
-"""The event log of a run: one file per writing process and attempt.
+"""Writes and reads the event log of a run, which has one file per writing process and attempt.
 
 No two processes share a file, because two clients of a network file system that append to one file lose lines.
 """

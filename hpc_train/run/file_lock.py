@@ -42,7 +42,7 @@ class LockHeld(Exception):
 
 @dataclass(frozen=True)
 class Lock:
-    """Acquisition ``number`` of the lock in ``folder``."""
+    """Represents acquisition ``number`` of the lock in ``folder``."""
 
     folder: Path
     number: int

@@ -1,4 +1,4 @@
-"""The lease of a run: the agent of node 0 holds it while it works, so that a run has one live attempt at a time.
+"""Implements the lease of a run. The agent of node 0 holds it while it works, so a run has one live attempt at a time.
 
 The lease is a file lock with a heartbeat. An agent that was suspended until another took the lease over may not claim
 further attempts; its workers' writes are fenced by their attempt number (``CheckpointStore.guard``). This module also

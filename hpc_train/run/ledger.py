@@ -1,4 +1,4 @@
-"""The ledger of a run: how its time was spent, over all of its jobs and attempts.
+"""Computes the ledger of a run: how its time was spent, over all of its jobs and attempts.
 
 It is derived from events and metrics (see ``attempts.py``) and the submissions in the run directory, so nothing can be
 lost with a process.
@@ -76,7 +76,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The time of a run by attempt.
+    """Holds the time of a run by attempt.
 
     Attributes:
         attempts: (launch of the attempt, its account), in order.
@@ -88,7 +88,7 @@ class Ledger:
 
     @property
     def jobs(self) -> tuple[Account, ...]:
-        """One account per start of a job: a requeue begins a new one, a restart in place does not."""
+        """Returns one account per start of a job: a requeue begins a new one, a restart in place does not."""
         grouped = groupby(self.attempts, key=lambda pair: pair[0])
         return tuple(sum((account for _, account in group), Account()) for _, group in grouped)
 

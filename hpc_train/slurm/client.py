@@ -1,4 +1,4 @@
-"""The client of Slurm: all of Slurm's commands that Python runs are run here, with one policy for waiting and errors.
+"""Runs all of Slurm's commands that Python uses, with one policy for waiting and errors.
 
 Each command has one of three time limits. ``SlurmError.problem`` distinguishes a command that is missing, a controller
 that does not respond, and a refusal. A query is not repeated: its caller continues without the answer, or asks again at
@@ -41,7 +41,7 @@ Query = Callable[[Sequence[str]], str | None]
 
 
 class Problem(StrEnum):
-    """Why a command of Slurm gave no answer."""
+    """Says why a command of Slurm gave no answer."""
 
     MISSING = "missing"  # the command is not on the PATH
     SILENT = "silent"  # the controller, or the database, does not respond

@@ -77,7 +77,7 @@ class Association:
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster. ``associations`` and ``qos`` are None if the accounting database does not respond."""
+    """Describes a cluster. ``associations`` and ``qos`` are None if the accounting database does not respond."""
 
     name: str
     max_array_size: int | None = None

@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class JobState:
-    """One state.
+    """Describes one state.
 
     Attributes:
         held: the job starts only after ``scontrol release``.

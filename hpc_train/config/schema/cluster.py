@@ -27,7 +27,7 @@ class ContainerConfig:
 
 @dataclass
 class FabricConfig:
-    """A site profile: facts about the network that cannot be detected on its nodes."""
+    """Holds a site profile: facts about the network that cannot be detected on its nodes."""
 
     name: str = key("none", "The name of the profile.")
     source: str | None = key(None, "Where the values of the profile were published.")

@@ -49,7 +49,7 @@ NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that
 
 @dataclass(frozen=True)
 class NodeReport:
-    """An agent's report on the end of an attempt on its node. ``step`` is the furthest step of its workers."""
+    """Reports the end of an attempt on the node of an agent. ``step`` is the furthest step of its workers."""
 
     exit: Exit
     failure: WorkerFailure | None
@@ -77,7 +77,7 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Order to end the job. ``stop`` is the signal that asked the run to stop. ``outage``: the error of the file system
+    """Orders an agent to end the job. ``stop`` is the signal that asked the run to stop. ``outage``: the error of the file system
     because of which the server cannot continue.
     """
 

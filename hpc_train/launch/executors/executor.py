@@ -135,7 +135,7 @@ class Job:
 
     @property
     def submitit_folder(self) -> Path:
-        """The directory of submitit's pickle and of the output of the agent."""
+        """Returns the directory of submitit's pickle and of the output of the agent."""
         return self.run.logs / "submitit"
 
 

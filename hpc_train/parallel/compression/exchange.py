@@ -48,7 +48,7 @@ class Exchange(Protocol):
 
 
 class Stateless:
-    """An exchange without state."""
+    """Implements an exchange without state."""
 
     def commit(self, finite: Tensor) -> None:
         pass

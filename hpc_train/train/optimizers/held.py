@@ -29,7 +29,7 @@ class Held(Protocol):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter of the engine."""
+        """Returns the parameter of the engine."""
 
     @property
     def local(self) -> nn.Parameter | None:
