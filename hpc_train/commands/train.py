@@ -1,4 +1,4 @@
-"""Implements the default command, which trains in the foreground, or with ``-m`` through the launcher, as a Hydra application."""
+"""Trains in the foreground, or with ``-m`` through the launcher, as a Hydra application. This is the default."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def check_environment(
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Holds the report of one node. ``must_match`` must be equal on all nodes; ``skew`` is the file server's clock minus the
-    node's, in seconds.
+    """Holds the report of one node. ``must_match`` must be equal on all nodes; ``skew`` is the file server's
+    clock minus the node's, in seconds.
     """
 
     facts: NodeFacts

@@ -281,7 +281,7 @@ SETTLED_S = 0.1  # stacks that have not grown for this long are complete
 
 @dataclass(frozen=True)
 class Evidence:
-    """Holds the evidence on one rank. ``collectives`` is the JSON of torch's flight recorders; None without an answer."""
+    """Holds the evidence on one rank. ``collectives`` is the JSON of torch's flight recorders, or None."""
 
     state: RankState
     pid: int

@@ -1,1 +1,1 @@
-"""Checks the health of the hardware of one node: GPUs, kernel log and RDMA ports. The package needs neither torch nor a config."""
+"""Checks the GPUs, kernel log and RDMA ports of one node. The package needs neither torch nor a config."""

@@ -75,7 +75,7 @@ class FailureCause:
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """Describes the newest checkpoint; ``step`` is 0 and ``path`` None if there is none. ``lost_*`` is the work done after it."""
+    """Describes the newest checkpoint; ``step`` is 0 and ``path`` None without one. ``lost_*`` is the work after it."""
 
     step: int
     path: str | None

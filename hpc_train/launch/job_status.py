@@ -222,7 +222,7 @@ def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """Describes the end of the last attempt of a job. ``final`` is False if the job may be started again without the user."""
+    """Describes the end of the last attempt of a job. ``final`` is False if the job may start again by itself."""
 
     event: dict[str, Any]
     state: str

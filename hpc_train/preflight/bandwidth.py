@@ -26,7 +26,7 @@ OPERATIONS = tuple(FACTORS)
 
 @dataclass(frozen=True)
 class Rate:
-    """Holds one measurement. ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` counts wrong elements."""
+    """Holds a measurement. ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` elements differed."""
 
     operation: str
     ranks: int
@@ -65,7 +65,7 @@ class PairRate:
 
 @dataclass(frozen=True)
 class SlowNode:
-    """Describes a slow node. ``rate`` is the median of its pairs, ``usual`` that of the other pairs, both in bytes/s."""
+    """Describes a slow node. ``rate`` is the median of its pairs in bytes/s, ``usual`` that of the others."""
 
     node: str
     rate: float

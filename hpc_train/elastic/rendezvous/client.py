@@ -64,7 +64,10 @@ class Pause:
 
 
 class RendezvousClient:
-    """Speaks to the server; ``connect`` creates it. A thread reads messages and sends heartbeats, whatever the agent is busy with."""
+    """Speaks to the server; ``connect`` creates it.
+
+    A thread reads messages and sends heartbeats, whatever the agent is busy with.
+    """
 
     def __init__(self, channel: Channel, heartbeat_timeout_s: float, nodes: int) -> None:
         self._channel = channel

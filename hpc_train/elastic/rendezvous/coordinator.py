@@ -77,8 +77,8 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Orders an agent to end the job. ``stop`` is the signal that asked the run to stop. ``outage``: the error of the file system
-    because of which the server cannot continue.
+    """Orders an agent to end the job. ``stop`` is the signal that asked the run to stop. ``outage`` is the error of
+    the file system because of which the server cannot continue.
     """
 
     decision: RestartDecision
