@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -71,7 +72,7 @@ def freeze_run(arguments: list[str]) -> int:
     parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
     run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
-        _freeze(config, run, parent)
+        _freeze(config, run, parent, overrides)
         if job_id is not None:
             add_submission(run, "script", job_id=job_id)
             warn_of_late_signal(config, run)
@@ -97,10 +98,10 @@ def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) 
     return jobs[task]
 
 
-def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
+def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence[str]) -> None:
     validate(config, *_shape(config))
     check_freeze(config, run)
-    freeze(config, run, code=snapshot_code([config], parent / "code"))
+    freeze(config, run, code=snapshot_code([config], parent / "code"), overrides=overrides)
     warn_if_open(run, config)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))

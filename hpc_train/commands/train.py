@@ -71,7 +71,8 @@ def task(node: DictConfig) -> None:
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
-        freeze(config, run, claim=True, code=snapshot_code([config], run.code))
+        overrides = list(HydraConfig.get().overrides.task)
+        freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides)
         warn_if_open(run, config)
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
