@@ -12,10 +12,11 @@ from pathlib import Path
 from rich.console import Console
 
 from hpc_train.errors import UserError
+from hpc_train.launch.comparison import Comparison
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
-from hpc_train.launch.monitor import JobTable, resubmit, worst
+from hpc_train.launch.monitor import JobTable, print_messages, print_results, resubmit, worst
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
@@ -35,15 +36,20 @@ def resume(arguments: list[str]) -> int:
     """
     parser = _parser(resume)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
-    parser.add_argument("--detach", action="store_true", help="return after submission")
-    parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
+    _add_submission_options(parser)
     options = parser.parse_args(arguments)
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
         print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
         return Exit.DONE
-    return resubmit([found], found.run.path, detach=options.detach, trust_owner=options.trust_owner)
+    return resubmit(
+        [found],
+        found.run.path,
+        detach=options.detach,
+        trust_owner=options.trust_owner,
+        code_now=options.code == "now",
+    )
 
 
 def retry(arguments: list[str]) -> int:
@@ -52,8 +58,7 @@ def retry(arguments: list[str]) -> int:
     parser.add_argument(
         "--failed", required=True, metavar="SWEEP", help="resubmit the failed, stopped and cancelled runs"
     )
-    parser.add_argument("--detach", action="store_true", help="return after submission")
-    parser.add_argument(TRUST, action="store_true", help="continue the runs although they belong to another user")
+    _add_submission_options(parser)
     options = parser.parse_args(arguments)
     found = find_runs(options.failed)
     statuses = statuses_of(found, SlurmStatuses())
@@ -62,7 +67,25 @@ def retry(arguments: list[str]) -> int:
     if not unfinished:
         return Exit.DONE
     sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
-    return resubmit(unfinished, sweep, detach=options.detach, trust_owner=options.trust_owner)
+    return resubmit(
+        unfinished,
+        sweep,
+        detach=options.detach,
+        trust_owner=options.trust_owner,
+        code_now=options.code == "now",
+        comparison=Comparison.of([item.run for item in found], unfinished[0].config),
+    )
+
+
+def _add_submission_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument(
+        "--code",
+        choices=["run", "now"],
+        default="run",
+        help="run the frozen code again, or what is now in the git work tree that it was copied from (default: run)",
+    )
+    parser.add_argument(TRUST, action="store_true", help="continue runs that belong to another user")
 
 
 def cancel(arguments: list[str]) -> int:
@@ -111,15 +134,18 @@ def wait(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
+    console = Console()
     try:
-        views = _until_the_end(found, None if options.json else Console())
+        views = _until_the_end(found, None if options.json else console)
     except KeyboardInterrupt:
         return Exit.DETACHED
-    for item, view in zip(found, views, strict=True):
-        if options.json:
+    if options.json:
+        for item, view in zip(found, views, strict=True):
             print(json.dumps({"run": str(item.run.path), "state": view.state, "exit_code": view.exit}))
-        elif view.message:
-            print(f"{item.run.path}: {view.message}", file=sys.stderr)
+        return worst(views)
+    print_messages(found, views)
+    if len(found) > 1:
+        print_results(found, views, console)
     return worst(views)
 
 

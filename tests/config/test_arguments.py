@@ -58,7 +58,7 @@ def test_a_list_in_the_syntax_of_slurm_is_one_job(given: str, jobs: list[str | N
     (override,) = with_right_plus([given])
     line = CommandLine.parse([override])
     with line.composer() as compose:
-        key = given.split("=")[0].strip("+").removeprefix("cluster.")
+        key = given.lstrip("+").partition("=")[0].removeprefix("cluster.")
         assert [getattr(typed(compose(each)).cluster, key) for each in expand([override])] == jobs
 
 
