@@ -1,4 +1,6 @@
-"""``python -m hpc_train status [RUN|SWEEP]`` prints the state of runs; by default of all your runs in Slurm."""
+"""``python -m hpc_train status [RUN|SWEEP]`` prints the state of runs; by default of all below the run root, and of
+all your runs in Slurm.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +9,90 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from hpc_train.config.run_path import default_root
+from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, time_left
-from hpc_train.launch.lookup import RunHandle, find_my_runs, find_runs, statuses_of
+from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
+from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.progress import failing, saves, spent_line
-from hpc_train.units import format_duration
+from hpc_train.units import counted, format_duration
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train status", description=__doc__)
-    parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name (default: all yours)")
+    parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+    parser.add_argument(
+        "--newest",
+        type=int,
+        default=NEWEST,
+        metavar="N",
+        help="without RUN: list the N newest runs (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
-    found = find_runs(options.target, unreadable=True) if options.target else find_my_runs()
-    statuses = statuses_of(found, SlurmStatuses())
+    if options.newest < 1:
+        raise UserError(f"--newest must be at least 1, got {options.newest}", where="--newest", fix="--newest 100")
+    overview = find_all_runs(Path(default_root()), options.newest) if options.target is None else None
+    found = find_runs(options.target, unreadable=True) if overview is None else overview.runs
+    statuses = statuses_of(found, SlurmStatuses(silent=overview is not None and overview.silent))
     readable = [item for item in found if item.error is None]
-    rows = [_describe(item, statuses, with_ledger=options.json or len(found) == 1) for item in readable]
+    if overview is None and _is_alone(readable):
+        load(readable[0].run)  # it raises the error of a damaged or changed config
+    rows = [_describe(item, statuses, with_ledger=_is_alone(found) or options.json) for item in readable]
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
-    elif rows:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 200  # rich would squeeze the table of a pipe into 80 columns
-        console.print(_table([row for row, _ in rows]), highlight=False)
-        for _, spent in rows:
-            if spent is not None and (spent.held_s or spent.queue_s):
-                console.print(spent_line(spent), highlight=False, soft_wrap=True)
-        for item in readable if len(found) == 1 else []:
-            for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
-                console.print(node.words, highlight=False, soft_wrap=True)
-    elif not found:
-        print("you have no jobs in Slurm's queue; `status RUN_DIR` shows a run")
+    else:
+        _print(rows, readable if _is_alone(found) and overview is None else [])
+    for line in [] if overview is None else _notes(overview):
+        print(line, file=sys.stderr)
     for item in found:
         if item.error is not None:
             print(f"{item.run.path}: {item.error}", file=sys.stderr)
     return Exit.DONE if readable or not found else Exit.REFUSED
+
+
+NEWEST = 100
+
+
+def _is_alone(found: list[RunHandle]) -> bool:
+    return len(found) == 1
+
+
+def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle]) -> None:
+    """Prints the table, and the time account and the excluded nodes of a run that is shown alone."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+    if rows:
+        console.print(_table([row for row, _ in rows]), highlight=False)
+    for _, spent in rows:
+        if spent is not None and (spent.held_s or spent.queue_s):
+            console.print(spent_line(spent), highlight=False, soft_wrap=True)
+    for item in alone:
+        for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
+            console.print(node.words, highlight=False, soft_wrap=True)
+
+
+def _notes(overview: Overview) -> Iterator[str]:
+    """Yields what the table of all runs does not say."""
+    if overview.silent:
+        yield "note: Slurm does not respond (squeue); the state of its jobs is what their run directories say"
+    if overview.older:
+        yield f"note: {counted(overview.older, 'older run is', 'older runs are')} not listed; --newest N lists more"
+    if not overview.runs:
+        yield f"no run below {default_root()}/ and no job of yours in Slurm; run.root or HPC_TRAIN_ROOT sets the place"
 
 
 def _describe(
@@ -60,13 +102,15 @@ def _describe(
     view = item.view(statuses)
     job = statuses.get(item.job_id or "")
     metrics = view.metrics
+    config = item.plain_config
+    hours = config.get("elastic", {}).get("exclude_hours", 0.0)
     spent = read_ledger(item.run, time.time() if view.exit is None else None).total if with_ledger else None
     row = {
         "run": str(item.run.path),
         "job_id": item.job_id,
         "part": job.part if job else "",  # the position in a chain of jobs
         "pid": item.pid,
-        "strategy": item.config.strategy.name,
+        "strategy": config.get("strategy", {}).get("name", ""),
         "state": view.state,
         "exit_code": view.exit,
         "nodes": view.nodes,
@@ -78,7 +122,7 @@ def _describe(
         "restarts": view.restarts,
         "failed_saves": 0 if view.exit is not None else _failed_saves(item),
         "message": view.message,
-        "excluded_nodes": [asdict(node) for node in excluded_nodes(item.run, item.config.elastic.exclude_hours)],
+        "excluded_nodes": [asdict(node) for node in excluded_nodes(item.run, hours)],
         "ledger": None if spent is None else spent.as_json(),
     }
     return row, spent
