@@ -15,7 +15,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
-from hpc_train.launch.monitor import JobTable, resubmit, worst
+from hpc_train.launch.monitor import JobTable, outcome, resubmit, worst
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
@@ -36,14 +36,18 @@ def resume(arguments: list[str]) -> int:
     parser = _parser(resume)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
     options = parser.parse_args(arguments)
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
+        if options.json:
+            print(outcome(found.run, found.view({})))
+            return Exit.DONE
         done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
         print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
         return Exit.DONE
-    return resubmit([found], found.run.path, detach=options.detach, trust_owner=options.trust_owner)
+    return _resubmit([found], found.run.path, options)
 
 
 def retry(arguments: list[str]) -> int:
@@ -53,16 +57,25 @@ def retry(arguments: list[str]) -> int:
         "--failed", required=True, metavar="SWEEP", help="resubmit the failed, stopped and cancelled runs"
     )
     parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(TRUST, action="store_true", help="continue the runs although they belong to another user")
     options = parser.parse_args(arguments)
     found = find_runs(options.failed)
     statuses = statuses_of(found, SlurmStatuses())
     unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
-    print(f"resubmitting {len(unfinished)} of {len(found)} runs")
+    print(f"resubmitting {len(unfinished)} of {len(found)} runs", file=sys.stderr if options.json else sys.stdout)
     if not unfinished:
         return Exit.DONE
     sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
-    return resubmit(unfinished, sweep, detach=options.detach, trust_owner=options.trust_owner)
+    return _resubmit(unfinished, sweep, options)
+
+
+JSON_HELP = "print only one JSON object per run at the end; messages go to standard error"
+
+
+def _resubmit(found: list[RunHandle], sweep: Path, options: argparse.Namespace) -> int:
+    trust = options.trust_owner
+    return resubmit(found, sweep, detach=options.detach, trust_owner=trust, as_json=options.json)
 
 
 def cancel(arguments: list[str]) -> int:
@@ -72,10 +85,14 @@ def cancel(arguments: list[str]) -> int:
     parser.add_argument(
         "--save", action="store_true", help="wait until running jobs have saved a checkpoint, so that they can resume"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the numbers of jobs")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
     count = cancel_runs(found, save=options.save)
     ended = len(found) - count
+    if options.json:
+        print(json.dumps({"cancelled": count, "ended_before": ended}))
+        return Exit.DONE
     rest = f"; {counted(ended, 'has', 'have')} already ended" if ended else ""
     print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{rest}")
     return Exit.DONE
@@ -117,7 +134,7 @@ def wait(arguments: list[str]) -> int:
         return Exit.DETACHED
     for item, view in zip(found, views, strict=True):
         if options.json:
-            print(json.dumps({"run": str(item.run.path), "state": view.state, "exit_code": view.exit}))
+            print(outcome(item.run, view))
         elif view.message:
             print(f"{item.run.path}: {view.message}", file=sys.stderr)
     return worst(views)
@@ -150,6 +167,7 @@ def stacks(arguments: list[str]) -> int:
     parser.add_argument(
         "--wait", type=float, default=30, metavar="SECONDS", help="wait this long for the answers (default: 30)"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the text of each node")
     options = parser.parse_args(arguments)
     run = find_run(options.target, "stacks").run
     nodes = _live_nodes(run)
@@ -157,7 +175,10 @@ def stacks(arguments: list[str]) -> int:
     until = time.monotonic() + options.wait
     while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
         time.sleep(ANSWERS_POLL_S)
-    for path in found:
+    if options.json:
+        texts = {path.stem.partition("-")[2]: path.read_text() for path in found}
+        print(json.dumps({"nodes": nodes, "stacks": texts}))
+    for path in [] if options.json else found:
         print(path.read_text())
     if len(found) < nodes:
         print(f"{nodes - len(found)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -24,6 +25,7 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import View, attempt_end, resume_command, time_left
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
@@ -277,11 +279,14 @@ LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have
 POLL_LIVE_S = 3.0
 
 
-def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_owner: bool = False) -> int:
+def resubmit(
+    found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_owner: bool = False, as_json: bool = False
+) -> int:
     """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
 
     Args:
         trust_owner: whether runs of other users may be continued.
+        as_json: whether to print one JSON object per run at the end, and everything else to standard error.
 
     Raises:
         UserError: a run is live or another user's, or its executor refuses it. Nothing was submitted.
@@ -289,7 +294,7 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_own
     for item in found if not trust_owner else ():
         refuse_foreign(item.run, item.config)
     warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
-    console = Console()
+    console = Console(stderr=as_json)
     until = time.monotonic() + LEAVING_S
     for item in found:
         while time.monotonic() < until and find_live(item.run) and _has_ended(item):
@@ -305,9 +310,17 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_own
     queue = JobQueue(jobs, executor, sweep, console)
     if detach:
         hand_over(queue, console)
-        return Exit.DONE
-    wait(queue, console)
-    return report(queue, console)
+    else:
+        wait(queue, console)
+    if as_json:
+        print("\n".join(outcome(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)))
+        return Exit.DONE if detach else worst(queue.views)
+    return Exit.DONE if detach else report(queue, console)
+
+
+def outcome(run: RunDirectory, view: View) -> str:
+    """Returns how a run stands, as a JSON object in one line."""
+    return json.dumps({"run": str(run.path), "state": view.state, "exit_code": view.exit})
 
 
 def _has_ended(item: RunHandle) -> bool:
