@@ -56,14 +56,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    name = "train"
-    rest = arguments
-    if arguments and COMMAND.fullmatch(arguments[0]):
-        name = arguments[0]
-        rest = arguments[1:]
+    named = bool(arguments) and COMMAND.fullmatch(arguments[0]) is not None
+    name, rest = (arguments[0], arguments[1:]) if named else ("train", arguments)
+    if name == "help" and rest and COMMAND.fullmatch(rest[0]):
+        name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, sorted(COMMANDS)))
-    module, function = COMMANDS[name].split(":")
+    if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
+        name = "help"  # Hydra's own would load every file of every config group
+    if not named and arguments == ["--version"]:
+        name, rest = "help", ["--version"]
+    module, function = COMMANDS[name].function.split(":")
     command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hpc_train.commands.{module}"), function)
     return command, rest
 

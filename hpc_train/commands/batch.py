@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def freeze_run(arguments: list[str]) -> int:
     """
     parser = _parser("freeze", "Writes the directory of the run that the overrides describe, and prints its path.")
     parser.add_argument("--task", type=int, metavar="N", help="freeze job N of the sweep that the overrides describe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the path")
     options, rest = parser.parse_known_args(arguments)
     register_launcher()
     line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
@@ -76,7 +78,7 @@ def freeze_run(arguments: list[str]) -> int:
         if job_id is not None:
             add_submission(run, "script", job_id=job_id)
             warn_of_late_signal(config, run)
-    print(run.path)
+    print(json.dumps({"run": str(run.path)}) if options.json else run.path)
     return 0
 
 
@@ -146,7 +148,8 @@ def print_script(arguments: list[str]) -> int:
         UserError: the config is wrong, lists several jobs, or is for this machine only.
     """
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
-    _, rest = parser.parse_known_args(arguments)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the script")
+    options, rest = parser.parse_known_args(arguments)
     register_launcher()
     line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
     if line.multirun or len(expand(line.overrides)) > 1:
@@ -157,7 +160,8 @@ def print_script(arguments: list[str]) -> int:
         )
     with line.composer() as compose:
         config = typed(compose(line.overrides))
-    print(_batch_script(config, line), end="")
+    text = _batch_script(config, line)
+    print(json.dumps({"script": text}) + "\n" if options.json else text, end="")
     return 0
 
 
@@ -221,10 +225,17 @@ def start_agent(arguments: list[str]) -> int:
     )
     parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
     parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
+    parser.add_argument(
+        "--progress", action="store_true", help="print the training on the first node, as a run in the foreground does"
+    )
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
     config = load(run)
     if not options.trust_owner:
         refuse_foreign(run, config)
     reexec_from_snapshot(run)
+    if options.progress and os.environ.get("SLURM_NODEID", "0") == "0":
+        from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
+
+        return run_in_foreground(run, None)
     return run_agent(run)

@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from hpc_train.errors import UserError
-from hpc_train.launch.comparison import Comparison
+from hpc_train.launch.comparison import Comparison, metric_of
 from hpc_train.launch.job_status import SlurmStatuses, View
+from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
-from hpc_train.launch.monitor import JobTable, print_messages, print_results, resubmit, worst
+from hpc_train.launch.monitor import outcome, resubmit, worst
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
@@ -40,16 +41,13 @@ def resume(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
+        if options.json:
+            print(outcome(found.run, found.view({})))
+            return Exit.DONE
         done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
         print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
         return Exit.DONE
-    return resubmit(
-        [found],
-        found.run.path,
-        detach=options.detach,
-        trust_owner=options.trust_owner,
-        code_now=options.code == "now",
-    )
+    return _resubmit([found], found.run.path, options)
 
 
 def retry(arguments: list[str]) -> int:
@@ -63,22 +61,20 @@ def retry(arguments: list[str]) -> int:
     found = find_runs(options.failed)
     statuses = statuses_of(found, SlurmStatuses())
     unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
-    print(f"resubmitting {len(unfinished)} of {len(found)} runs")
+    print(f"resubmitting {len(unfinished)} of {len(found)} runs", file=sys.stderr if options.json else sys.stdout)
     if not unfinished:
         return Exit.DONE
     sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
-    return resubmit(
-        unfinished,
-        sweep,
-        detach=options.detach,
-        trust_owner=options.trust_owner,
-        code_now=options.code == "now",
-        comparison=Comparison.of([item.run for item in found], unfinished[0].config),
-    )
+    compared = Comparison.of((item.run for item in found), metric_of(unfinished[0].config))
+    return _resubmit(unfinished, sweep, options, compared)
+
+
+JSON_HELP = "print only one JSON object per run at the end; messages go to standard error"
 
 
 def _add_submission_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(
         "--code",
         choices=["run", "now"],
@@ -88,6 +84,20 @@ def _add_submission_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(TRUST, action="store_true", help="continue runs that belong to another user")
 
 
+def _resubmit(
+    found: list[RunHandle], sweep: Path, options: argparse.Namespace, comparison: Comparison | None = None
+) -> int:
+    return resubmit(
+        found,
+        sweep,
+        detach=options.detach,
+        trust_owner=options.trust_owner,
+        as_json=options.json,
+        code_now=options.code == "now",
+        comparison=comparison,
+    )
+
+
 def cancel(arguments: list[str]) -> int:
     """Cancels jobs. With ``--save`` they save a checkpoint first."""
     parser = _parser(cancel)
@@ -95,10 +105,14 @@ def cancel(arguments: list[str]) -> int:
     parser.add_argument(
         "--save", action="store_true", help="wait until running jobs have saved a checkpoint, so that they can resume"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the numbers of jobs")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
     count = cancel_runs(found, save=options.save)
     ended = len(found) - count
+    if options.json:
+        print(json.dumps({"cancelled": count, "ended_before": ended}))
+        return Exit.DONE
     rest = f"; {counted(ended, 'has', 'have')} already ended" if ended else ""
     print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{rest}")
     return Exit.DONE
@@ -140,8 +154,7 @@ def wait(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return Exit.DETACHED
     if options.json:
-        for item, view in zip(found, views, strict=True):
-            print(json.dumps({"run": str(item.run.path), "state": view.state, "exit_code": view.exit}))
+        print("\n".join(outcome(item.run, view) for item, view in zip(found, views, strict=True)))
         return worst(views)
     print_messages(found, views)
     if len(found) > 1:
@@ -176,6 +189,7 @@ def stacks(arguments: list[str]) -> int:
     parser.add_argument(
         "--wait", type=float, default=30, metavar="SECONDS", help="wait this long for the answers (default: 30)"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the text of each node")
     options = parser.parse_args(arguments)
     run = find_run(options.target, "stacks").run
     nodes = _live_nodes(run)
@@ -183,7 +197,10 @@ def stacks(arguments: list[str]) -> int:
     until = time.monotonic() + options.wait
     while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
         time.sleep(ANSWERS_POLL_S)
-    for path in found:
+    if options.json:
+        texts = {path.stem.partition("-")[2]: path.read_text() for path in found}
+        print(json.dumps({"nodes": nodes, "stacks": texts}))
+    for path in [] if options.json else found:
         print(path.read_text())
     if len(found) < nodes:
         print(f"{nodes - len(found)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,11 @@ from hpc_train.run.exits import Exit
 
 Settings = dict[str, str]  # override key -> value, as on the command line
 DEFAULT = "default"  # the value in a table of a key that another run overrides
+
+
+def metric_of(config: Config) -> BestMetric | None:
+    """Returns the metric by which the runs of ``config`` keep their best checkpoints; None without one."""
+    return best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
 
 
 def settings_of(run: RunDirectory) -> Settings:
@@ -45,12 +50,9 @@ class Comparison:
     metric: BestMetric | None = None
 
     @classmethod
-    def of(cls, runs: Sequence[RunDirectory], config: Config) -> Comparison:
-        """Reads the records of ``runs``; ``config`` is that of one of them, and names the metric if it keeps the best
-        checkpoint by one.
-        """
+    def of(cls, runs: Iterable[RunDirectory], metric: BestMetric | None = None) -> Comparison:
+        """Reads the overrides from the records of ``runs``."""
         settings = {run.path: settings_of(run) for run in runs}
-        metric = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
         return cls(tuple(varied([*settings.values()])), settings, metric)
 
     @property

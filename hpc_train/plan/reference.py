@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hpc_train.config.compose import config_directory
+from hpc_train.config.groups import config_directory
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import KeyInfo, info

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_train.launch.comparison import Comparison
+from hpc_train.launch.comparison import Comparison, metric_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
-from hpc_train.launch.monitor import JobTable, print_messages, print_results
+from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
@@ -93,9 +93,9 @@ def test_tables_have_the_varied_overrides_the_metric_and_the_best_run(
 
 def test_the_best_run_is_that_of_the_metric_of_the_checkpoints(sweep: list[Job]) -> None:
     views = [View("done", {"val_loss": loss, "val_accuracy": loss}, 0) for loss in (0.5, 0.25, 0.125, float("nan"))]
-    compared = Comparison.of([job.run for job in sweep], sweep[0].config)
+    compared = Comparison.of([job.run for job in sweep], metric_of(sweep[0].config))
     assert compared.best(views) == 2
     sweep[0].config.checkpoint.keep_best = "val_accuracy"
-    compared = Comparison.of([job.run for job in sweep], sweep[0].config)
+    compared = Comparison.of([job.run for job in sweep], metric_of(sweep[0].config))
     assert (compared.ranked_by(views).name, compared.best(views)) == ("val_accuracy", 0)
     assert compared.best([views[0], *[View("running", {"val_accuracy": 1.0})] * 3]) is None, "nothing to compare with"
