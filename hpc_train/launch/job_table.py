@@ -21,7 +21,7 @@ from hpc_train.launch.comparison import Comparison, metric_of
 from hpc_train.launch.job_status import View, time_left
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.units import format_duration
+from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0
 ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
@@ -153,8 +153,8 @@ def print_results(
     lines.append(f"{len(jobs)} jobs: " + ", ".join(f"{count} {state}" for state, count in states.most_common()))
     where = common_directory([job.run.path.parent for job in jobs])
     if any(view.exit not in (None, Exit.DONE) for view in views):
-        lines.append(f"to see why:    python -m hpc_train why {where}")
-        lines.append(f"to run again:  {retry_command(where)}")
+        lines.append(f"python -m hpc_train why {where}   names the causes")
+        lines += retry_lines(where, views)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -190,9 +190,14 @@ def table_of(
 BEST = " (best)"
 
 
-def retry_command(sweep: str) -> str:
-    """Returns the command that submits the runs of ``sweep`` that did not finish again."""
-    return f"python -m hpc_train retry --failed {sweep}   (--code now: with the present code)"
+def retry_lines(sweep: str, views: Sequence[View]) -> list[str]:
+    """Returns the commands that submit the runs of ``sweep`` that did not finish again, with what they do."""
+    count = sum(view.exit not in (None, Exit.DONE) for view in views)
+    runs = counted(count, "run", "runs")
+    command = f"python -m hpc_train retry --failed {sweep}"
+    lines = [f"{command}   submits {runs} again, with the same code"]
+    failed = any(view.exit in (Exit.FAILED, Exit.GAVE_UP) for view in views)
+    return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])
 
 
 def _short_path(path: Path) -> str:
