@@ -75,7 +75,7 @@ def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
         console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
     if failures:
         first = shown(runs[failures[0].runs[0]].run.path)
-        advice = [f"python -m hpc_train why {first}   shows the traceback of the first", *retry_lines(where, views)]
+        advice = [f"python -m hpc_train why {first}   shows all about the first one", *retry_lines(where, views)]
         console.print(Text("\nwhat to do", style="bold"))
         console.print(Text("\n".join(f"  {line}" for line in advice)), soft_wrap=True)
 

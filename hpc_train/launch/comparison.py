@@ -88,7 +88,12 @@ class Comparison:
         return [value if is_number(value) else None for value in found]
 
     def best(self, views: Sequence[View]) -> int | None:
-        """Returns the index of the best of the runs that are done; None if fewer than two of them have a value."""
+        """Returns the index of the best of the runs that are done.
+
+        None if fewer than two of them have a value, or if ``views`` are only those of a part of the sweep.
+        """
+        if len(views) < len(self.settings):
+            return None
         metric = self.ranked_by(views)
         done = [
             (index, value)

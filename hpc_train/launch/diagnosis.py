@@ -176,10 +176,11 @@ def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[Sw
 
 
 def _why_ended(run: RunDirectory, view: View) -> tuple[str, str]:
-    """Returns the class, or the state, of a run that did not finish, and the last line of its message."""
+    """Returns the class, or the state, of a run that did not finish, and the line of its message that says most."""
     cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
-    kind, message = (view.state, view.message) if cause is None else (cause.kind, cause.message)
-    return kind, next(iter(reversed(message.strip().splitlines())), "")
+    if cause is not None:
+        return cause.kind, next(iter(cause.message.strip().splitlines()), "")
+    return view.state, next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:

@@ -152,6 +152,8 @@ def print_results(
     states = Counter(view.state for view in views)
     lines.append(f"{len(jobs)} jobs: " + ", ".join(f"{count} {state}" for state, count in states.most_common()))
     where = common_directory([job.run.path.parent for job in jobs])
+    if best is not None or len(jobs) < len(found.settings):
+        lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")
     if any(view.exit not in (None, Exit.DONE) for view in views):
         lines.append(f"python -m hpc_train why {where}   names the causes")
         lines += retry_lines(where, views)
@@ -196,7 +198,7 @@ def retry_lines(sweep: str, views: Sequence[View]) -> list[str]:
     runs = counted(count, "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
     lines = [f"{command}   submits {runs} again, with the same code"]
-    failed = any(view.exit in (Exit.FAILED, Exit.GAVE_UP) for view in views)
+    failed = any(view.exit not in (None, Exit.DONE, Exit.STOPPED) for view in views)
     return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])
 
 

@@ -208,7 +208,9 @@ class SlurmJobExecutor:
         for job in jobs:
             cluster = job.config.cluster
             key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
-            key += [container_of(job.config, job.gpus), frozen_code(job.run)]
+            key.append(container_of(job.config, job.gpus))
+            if not job.overrides:  # a run that is submitted again; some of its sweep may have newer code
+                key.append(frozen_code(job.run))
             if job.config.launch.chain > 1:  # tasks of an array cannot depend on each other
                 key.append(job.number)
             groups.setdefault(str(key), []).append(job)
