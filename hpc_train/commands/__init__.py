@@ -28,6 +28,7 @@ COMMANDS = {
     "status": Command("status:main", "the state of runs", _LOOK),
     "logs": Command("logs:main", "the output of workers", _LOOK),
     "why": Command("why:main", "why a run failed, or why its job waits", _LOOK),
+    "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK),
     "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK),
     "resume": Command("submitted:resume", "submit a run again", _MANAGE),
