@@ -33,8 +33,8 @@ from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
 from hpc_train.run.exits import Exit
-from hpc_train.units import GIB, format_bytes
 from hpc_train.telemetry.plots import check_plot
+from hpc_train.units import GIB, format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 NOISE_ENTRY = "hpc_train.bench.step_worker:measure_noise"

@@ -36,8 +36,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
 from hpc_train.slurm.states import FORGOTTEN
-from hpc_train.units import GIB
 from hpc_train.telemetry.plots import check_plot
+from hpc_train.units import GIB
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps before the first block

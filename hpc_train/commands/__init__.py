@@ -4,6 +4,8 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 ``UserError`` for a user's mistake. ``cli.py`` imports its module only when the command is called.
 """
 
+import importlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -45,3 +47,10 @@ COMMANDS = {
     "agent": Command("batch:start_agent", "run the agent of a node on a frozen run", _SCRIPTS),
     "help": Command("help:main", "this page, or the options of a command", "Help"),
 }
+
+
+def function_of(name: str) -> Callable[[list[str]], int]:
+    """Imports the module of the command ``name`` and returns its function."""
+    module, function = COMMANDS[name].function.split(":")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return command

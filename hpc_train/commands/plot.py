@@ -1,4 +1,4 @@
-"""``python -m hpc_train plot RUN...`` draws loss, throughput, memory and time shares of runs, and the result of a sweep."""
+"""``python -m hpc_train plot RUN...`` draws loss, throughput, memory and time shares of runs, and results of sweeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from os.path import commonpath
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ def main(arguments: list[str]) -> int:
     items, curves = list(found.values()), _curves(list(found))
     if not any(run.lines for run in curves):
         raise UserError("no run has logged a step yet", where="RUN", fix="plot them after telemetry.log_every steps")
-    results = _results(items, curves, options.metric) if _is_sweep(items) else None
+    results = None
+    if _is_sweep(items):
+        results = _results(items, curves, options.metric)
+        curves = [replace(run, name=f"{run.name}: {_words(results, index)}") for index, run in enumerate(curves)]
     draw(options.out, [run for run in curves if run.lines], options.over, results)
     if options.json:
         best = None if results is None or results.best is None else str(items[results.best].run.path)
@@ -51,11 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("targets", nargs="+", metavar="RUN|SWEEP", help="directories, or names")
     parser.add_argument(
-        "-o", "--out", type=Path, default=Path("plot.png"), metavar="FILE", help="a .png, .svg or .pdf (default: plot.png)"
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("plot.png"),
+        metavar="FILE",
+        help="a .png, .svg or .pdf (default: plot.png)",
     )
     parser.add_argument("--over", choices=OVER, default=OVER[0], help="the horizontal axis (default: %(default)s)")
     parser.add_argument(
-        "--metric", metavar="NAME", help="the result of a sweep (default: checkpoint.keep_best, else val_loss, else loss)"
+        "--metric",
+        metavar="NAME",
+        help="the result of a sweep (default: checkpoint.keep_best, else val_loss, else loss)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file and the best run")
     return parser
@@ -74,7 +85,9 @@ def _is_sweep(items: Sequence[RunHandle]) -> bool:
 
 def _results(items: Sequence[RunHandle], curves: Sequence[Curves], metric: str | None) -> Results:
     checkpoint = items[0].plain_config.get("checkpoint", {})
-    name = metric or checkpoint.get("keep_best") or ("val_loss" if any(run.has("val_loss") for run in curves) else "loss")
+    name = (
+        metric or checkpoint.get("keep_best") or ("val_loss" if any(run.has("val_loss") for run in curves) else "loss")
+    )
     values = [_final(item, run, name) for item, run in zip(items, curves, strict=True)]
     finite = [index for index, value in enumerate(values) if math.isfinite(value)]
     if not finite:
@@ -82,6 +95,11 @@ def _results(items: Sequence[RunHandle], curves: Sequence[Curves], metric: str |
         raise UserError(f"no run has a value of {name}", where="--metric", fix=nearest(name, known))
     best = _best({index: values[index] for index in finite}, name, checkpoint)
     return Results(name, values, varied([item.plain_config for item in items]), best)
+
+
+def _words(results: Results, index: int) -> str:
+    """Returns the varied values of a run for the legend: lr=0.001 name=dp."""
+    return " ".join(f"{key.rpartition('.')[2]}={values[index]}" for key, values in results.varied.items())
 
 
 def _best(values: Mapping[int, float], name: str, checkpoint: Mapping[str, Any]) -> int | None:

@@ -87,7 +87,7 @@ class Results:
 
 
 def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | None) -> None:
-    """Writes loss, throughput, memory and time shares of all runs in one picture, and below them a panel per varied key.
+    """Writes loss, throughput, memory and time shares of all runs in one picture, with a panel per varied key below.
 
     Args:
         over: ``step``, ``hours``, ``samples`` or ``tokens``.

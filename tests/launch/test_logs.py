@@ -58,7 +58,7 @@ Traceback (most recent call last):
 ValueError: no
 step 2/100, loss 5.4
 """
-LEVELS = "i w w w w i e e e e e e e e e e i".split()
+LEVELS = ["i", "w", "w", "w", "w", "i", "e", "e", "e", "e", "e", "e", "e", "e", "e", "e", "i"]
 
 
 def test_the_lines_of_a_level_and_those_above_it(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_a_sweep_is_drawn_over_its_steps_and_its_key(sweep: Path, capsys: pytest
     assert run(["plot", str(sweep), "--out", str(picture), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == str(sweep / "1")
     curves = {"loss (dashed: validation)", "samples per second", "peak memory of a rank, GiB", "communication"}
-    assert labels(picture) >= {*curves, "step", "0", "1", "2", "optim.lr", "val_loss", "best"}
+    assert labels(picture) >= {*curves, "step", "1: lr=0.001", "optim.lr", "val_loss", "best"}
 
 
 def test_one_run_is_drawn_over_hours_as_png(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
