@@ -4,6 +4,8 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 ``UserError`` for a user's mistake. ``cli.py`` imports its module only when the command is called.
 """
 
+import importlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -29,6 +31,7 @@ COMMANDS = {
     "logs": Command("logs:main", "the output of workers", _LOOK),
     "why": Command("why:main", "why runs failed, or why a job waits", _LOOK),
     "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK),
+    "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK),
     "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK),
     "resume": Command("submitted:resume", "submit a run again", _MANAGE),
@@ -45,3 +48,10 @@ COMMANDS = {
     "agent": Command("batch:start_agent", "run the agent of a node on a frozen run", _SCRIPTS),
     "help": Command("help:main", "this page, or the options of a command", "Help"),
 }
+
+
+def function_of(name: str) -> Callable[[list[str]], int]:
+    """Imports the module of the command ``name`` and returns its function."""
+    module, function = COMMANDS[name].function.split(":")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return command

@@ -24,12 +24,14 @@ Options of train
   -m                    submit; with several values of a key, a sweep
   -cd DIR, -cn NAME     a directory with your own config groups; another primary config
   --cfg job [-p KEY]    print the composed config and do nothing
-  --shell-completion install=bash|zsh|fish    print the commands that complete words in your shell
+  --shell-completion install=bash    print what completes commands, options, run names and overrides of hpc-train
   --hydra-help          further options of Hydra
   --version             print the versions of hpc_train, torch and Hydra
 """
 WIDTH = 120
-SHORT = "hpc-train is short for python -m hpc_train. `help COMMAND` and `COMMAND --help` print the options of a command."
+SHORT = (
+    "hpc-train is short for python -m hpc_train. `help COMMAND` and `COMMAND --help` print the options of a command."
+)
 
 
 def main(arguments: list[str]) -> int:

@@ -49,7 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         "--rank", default="0", metavar="all|RANKS", help="print the output of these ranks, e.g. 0,4-7 (default: 0)"
     )
     parser.add_argument(
-        "--level", choices=[level.name for level in Level], default="info", help="print no lines below it (default: info)"
+        "--level",
+        choices=[level.name for level in Level],
+        default="info",
+        help="print no lines below it (default: info)",
     )
     parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, or per failure")

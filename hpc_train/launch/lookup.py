@@ -156,7 +156,7 @@ def find_all_runs(root: Path, newest: int) -> Overview:
     """
     has_slurm = shutil.which("squeue") is not None
     jobs = ask(["--me"], QUERY_S) if has_slurm else None
-    below = _newest_last(_runs_in_tree(root, DEPTH))
+    below = _newest_last(run_directories(root))
     kept = [_handle(RunDirectory(path), index) for index, path in enumerate(below[-newest:])]
     submitted = {item.run.path: item for item in _runs_of_jobs(jobs or {})} | {item.run.path: item for item in kept}
     runs = [submitted[path] for path in _newest_last(submitted)]
@@ -166,7 +166,7 @@ def find_all_runs(root: Path, newest: int) -> Overview:
 DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEEP/NUMBER
 
 
-def _runs_in_tree(folder: Path, depth: int) -> Iterator[Path]:
+def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories."""
     try:
         found = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
@@ -176,7 +176,7 @@ def _runs_in_tree(folder: Path, depth: int) -> Iterator[Path]:
         if (path / "config.yaml").exists() and (path / "attempts").exists():
             yield path
         elif depth > 1:
-            yield from _runs_in_tree(path, depth - 1)
+            yield from run_directories(path, depth - 1)
 
 
 def _newest_last(paths: Iterable[Path]) -> list[Path]:
