@@ -154,6 +154,7 @@ USER_SIGNALS = (
     "SIGHUP",
 )  # signals that users send; after others the scheduler may run the job again
 
+NOT_STARTED = "not started"  # the user has ended the submission before
 TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 

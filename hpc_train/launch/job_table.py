@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hpc_train.config.schema import Config
 from hpc_train.launch.comparison import Comparison, metric_of
-from hpc_train.launch.job_status import View, time_left
+from hpc_train.launch.job_status import NOT_STARTED, View, time_left
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.units import counted, format_duration
@@ -154,7 +154,7 @@ def print_results(
     where = common_directory([job.run.path.parent for job in jobs])
     if best is not None or len(jobs) < len(found.settings):
         lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")
-    if any(view.exit not in (None, Exit.DONE) for view in views):
+    if any(map(_is_unfinished, views)):
         lines.append(f"python -m hpc_train why {where}   names the causes")
         lines += retry_lines(where, views)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -194,12 +194,17 @@ BEST = " (best)"
 
 def retry_lines(sweep: str, views: Sequence[View]) -> list[str]:
     """Returns the commands that submit the runs of ``sweep`` that did not finish again, with what they do."""
-    count = sum(view.exit not in (None, Exit.DONE) for view in views)
+    count = sum(map(_is_unfinished, views))
     runs = counted(count, "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
     lines = [f"{command}   submits {runs} again, with the same code"]
     failed = any(view.exit not in (None, Exit.DONE, Exit.STOPPED) for view in views)
     return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])
+
+
+def _is_unfinished(view: View) -> bool:
+    """Returns whether a job has ended, or was given up before its start, and its run is not done."""
+    return view.state == NOT_STARTED or view.exit not in (None, Exit.DONE)
 
 
 def _short_path(path: Path) -> str:

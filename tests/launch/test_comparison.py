@@ -97,6 +97,9 @@ def test_tables_have_the_varied_overrides_the_metric_and_the_best_run(
     assert "best by val_loss: runs/1 (optim.lr=3e-3 model.dim=16): 1.7500" in text
     assert "4 jobs: 2 done, 2 failed" in text
     assert "python -m hpc_train retry --failed runs   submits 2 runs again" in text
+    dropped = [*views_of(sweep)[:3], View("not started", {})]
+    print_results(sweep, dropped, plain)
+    assert "submits 2 runs again" in plain.export_text(), "also those that Ctrl-C has kept from starting"
     assert "jobs 2, 3: no such class" in capsys.readouterr().err, "equal messages are printed once"
 
 
