@@ -5,7 +5,6 @@ A user's mistake, found by Hydra or by hpc_train, becomes one message and exit c
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
@@ -13,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS
+from hpc_train.commands import COMMANDS, function_of
+from hpc_train.commands.completion import is_own
+from hpc_train.commands.completion import main as complete_words
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
@@ -56,16 +57,19 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    name = "train"
-    rest = arguments
-    if arguments and COMMAND.fullmatch(arguments[0]):
-        name = arguments[0]
-        rest = arguments[1:]
+    if is_own(arguments):
+        return complete_words, arguments
+    named = bool(arguments) and COMMAND.fullmatch(arguments[0]) is not None
+    name, rest = (arguments[0], arguments[1:]) if named else ("train", arguments)
+    if name == "help" and rest and COMMAND.fullmatch(rest[0]):
+        name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, sorted(COMMANDS)))
-    module, function = COMMANDS[name].split(":")
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hpc_train.commands.{module}"), function)
-    return command, rest
+    if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
+        name = "help"  # Hydra's own would load every file of every config group
+    if not named and arguments == ["--version"]:
+        name, rest = "help", ["--version"]
+    return function_of(name), rest
 
 
 @contextmanager

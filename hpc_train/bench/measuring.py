@@ -119,26 +119,3 @@ def _show(run: RunDirectory) -> None:
     progress = read_progress(run)
     status = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
     print(f"\r{status:<30}\r", end="", file=sys.stderr, flush=True)
-
-
-PLOTS = (".png", ".pdf", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Checks that a plot can be written, before anything is measured.
-
-    Raises:
-        UserError: matplotlib is not installed, or does not support the file type.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "plotting requires matplotlib, which is not installed",
-            where="--plot",
-            fix="pip install 'hpc_train[plots]', or use --csv FILE instead",
-        ) from error
-    if path.suffix not in PLOTS:
-        raise UserError(
-            f"{path} is not an image file", where="--plot", fix=f"use a file name that ends in {', '.join(PLOTS)}"
-        )

@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
-from hpc_train.config.compose import PRIMARY, config_directory, typed, version_base
+from hpc_train.config.compose import PRIMARY, typed, version_base
+from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -71,7 +72,8 @@ def task(node: DictConfig) -> None:
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
-        freeze(config, run, claim=True, code=snapshot_code([config], run.code))
+        overrides = list(HydraConfig.get().overrides.task)
+        freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides)
         warn_if_open(run, config)
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
@@ -80,7 +82,7 @@ def task(node: DictConfig) -> None:
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
-    exit_code = run_in_foreground(run)
+    exit_code = run_in_foreground(run, sys.argv[1:])
     if exit_code:
         sys.exit(exit_code)
 

@@ -1,10 +1,11 @@
-"""``python -m hpc_train why RUN`` explains why a run failed or why its job is pending, and what to do about it."""
+"""``python -m hpc_train why RUN|SWEEP`` explains why runs failed or why a job is pending, and what to do about it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -13,22 +14,28 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
-from hpc_train.launch.job_status import TO_BE_REQUEUED
-from hpc_train.launch.lookup import find_run
+from hpc_train.launch.comparison import Comparison
+from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown, sweep_failures
+from hpc_train.launch.job_status import TO_BE_REQUEUED, SlurmStatuses
+from hpc_train.launch.job_table import common_directory, retry_lines
+from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import spent_line
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import counted, format_bytes, format_duration
 
 Section = tuple[str, list[str]]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train why", description=__doc__)
-    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    found = diagnose(find_run(options.target, "why"))
+    runs = find_runs(options.target)
+    if len(runs) > 1:
+        _print_sweep(runs, options.json)
+        return Exit.DONE
+    found = diagnose(runs[0])
     if options.json:
         print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
         return Exit.DONE
@@ -39,6 +46,38 @@ def main(arguments: list[str]) -> int:
             console.print(Text(f"\n{title}", style="bold"))
             console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
     return Exit.DONE
+
+
+def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
+    """Prints which runs of a sweep did not finish and why; runs with the same cause are told together."""
+    statuses = statuses_of(runs, SlurmStatuses())
+    views = [item.view(statuses) for item in runs]
+    failures = sweep_failures(runs, views)
+    compared = Comparison.of(item.run for item in runs)
+    states = Counter(view.state for view in views)
+    if as_json:
+        named = [
+            [{"run": str(runs[i].run.path), "overrides": compared.of_run(runs[i].run)} for i in failure.runs]
+            for failure in failures
+        ]
+        found = [asdict(failure) | {"runs": own} for failure, own in zip(failures, named, strict=True)]
+        print(json.dumps({"sweep": str(runs[0].run.path.parent), "states": states, "failures": found}))
+        return
+    console = Console()
+    where = common_directory([item.run.path.parent for item in runs])
+    head = f"{where}: {len(runs)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
+    console.print(Text(head if failures else f"{head}; nothing failed", style="bold"), soft_wrap=True)
+    for failure in failures:
+        title = f"\n{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"
+        console.print(Text(title + (f": {failure.message}" if failure.message else ""), style="bold"), soft_wrap=True)
+        lines = [f"{shown(runs[i].run.path)}  {compared.words(runs[i].run)}".rstrip() for i in failure.runs]
+        lines += [f"fix: {failure.advice}"] if failure.advice else []
+        console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+    if failures:
+        first = shown(runs[failures[0].runs[0]].run.path)
+        advice = [f"python -m hpc_train why {first}   shows all about the first one", *retry_lines(where, views)]
+        console.print(Text("\nwhat to do", style="bold"))
+        console.print(Text("\n".join(f"  {line}" for line in advice)), soft_wrap=True)
 
 
 def _headline(found: Diagnosis) -> str:

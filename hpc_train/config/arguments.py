@@ -31,6 +31,9 @@ ONE_VALUE = (
     "run.name", "run.root", "run.fork", "run.group", "run.snapshot",
     "launch.dry_run", "launch.detach", "launch.array_parallelism",
 )  # fmt: skip
+# keys whose value is a list of Slurm with commas, of which a sweep has no use: cluster.exclude=n1,n2
+SLURM_LISTS = re.compile(r"""(\+{0,2}cluster\.(?:exclude|nodelist|dependency|licenses|mail_type)=)([^'"{$][^'"]*)""")
+SWEPT_BY_NAME = re.compile(r"(choice|range|interval|glob|tag|shuffle|sort)\(")
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class CommandLine:
 def with_right_plus(arguments: Sequence[str]) -> list[str]:
     """Returns ``arguments`` with the plus signs that Hydra requires before ``strategy=`` and ``experiment=``.
 
+    Lists of Slurm such as ``cluster.exclude=n1,n[3-4]`` are quoted, so that they are one value and not a sweep.
     Overrides come first, because Hydra's own parser does not accept overrides on both sides of an option.
 
     Raises:
@@ -112,6 +116,7 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
             experiments of which only some choose a strategy.
     """
     refuse_secret_arguments(arguments)
+    arguments = [_with_quoted_list(argument) for argument in arguments]
     line = CommandLine.parse(arguments)
     _refuse_sweeps(line.overrides)
     overrides = [EXPERIMENT.sub("experiment=", override, count=1) for override in line.overrides]
@@ -120,6 +125,13 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
         plus = "" if _chosen_already(replace(line, overrides=tuple(overrides))) else "+"
         overrides = [STRATEGY.sub(f"{plus}strategy=", override, count=1) for override in overrides]
     return [*overrides, *options]
+
+
+def _with_quoted_list(argument: str) -> str:
+    found = SLURM_LISTS.fullmatch(argument)
+    if found is None or not re.search(r"[,\[]", found[2]) or SWEPT_BY_NAME.match(found[2]):
+        return argument
+    return f"{found[1]}'{found[2]}'"
 
 
 def _without(arguments: Sequence[str], taken: Sequence[str]) -> list[str]:

@@ -33,6 +33,7 @@ from hpc_train.config.extensions import (
     load_source,
     location,
 )
+from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
@@ -70,13 +71,6 @@ def register() -> None:
 
 def _steps_unless(epochs: float | None, steps: int) -> int | None:
     return steps if epochs is None else None
-
-
-def config_directory() -> Path:
-    """Returns ``hpc_train/conf`` in an installed wheel, or the repository's ``conf/`` in an editable install."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
 
 
 def version_base() -> dict[str, str]:

@@ -17,7 +17,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_train.config.arguments import CommandLine
-from hpc_train.config.compose import config_directory
+from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
 from hpc_train.errors import UserError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -145,6 +146,41 @@ def diagnose(found: RunHandle) -> Diagnosis:
         ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
         ended_early=ended_early(found.run),
     )
+
+
+@dataclass(frozen=True)
+class SweepFailure:
+    """What runs of a sweep failed from, with the first one's message; ``runs`` are indices."""
+
+    kind: str
+    message: str
+    advice: str
+    runs: tuple[int, ...]
+
+
+def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[SweepFailure]:
+    """Returns why runs of a sweep did not finish; runs whose messages differ only in numbers are told together.
+
+    Unlike ``diagnose`` it asks Slurm nothing.
+    """
+    groups: dict[tuple[str, str], SweepFailure] = {}
+    for index, (item, view) in enumerate(zip(found, views, strict=True)):
+        if view.exit in (None, Exit.DONE):
+            continue
+        kind, message = _why_ended(item.run, view)
+        alike = kind, re.sub(r"\d+", "0", message)
+        advice = RESPONSES[Failure(kind)].advice if kind in list(Failure) else ""
+        group = groups.get(alike, SweepFailure(kind, message, advice, ()))
+        groups[alike] = replace(group, runs=(*group.runs, index))
+    return sorted(groups.values(), key=lambda group: -len(group.runs))
+
+
+def _why_ended(run: RunDirectory, view: View) -> tuple[str, str]:
+    """Returns the class, or the state, of a run that did not finish, and the line of its message that says most."""
+    cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
+    if cause is not None:
+        return cause.kind, next(iter(cause.message.strip().splitlines()), "")
+    return view.state, next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:

@@ -135,7 +135,8 @@ def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
     executor.confirm(jobs, console)
     code = snapshot_code([job.config for job in jobs], sweep / "code")
     for job in _followed(jobs, "writing run directories", console):
-        freeze(job.config, job.run, claim=True, code=code)  # until its submission a job belongs to this process
+        # claim: until its submission a job belongs to this process
+        freeze(job.config, job.run, claim=True, code=code, overrides=job.overrides)
     warn_if_open(jobs[0].run, jobs[0].config)  # the others are beside it
     return JobQueue(jobs, executor, sweep, console)
 

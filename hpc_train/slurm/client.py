@@ -128,7 +128,7 @@ class QueuedJob:
     reason: str
 
 
-def list_jobs(selection: Sequence[str]) -> list[QueuedJob] | None:
+def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[QueuedJob] | None:
     """Returns the jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
 
     ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end.
@@ -138,7 +138,7 @@ def list_jobs(selection: Sequence[str]) -> list[QueuedJob] | None:
     """
     command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
     try:
-        text = run(command, timeout_s=PATIENT_S)
+        text = run(command, timeout_s=timeout_s)
     except SlurmError as error:
         if UNKNOWN_JOB not in error.said:
             return None

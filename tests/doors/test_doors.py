@@ -67,6 +67,7 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
     assert len(runs) == (4 if LONG else 2)
     assert all(len(losses(run)) == 6 for run in runs)
+    assert RunDirectory(runs[0]).record()["overrides"][:2] == ["+strategy=single", "optim.lr=0.001"]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,9 @@ def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
     done = hpc_train("+strategy=dp", *[value for value in TINY if "steps" not in value], *fast, cwd=tmp_path)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
-    assert re.search(r"^job 0 · dp · done", done.stdout, re.MULTILINE), output
-    assert re.search(r"^job 1 · dp · failed", done.stdout, re.MULTILINE), output
+    assert re.search(r"^job 0 · dp · optim\.lr=0\.001 · done", done.stdout, re.MULTILINE), output
+    assert re.search(r"^1 +dp +100000000\.0 +failed ", done.stdout, re.MULTILINE), output
+    assert "2 jobs: " in done.stdout and "retry --failed outputs/sweep --code now" in done.stdout, output
     assert re.search(r"rank 0 on \S+ failed \(nan\):\nthe run has diverged: ", output), output
     assert "Traceback" not in output
     run = tmp_path / "outputs" / "sweep" / "1"

@@ -24,7 +24,18 @@ FEW = {
     "synthetic": ["data.validation_samples=8"],
     "stream": ["data.validation_samples=8"],
 }  # others: data.pattern of the text
-TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "generate", "status", "logs", "why", "doctor", "--help")
+TAKEN_AS_THEY_ARE = (
+    "prepare",
+    "checkpoint",
+    "evaluate",
+    "generate",
+    "status",
+    "logs",
+    "why",
+    "plot",
+    "doctor",
+    "--help",
+)
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
 NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {

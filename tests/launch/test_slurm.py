@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.executors.array_turns import divide
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import SlurmStatuses
@@ -67,6 +70,42 @@ def test_an_array_ends_where_the_site_ends_it(slurm: Path, tmp_path: Path) -> No
     jobs = [make_job(tmp_path / "sweep", number, cluster=SITE, gpus=4) for number in range(5)]
     assert SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5) == ["41_0", "41_1", "41_0", "41_1", "41"]
     assert [call.count("--array=0-1 ") for call in calls(tmp_path)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "turns"),
+    [
+        ([8], 2, [(2, None)]),
+        ([20, 4], "auto", [("auto", None), ("auto", None)]),
+        ([2, 1], 4, [(4, None), (4, None)]),  # they all fit
+        ([20, 4], 2, [(1, None), (1, None)]),
+        ([1001, 99], 50, [(45, None), (5, None)]),
+        ([5, 1, 1, 1], 2, [(1, None), (1, None), (1, 1), (1, 2)]),  # more arrays than jobs that may run
+        ([1, 1, 1], 1, [(1, None), (1, 0), (1, 1)]),
+    ],
+)
+def test_the_arrays_of_a_sweep_share_the_limit(
+    sizes: list[int], limit: int | str, turns: list[tuple[int | str, int | None]]
+) -> None:
+    found = divide(sizes, limit)
+    assert [(turn.at_once, turn.after) for turn in found] == turns
+
+
+def test_a_sweep_of_several_arrays_keeps_to_its_limit(slurm: Path, tmp_path: Path) -> None:
+    command(slurm, "scontrol", "echo MaxArraySize = 2")
+    numbered = "echo Submitted batch job $((40 + $(wc -l < {0}/calls)))"
+    command(slurm, "sbatch", f'echo "$@" >> {tmp_path}/calls; {numbered.format(tmp_path)}')
+    cluster = replace(SITE, dependency="afterok:7")
+    jobs = [make_job(tmp_path / "sweep", number, cluster=cluster, gpus=4, cap=2) for number in range(5)]
+    assert SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5) == ["41_0", "41_1", "42_0", "42_1", "43"]
+    asked = [re.findall(r"--(?:array|dependency)=(\S+)", call) for call in calls(tmp_path)]
+    assert asked == [["afterok:7", "0-1%1"], ["afterok:7", "0-1%1"], ["afterok:7,afterany:41"]]
+    shown = [command for command, _ in SlurmJobExecutor().plan(jobs, tmp_path / "sweep")]
+    assert "--dependency=afterok:7,afterany:JOB_ID_OF_SUBMISSION_1" in shown[2]
+    jobs[0].config.cluster.dependency = "afterok:7?afterok:8"  # the cluster of all jobs
+    with pytest.raises(UserError, match="of which some must wait for others"):
+        SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5)
+    assert len(calls(tmp_path)) == 3, "nothing was submitted"
 
 
 def test_inside_a_job_nothing_of_it_is_handed_down(

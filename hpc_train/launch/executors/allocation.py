@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,14 +107,19 @@ def _nodes_here() -> int:
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
 
 
-def run_in_foreground(run: RunDirectory) -> int:
-    """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code."""
+def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int:
+    """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code.
+
+    Args:
+        arguments: the command line that describes the run, for the advice at its end; None if it was frozen before.
+    """
     console = Console()
-    go_on = resume_command(sys.argv[1:], run, load(run).run.root)
-    progress = Progress(run, console, go_on)
+    again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
+    progress = Progress(run, console, again)
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
     if code == Exit.STOPPED:
+        go_on = again or shlex.join(["python", "-m", "hpc_train", "resume", str(run.path)])
         print(f"stopped after a checkpoint; resume with:\n  {go_on}")
     return code
