@@ -23,6 +23,7 @@ SHARES = {  # key of the metrics -> name and line style
 }
 PANEL = (6.0, 3.6)  # inches
 MOST_LABELS = 12  # in a legend
+FEW_POINTS = 20
 WIDE = 20.0  # ratio of the largest to the smallest value of a key from which its axis is logarithmic
 
 Line = Mapping[str, Any]
@@ -60,6 +61,11 @@ class Curves:
         """Returns x and y of a metric; a value that is not finite is NaN, which leaves a gap."""
         points = [line for line in self.lines if key in line]
         return [self._at(line, over) for line in points], [_number(line[key]) for line in points]
+
+    @property
+    def marker(self) -> str:
+        """The marker of points: a line of one point would not be visible without."""
+        return "." if len(self.lines) <= FEW_POINTS else ""
 
     def has(self, key: str) -> bool:
         return any(key in line for line in self.lines)
@@ -104,6 +110,7 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
     _shares(panels[3], curves, over)
     for axes in panels[:4]:
         axes.set_xlabel(over)
+        axes.xaxis.get_major_locator().set_params(integer=over != "hours")
     for axes, key in zip(panels[4:], keys, strict=False):
         assert results is not None
         _over_key(axes, results, key)
@@ -116,7 +123,7 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
 
 def _loss(axes: Axes, curves: Sequence[Curves], over: str) -> None:
     for number, run in enumerate(curves):
-        axes.plot(*run.of("loss", over), color=f"C{number}", label=run.name, linewidth=1)
+        axes.plot(*run.of("loss", over), color=f"C{number}", label=run.name, linewidth=1, marker=run.marker)
         axes.plot(*run.of("val_loss", over), color=f"C{number}", linestyle="--", marker="o", markersize=3)
     _titled(axes, "loss (dashed: validation)")
 
@@ -127,23 +134,23 @@ def _throughput(axes: Axes, curves: Sequence[Curves], over: str) -> None:
     by_sample = all(line.get("tokens_per_s") == line.get("samples_per_s") for line in lines)
     key = "samples_per_s" if by_sample else "tokens_per_s"
     for number, run in enumerate(curves):
-        axes.plot(*run.of(key, over), color=f"C{number}", linewidth=1)
-    axes.set_ylim(bottom=0)
+        axes.plot(*run.of(key, over), color=f"C{number}", linewidth=1, marker=run.marker)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     _titled(axes, key.replace("_per_s", " per second"))
 
 
 def _memory(axes: Axes, curves: Sequence[Curves], over: str) -> None:
     for number, run in enumerate(curves):
         at, peak = run.of("peak_memory_bytes", over)
-        axes.plot(at, [value / GIB for value in peak], color=f"C{number}", linewidth=1)
-    axes.set_ylim(bottom=0)
+        axes.plot(at, [value / GIB for value in peak], color=f"C{number}", linewidth=1, marker=run.marker)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     _titled(axes, "peak memory of a rank, GiB")
 
 
 def _shares(axes: Axes, curves: Sequence[Curves], over: str) -> None:
     for key, (name, style) in SHARES.items():
         for number, run in enumerate(curves):
-            axes.plot(*run.of(key, over), color=f"C{number}", linestyle=style, linewidth=1)
+            axes.plot(*run.of(key, over), color=f"C{number}", linestyle=style, linewidth=1, marker=run.marker)
         if any(run.has(key) for run in curves):
             axes.plot([], [], color="black", linestyle=style, label=name)
     axes.set_ylim(0, 1)
