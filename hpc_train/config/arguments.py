@@ -173,6 +173,26 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     return jobs
 
 
+def first_values(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides of one possible job of a search: the first value of each sweep, the start of an interval."""
+    return [_first_value(override) for override in OverridesParser.create().parse_overrides(list(overrides))]
+
+
+def _first_value(override: Override) -> str:
+    if override.is_interval_sweep():
+        return f"{override.get_key_element()}={override.value().start}"
+    if override.is_sweep_override():
+        return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+    return str(override.input_line)
+
+
+def refuse_search(line: CommandLine, what: str) -> None:
+    """Raises UserError if the jobs of ``line`` are known only during a search; ``what`` needs them."""
+    if searches(line):
+        message = f"{what} needs all jobs in advance, but this sweeper chooses values by the results of earlier jobs"
+        raise UserError(message, where="hydra/sweeper", fix="hydra/sweeper=hpc_train and values with commas")
+
+
 def wants_dry_run(overrides: Sequence[str]) -> bool:
     """Returns whether the last override of ``launch.dry_run`` is true."""
     values = [override.split("=", 1)[1] for override in overrides if override.lstrip("+").startswith("launch.dry_run=")]

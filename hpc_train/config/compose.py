@@ -78,7 +78,7 @@ class ConfigWithStrategy(Config):
 def put_strategy_in_defaults(wanted: bool) -> None:
     """Puts ``strategy: null`` into the Defaults List, or removes it, for all compositions that follow.
 
-    ``override /strategy: NAME`` in a file requires it there; ``+strategy=NAME`` and ``/strategy: NAME`` do not allow it.
+    ``override /strategy: NAME`` in a file requires it there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it.
     """
     register()
     store, name, node = ConfigStore.instance(), "hpc_train", ConfigWithStrategy if wanted else Config
