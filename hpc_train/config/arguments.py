@@ -17,7 +17,7 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -174,13 +174,14 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def first_values(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides of one possible job of a search: the first value of each sweep, the start of an interval."""
+    """Returns the overrides of one possible job of a search: the first value of each sweep or interval."""
     return [_first_value(override) for override in OverridesParser.create().parse_overrides(list(overrides))]
 
 
 def _first_value(override: Override) -> str:
-    if override.is_interval_sweep():
-        return f"{override.get_key_element()}={override.value().start}"
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return f"{override.get_key_element()}={value.start}"
     if override.is_sweep_override():
         return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
     return str(override.input_line)
@@ -244,6 +245,8 @@ def _chosen(line: CommandLine) -> _Chosen:
     others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
     with initialized(line.primary_directory):
         found = {_choice(line, experiment, others) for experiment in expand(listed)}
+    if not has_strategy:  # then it does not matter which of them choose one
+        found = {choice if choice.overrides_strategy else replace(choice, strategy=False) for choice in found}
     if len(found) > 1:
         raise UserError(
             "the experiments of this sweep differ in how they choose a strategy, or in Hydra's sweeper or mode",

@@ -61,34 +61,29 @@ class Trials:
         Trials of an earlier search in the same directory are kept: the numbers of the runs continue after them.
 
         Raises:
-            UserError: the values of all trials are refused, and none has succeeded before.
             JobFailed: no trial has succeeded yet, and several have failed.
         """
-        jobs, refused = self._checked(batch, self._first + first)
+        jobs = self._accepted(batch, self._first + first)
         found: dict[int, JobReturn] = {}
         if jobs:
             queue = self._run(jobs)
             if queue.stopped:
                 sys.exit(Exit.STOPPED)
             found = {job.number: result_of(job, view) for job, view in zip(queue.jobs, queue.views, strict=True)}
-        elif not self._succeeded:
-            raise next(iter(refused.values()))
         returns = []
         for number, overrides in enumerate(batch, start=self._first + first):
             returns.append(found.get(number) or _failed(overrides, f"job {number} was refused", Exit.REFUSED))
         self._count(returns)
         return returns
 
-    def _checked(self, batch: Sequence[Sequence[str]], first: int) -> tuple[list[Job], dict[int, UserError]]:
+    def _accepted(self, batch: Sequence[Sequence[str]], first: int) -> list[Job]:
         jobs: list[Job] = []
-        refused: dict[int, UserError] = {}
         for number, overrides in enumerate(batch, start=first):
             try:
                 jobs.append(self._prepare(number, overrides))
             except UserError as error:
-                refused[number] = error
                 print(error, file=sys.stderr)
-        return jobs, refused
+        return jobs
 
     def _count(self, returns: Sequence[JobReturn]) -> None:
         failed = [each._return_value for each in returns if each.status == JobStatus.FAILED]
