@@ -36,7 +36,9 @@ from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
-OVERRIDES_STRATEGY = re.compile(r"Could not override 'strategy'\. No match in the defaults list")
+OVERRIDES_STRATEGY = re.compile(  # the errors of Hydra 1.3 and 1.4
+    r"Could not override 'strategy'\. No match in the defaults list|No earlier Group Default for 'strategy' exists"
+)
 EXPERIMENT = re.compile(r"\+{0,2}experiment=")
 ONE_VALUE = (
     "run.name", "run.root", "run.fork", "run.group", "run.snapshot",
@@ -169,7 +171,8 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     try:
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:
-        raise UserError(str(error), where="the command line", fix="values with commas: optim.lr=1e-3,3e-4") from error
+        fix = "values with commas: optim.lr=1e-3,3e-4; interval() needs a sweeper that searches: hydra/sweeper=optuna"
+        raise UserError(str(error), where="the command line", fix=fix) from error
     return jobs
 
 

@@ -45,6 +45,8 @@ def instead_of(group: str, option: str) -> str | None:
 
 
 def instead_of_key(key: str) -> str | None:
-    """Returns what replaces the key ``hydra.launcher.NAME`` of the submitit launcher; None for other keys."""
+    """Returns what replaces ``hydra.launcher.NAME`` of the submitit launcher or a variable of Hydra; else None."""
     group, _, name = key.rpartition(".")
+    if group == "hydra.job.env_set":
+        return f"+cluster.env.{name}=VALUE"
     return f"{SUBMITIT_KEYS[name]}=VALUE" if group == "hydra.launcher" and name in SUBMITIT_KEYS else None

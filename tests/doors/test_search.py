@@ -127,7 +127,7 @@ def test_results_are_in_order_and_hold_the_metric_or_the_failure(tmp_path: Path,
     ]  # fmt: skip
     assert (found[0].return_value, found[3].return_value) == (2.0, 0.5)
     assert [item.number for item in queue.jobs] == [0, 2, 3]
-    with pytest.raises(JobFailed, match="hpc_train why .*/jobs/2 ") as caught:
+    with pytest.raises(JobFailed, match=r"hpc_train why .*/jobs/2 ") as caught:
         _ = found[2].return_value
     assert caught.value.code == 93
 
