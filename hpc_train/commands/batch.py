@@ -19,7 +19,7 @@ import psutil
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.cluster.allocation import refuse_misplaced, workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
@@ -63,6 +63,7 @@ def freeze_run(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     register_launcher()
     line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
+    refuse_search(line, "freeze")
     jobs = expand(line.overrides)
     overrides = _overrides_of_task(jobs, options.task, line.multirun)
     with own_files_checked(line), line.composer() as compose:

@@ -22,6 +22,7 @@ from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
+from hpc_train.launch.search import JobFailed
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
@@ -59,6 +60,13 @@ def main(arguments: list[str]) -> int:
         sys.argv = [before[0], *arguments]
         try:
             hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(task)()
+        except SystemExit as error:
+            if line.runs or error.code != 1:
+                raise
+            return Exit.REFUSED  # Hydra has printed what it cannot show
+        except JobFailed as error:  # a sweeper has read the result of a failed job
+            print(error, file=sys.stderr)
+            return error.code
         finally:
             sys.argv = before
     return 0

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,25 @@ def register() -> None:
     add("hpc_train.directory", run_directory, use_cache=True)
     add("hpc_train.root", default_root)
     add("hpc_train.steps_unless", _steps_unless)
+
+
+@dataclass
+class ConfigWithStrategy(Config):
+    """The schema with ``strategy`` in the Defaults List."""
+
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"strategy": None}])
+
+
+def put_strategy_in_defaults(wanted: bool) -> None:
+    """Puts ``strategy: null`` into the Defaults List, or removes it, for all compositions that follow.
+
+    ``override /strategy: NAME`` in a file requires it there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it.
+    """
+    register()
+    store, name, node = ConfigStore.instance(), "hpc_train", ConfigWithStrategy if wanted else Config
+    if OmegaConf.get_type(store.load(f"{name}.yaml").node) is not node:
+        del store.repo[f"{name}.yaml"]  # Hydra 1.4 warns of a node that is stored twice
+        store.store(name=name, node=node)
 
 
 def _steps_unless(epochs: float | None, steps: int) -> int | None:

@@ -24,7 +24,7 @@ from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.code import take_code_again
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.processes import this_process
@@ -173,9 +173,7 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
 
 def worst(views: Sequence[View]) -> Exit:
     """Returns the exit code for several jobs: the worst of theirs."""
-    codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
-    order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
-    return next((code for code in order if code in codes), Exit.DONE)
+    return worst_exit(view.exit for view in views)
 
 
 def _resume_hint(job: Job) -> str:

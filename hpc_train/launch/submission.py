@@ -39,6 +39,7 @@ class JobQueue:
         self._waiting = list(jobs)
         self._submitted: dict[int, Submitted] = {}
         self._views: dict[int, View] = {}
+        self.stopped = False  # by the user of this process
 
     @property
     def views(self) -> list[View]:
@@ -73,6 +74,7 @@ class JobQueue:
 
     def stop_all(self, *, cancel: bool) -> None:
         """Drops the waiting jobs and stops the submitted ones; with ``cancel`` they need not save a checkpoint."""
+        self.stopped = True
         self.drop_waiting()
         for item in self._open():
             record_stop_request(item.job.run)

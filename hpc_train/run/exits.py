@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -17,6 +18,12 @@ class Exit(IntEnum):
     STOPPED = 75  # stopped on request, after a checkpoint (EX_TEMPFAIL: run again to resume)
     GAVE_UP = 93  # do not requeue
     DETACHED = 130  # the submitter was left with Ctrl-C; the jobs keep running
+
+
+def worst_exit(codes: Iterable[int | None]) -> Exit:
+    """Returns the exit code for several jobs, the worst of theirs; None stands for a job that was not started."""
+    found = {Exit.STOPPED if code is None else code for code in codes}
+    return next((code for code in (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED) if code in found), Exit.DONE)
 
 
 class Failure(StrEnum):

@@ -94,7 +94,9 @@ def test_a_failing_rank_is_named_with_its_own_traceback(
 
 
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
-    done = hpc_train("+strategy=dp", *FAULTY, "+model.args.call=3,99", "run.name=sweep", "-m", cwd=tmp_path)
+    """The batches after that of the failed job are run."""
+    sweep = ["+model.args.call=3,99", "hydra.sweeper.max_batch_size=1", "run.name=sweep", "-m"]
+    done = hpc_train("+strategy=dp", *FAULTY, *sweep, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
 
