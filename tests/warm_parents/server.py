@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -18,7 +19,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.warm_parents.sitecustomize import SOCKET, surroundings
+from tests.warm_parents.sitecustomize import JOINABLE, SOCKET, surroundings
 
 
 def main(address: str) -> None:
@@ -96,7 +97,8 @@ def fork(request: dict[str, Any], descriptors: list[int], own: list[socket.socke
 
 
 def become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Gives this process the descriptors, limits, variables and paths that a child of the agent would have."""
+    """Gives this process what a child of the agent would have: namespaces, descriptors, limits, variables and paths."""
+    join_namespaces(request["pid"])
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     above = max(*request["descriptors"], *descriptors) + 1
@@ -124,6 +126,17 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     gc.enable()
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")
+
+
+def join_namespaces(pid: int) -> None:
+    """Enters the namespaces of ``pid``; the nodes of a cluster with a network have a namespace of their own each."""
+    for kind in JOINABLE:
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{kind}"):  # noqa: PTH115
+            continue
+        with open(theirs) as namespace:  # noqa: PTH123
+            if ctypes.CDLL(None).setns(namespace.fileno(), 0):
+                raise OSError(f"cannot enter {theirs}")
 
 
 if __name__ == "__main__":
