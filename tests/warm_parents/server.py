@@ -1,4 +1,4 @@
-"""Imports torch, and forks a process that runs the command line of a forkserver for each request of an agent."""
+"""Imports torch and the workers, and forks a process that runs the command line of a forkserver for each request."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from typing import Any
 
 from tests.warm_parents.sitecustomize import JOINABLE, SOCKET, surroundings
 
+REPOSITORY = Path(__file__).parents[2]
+
 
 def main(address: str) -> None:
     """Serves until standard input is closed."""
@@ -28,7 +30,7 @@ def main(address: str) -> None:
     listener.bind(address)
     listener.listen(64)
     own = sys.executable, surroundings()
-    import_torch()
+    import_modules()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
         assert ready == [listener]
@@ -38,8 +40,8 @@ def main(address: str) -> None:
     shutil.rmtree(Path(address).parent)
 
 
-def import_torch() -> None:
-    """Imports what the warm parents of all agents import, other than hpc_train itself."""
+def import_modules() -> None:
+    """Imports what the warm parents of agents import, but for a module that switches the collector off."""
     gc.disable()
     import torch._dynamo
     import torch.distributed.checkpoint
@@ -48,14 +50,25 @@ def import_torch() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel  # noqa: F401
 
+    import hpc_train.elastic.rendezvous.store
+    import hpc_train.elastic.worker_process
+    import hpc_train.parallel.pipeline_engine
+    import hpc_train.train.worker  # noqa: F401
+
     gc.freeze()  # forked processes share the memory, as long as no collector writes to it
+
+
+def finds_this_code(request: dict[str, Any]) -> bool:
+    """Returns whether the process would import hpc_train from here, and not a snapshot or a copy."""
+    folders = (Path(request["directory"], entry) for entry in request["search_path"])
+    return next((folder for folder in folders if (folder / "hpc_train" / "__init__.py").exists()), None) == REPOSITORY
 
 
 def answer(connection: socket.socket, listener: socket.socket, own: tuple[str, Any]) -> None:
     """Forks the process that a request asks for and sends its pid; sends 0 if a fork cannot equal a new process."""
     request, descriptors = receive(connection)
     try:
-        same = (request["python"], request["surroundings"]) == own
+        same = (request["python"], request["surroundings"]) == own and finds_this_code(request)
         pid = fork(request, descriptors, [connection, listener]) if same else 0
     finally:
         close(descriptors)
