@@ -90,8 +90,7 @@ class _Output:
 
 
 def _request(cwd: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    mask = os.umask(0)
-    os.umask(mask)
+    status = Path("/proc/self/status").read_text()  # os.umask would change it, for other threads too
     return {
         "python": sys.executable,
         "surroundings": surroundings(environment),
@@ -102,7 +101,7 @@ def _request(cwd: Path, arguments: Sequence[str], environment: Mapping[str, str]
         "no_bytecode": sys.dont_write_bytecode,
         "directory": str(cwd.resolve()),
         "environment": dict(environment),
-        "umask": mask,
+        "umask": int(status.partition("Umask:")[2].split()[0], 8),
         "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         "pid": os.getpid(),
     }
