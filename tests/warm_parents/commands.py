@@ -57,13 +57,14 @@ def run(
             return None
         try:
             connection.settimeout(timeout)
-            code = int.from_bytes(connection.recv(BYTES), "big", signed=True)
+            code = connection.recv(BYTES)
+            assert code, "the server was killed"
             texts = [output.read(deadline) for output in outputs]
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(["hpc_train", *arguments], timeout) from None
-    return subprocess.CompletedProcess(["hpc_train", *arguments], code, *texts)
+    return subprocess.CompletedProcess(["hpc_train", *arguments], int.from_bytes(code, "big", signed=True), *texts)
 
 
 class _Output:
