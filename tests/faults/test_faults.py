@@ -13,6 +13,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,8 @@ def test_the_bound_of_the_soak_is_that_of_clopper_and_pearson() -> None:
 def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
     """The first port that each attempt would use is taken."""
     if not LONG:
-        assert_survives(tmp_path / "run", draw(0, len(SHORT), SHORT, FIRST_STEP, SPACING), around)
+        warm = replace(around, variables={**around.variables, **with_server(os.environ)})
+        assert_survives(tmp_path / "run", draw(0, len(SHORT), SHORT, FIRST_STEP, SPACING), warm)
         return
     progress = Progress.of("soak")
     assert progress.file is not None

@@ -38,4 +38,7 @@ def _server() -> tuple[str, subprocess.Popen[bytes]]:
     """Starts the server; returns the address of its socket and the process, which ends with this one."""
     address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/warm_parents"
     command = [sys.executable, "-m", "tests.warm_parents.server", address]
-    return address, subprocess.Popen(command, cwd=HERE.parents[1], stdin=subprocess.PIPE, start_new_session=True)
+    room = {**os.environ, "TESTS_ROOM": "." * 65536}  # for the environments of the processes that it forks
+    return address, subprocess.Popen(
+        command, cwd=HERE.parents[1], env=room, stdin=subprocess.PIPE, start_new_session=True
+    )

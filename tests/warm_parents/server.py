@@ -129,6 +129,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    show_environment()
     sys.path[:] = request["search_path"]
     sys.argv[:] = ["-c"]
     sys.dont_write_bytecode = request["no_bytecode"]
@@ -139,6 +140,18 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     gc.enable()
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")
+
+
+def show_environment() -> None:
+    """Makes ``/proc/PID/environ`` show the environment, as that of a new process, where the server has the room.
+
+    The strings of the server's own environment, which nothing refers to any more, are overwritten.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc_pid_stat(5)
+    text = b"".join(b"%s=%s\0" % item for item in os.environb.items())
+    if len(text) < end - start:
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def join_namespaces(pid: int) -> None:
