@@ -44,7 +44,8 @@ class Memory:
         return max(vars(self), key=lambda name: float(getattr(self, name)))
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in vars(self).items() if size or name != "hooks")
+        shown = {name: size for name, size in vars(self).items() if size or name != "hooks"}
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown.items())
         return f"{format_bytes(self.total)} ({parts})"
 
 
