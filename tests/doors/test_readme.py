@@ -60,7 +60,8 @@ def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
         return [*arguments, *([] if LONG else [*small, *BENCH.get(arguments[1], [])])]
     again = sum(name is not None and name in shlex.split(one, comments=True) for one in before)
     steps = [] if "telemetry.profile.steps" in given else [f"train.steps={2 * (1 + again)}"]
-    workers = ["cluster.cpu_workers=2"] if "train.compile=true" in arguments else []  # each compiles for itself
+    costly = "train.compile=true" in arguments or data == "sft"  # each worker compiles, or reads the chats, for itself
+    workers = ["cluster.cpu_workers=2"] if costly else []
     own = [NO_WANDB] if LONG else [NO_WANDB, *steps, *small, *workers]
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 
