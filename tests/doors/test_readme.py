@@ -92,7 +92,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (path / "examples").symlink_to(REPOSITORY / "examples")
     hugging_face = found["docs/howto/huggingface.md"]
     write_chat_model(hugging_face / "chat-model")
-    write_jsonl(hugging_face / "chats.jsonl", chats(64))
+    write_jsonl(hugging_face / "chats.jsonl", chats(800))
     draw(found["docs/howto/data.md"] / "pictures", {"train": 8, "validation": 2})
     return found
 

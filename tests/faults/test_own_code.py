@@ -104,6 +104,7 @@ def output_of(run: Path, script: str, kill_after: int) -> str:
     return "".join(path.read_text() for path in sorted(directory.logs.rglob("*")) if path.is_file())
 
 
+@pytest.mark.timeout(1200)
 def test_a_lightning_script_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     output = output_of(tmp_path / "run", "lightning_script.py", kill_after=12)
@@ -112,6 +113,7 @@ def test_a_lightning_script_goes_on(tmp_path: Path) -> None:
     assert record["global_step"] == 20
 
 
+@pytest.mark.timeout(1200)
 def test_an_accelerate_script_goes_on_and_ends_with_the_same_loss(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     outputs = [output_of(tmp_path / f"run-{step}", "accelerate_script.py", kill_after=step) for step in (0, 11)]

@@ -15,7 +15,7 @@ from tests.notebooks.execute import code_cells
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SHORT = {
     "NOTEBOOK_STEPS": "4",
-    "NOTEBOOK_CASES": "dp:2 zero3:2",
+    "NOTEBOOK_CASES": "zero3:2",
     "NOTEBOOK_OVERRIDES": "batch.global_size=8 cluster.gpus_per_node=0 cluster.cpu_workers=2",
     "NOTEBOOK_TEXT": "data.sequence_length=32 data.pattern=json/*.py",
     "MPLBACKEND": "agg",
