@@ -217,7 +217,7 @@ def submit(
     Raises:
         UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
     """
-    console = Console() if verbose else Console(file=io.StringIO())
+    console = Console() if verbose else Console(file=io.StringIO(), force_jupyter=False)
     try:
         paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console)
     except Exception as error:

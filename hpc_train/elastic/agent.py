@@ -159,7 +159,7 @@ def _run(
     ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
-        code = _code_of_workers(run, config, entry, store, Path(progress))
+        code = _code_of_workers(run, config, entry, store, progress)
         server = stores = None
         address: ServerAddress | None
         try:
