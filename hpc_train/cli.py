@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_train.commands import COMMANDS
-from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
@@ -48,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
+        from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
+
         mistake = translate(error) or out_of_descriptors(error)
         if mistake is None:
             raise

@@ -15,7 +15,6 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
-from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
@@ -109,6 +108,8 @@ def _nodes_here() -> int:
 
 def run_in_foreground(run: RunDirectory) -> int:
     """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code."""
+    from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
+
     console = Console()
     go_on = resume_command(sys.argv[1:], run, load(run).run.root)
     progress = Progress(run, console, go_on)
