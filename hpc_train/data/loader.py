@@ -11,8 +11,10 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -113,9 +115,10 @@ class MicroBatchReader:
             generator=torch.Generator(),  # a generator of its own keeps the process's random state unchanged
         )
         before = set(multiprocessing.active_children())
-        self._iterator: Iterator[Stacked | Exception] | None = iter(loader)
-        processes = tuple(set(multiprocessing.active_children()) - before)
-        self._stop = Finalize(self, _stop, args=(self._iterator, processes), exitpriority=100)
+        with _on_exit_of_a_child(signal.SIG_DFL):  # without the handler that torch installs
+            self._iterator: Iterator[Stacked | Exception] | None = iter(loader)
+        self._processes = tuple(set(multiprocessing.active_children()) - before)
+        self._stop = Finalize(self, _stop, args=(self._iterator, self._processes), exitpriority=100)
 
     def __iter__(self) -> Iterator[Stacked]:
         return self
@@ -125,7 +128,9 @@ class MicroBatchReader:
             raise StopIteration
         death = ""
         try:
-            stacked = next(self._iterator)
+            with _on_exit_of_a_child(self._find_death):
+                self._find_death()
+                stacked = next(self._iterator)
         except RuntimeError as error:
             death = self._death_notice(error)
         if death:  # outside the handler, since the error's frames keep the dead iterator alive
@@ -140,6 +145,13 @@ class MicroBatchReader:
         """Stops the loader processes; further calls do nothing."""
         self._iterator = None
         self._stop()
+
+    def _find_death(self, *_: object) -> None:
+        """Raises RuntimeError if a loader process has failed."""
+        for process in self._processes:
+            if process.exitcode:
+                ended = f"was killed by {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else "failed"
+                raise RuntimeError(f"process {process.pid} {ended}")
 
     def _death_notice(self, error: RuntimeError) -> str:
         if not self._workers:
@@ -283,6 +295,22 @@ def _init_loader_process(parent: int, number: int) -> None:
     for name in _IGNORED_SIGNALS:
         signal.signal(name, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+@contextmanager
+def _on_exit_of_a_child(handler: Callable[..., None] | signal.Handlers) -> Iterator[None]:
+    """Handles SIGCHLD with ``handler`` meanwhile; only the main thread can.
+
+    A handler that raises must not stay: it would interrupt the process at any point, for example within a save.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGCHLD, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, previous or signal.SIG_DFL)
 
 
 def _stop(iterator: Iterator[Stacked | Exception], processes: tuple[BaseProcess, ...]) -> None:

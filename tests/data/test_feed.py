@@ -148,6 +148,20 @@ def test_a_dead_loader_process_is_an_error_that_names_the_samples() -> None:
     steps.close()
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 10.0])
+def test_the_death_of_a_loader_process_interrupts_only_the_wait_for_data(wait_s: float) -> None:
+    steps = feed(Where(), loader_workers=1)
+    first = next(steps).micro_batches[0].inputs[0].tolist()
+    os.kill(first[0], signal.SIGKILL)
+    until = time.monotonic() + wait_s
+    while Path(f"/proc/{first[0]}/stat").read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.01)  # a save could be here
+    with pytest.raises(SampleError, match=rf"loader process died .*{first[0]}.*batch.loader_workers=0"):
+        for _ in range(12):
+            next(steps)
+    steps.close()
+
+
 def test_loader_processes_compute_on_one_thread_and_ignore_stop_requests() -> None:
     steps = feed(Where(), loader_workers=2)
     first = next(steps).micro_batches[0].inputs[0].tolist()
