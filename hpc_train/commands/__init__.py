@@ -6,7 +6,7 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 
 # the name on the command line -> the function, as "module:function"
 COMMANDS = {
-    "agent": "batch:start_agent",
+    "agent": "agent:start_agent",
     "bench": "bench:main",
     "cancel": "submitted:cancel",
     "checkpoint": "checkpoint:main",
