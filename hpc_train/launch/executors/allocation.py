@@ -108,11 +108,12 @@ def _nodes_here() -> int:
 
 def run_in_foreground(run: RunDirectory) -> int:
     """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code."""
-    from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
-
     console = Console()
     go_on = resume_command(sys.argv[1:], run, load(run).run.root)
     progress = Progress(run, console, go_on)
+    progress.tick()  # says that the run starts, while the agent is imported
+    from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
+
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
