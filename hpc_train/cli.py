@@ -15,7 +15,6 @@ from pathlib import Path
 from hpc_train.commands import COMMANDS, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
-from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
@@ -49,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
+        from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
+
         mistake = translate(error) or out_of_descriptors(error)
         if mistake is None:
             raise

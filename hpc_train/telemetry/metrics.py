@@ -164,6 +164,9 @@ class WandbIdentity:
 class WandbRun:
     """Sends metrics to W&B in a separate thread; a ``metrics.Sink`` on rank 0 only.
 
+    The thread imports wandb when it has the first line of metrics. The import and the start of a W&B run take more than
+    a second of processor time, which would otherwise delay the first step of every attempt.
+
     Attributes:
         mode: online, offline or disabled; None until the thread has determined it.
     """
@@ -217,6 +220,7 @@ class WandbRun:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _session(self) -> None:
+        line = self._queue.get()
         import wandb
 
         if self.mode == "offline" and (old := _loses_attempts(wandb.__version__)):
@@ -239,8 +243,9 @@ class WandbRun:
         # use a custom step, because W&B drops lines with a smaller step, which a resume produces
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        while (line := self._queue.get()) is not None:
+        while line is not None:
             run.log({key: _as_html(value) if isinstance(value, str) else value for key, value in line.items()})
+            line = self._queue.get()
         if self._checkpoint is not None:
             artifact = wandb.Artifact(f"checkpoint-{identity.run_id}", type="model")
             artifact.add_dir(str(self._checkpoint))

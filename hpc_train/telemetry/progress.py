@@ -55,6 +55,7 @@ class Progress:
         self._live: Live | None = None
         self._looked = self._printed = float("-inf")
         self._shown: dict[str, Any] | None = None
+        self._built = self._announced = False
 
     def tick(self) -> None:
         """Updates the display; it is cheap and meant to be called several times per second."""
@@ -65,6 +66,9 @@ class Progress:
         self._take(self._look.poll, LOOK_S)
         if self._console.is_terminal:
             self._update_live()
+        elif not self._announced and not self._recent:
+            self._announced = True
+            self._say(self._line())
         elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
             self._print()
 
@@ -96,6 +100,8 @@ class Progress:
             if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
                 self._recent.clear()
             self._recent.append(line)
+        # rank 0 records the number of steps when it has built a new run, and an event when it has resumed one
+        self._built |= bool(events) or (self._first_attempt == 0 and self._total is not None)
         for event in events:
             if (message := self._saves.message(event)) is not None:
                 self._say(message)
@@ -121,13 +127,18 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> str:
-        return progress_line(list(self._recent), self._total, self._restarts, self._saves.failed)
+        return progress_line(list(self._recent), self._total, self._restarts, self._saves.failed, self._built)
 
 
-def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0) -> str:
-    """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves."""
+def progress_line(
+    recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0, built: bool = False
+) -> str:
+    """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves.
+
+    Without a line it says what the run is waiting for; ``built``: the model is built and has its weights.
+    """
     if not recent:
-        return "starting"
+        return f"starting: {'first step' if built else 'importing torch, connecting the ranks and building the model'}"
     line = recent[-1]
     parts = [f"step {line['step']}" + (f"/{total}" if total else "")]
     if line.get("loss") is not None:

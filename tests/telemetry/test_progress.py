@@ -34,7 +34,8 @@ def log(run: RunDirectory, attempt: int, *steps: int) -> None:
 
 
 def test_the_line() -> None:
-    assert progress_line([], 100) == "starting"
+    assert "importing torch" in progress_line([], 100)
+    assert progress_line([], 100, built=True) == "starting: first step"
     first = {"time": 0.0, "step": 10, "loss": 4.25, "tokens_per_s": 12345.6, "step_s": 3.0}
     assert progress_line([first], 100) == "step 10/100 · loss 4.2500 · 12,346 tokens/s · 4:30 left"
     last = first | {"time": 40.0, "step": 20, "loss": None}

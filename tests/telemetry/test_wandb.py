@@ -74,6 +74,9 @@ def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypat
 
     install(monkeypatch, init)
     run = WandbRun(WandbConfig(mode="offline", project="p"), identity(tmp_path))
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        assert not asked, "W&B starts before the first step"
     for step in (1, 2, 3, 2, 3):
         run.log({"step": step, "loss": float(step)})
     run.finish(checkpoint=tmp_path)

@@ -15,7 +15,6 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
-from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
@@ -116,6 +115,9 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int
     console = Console()
     again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
     progress = Progress(run, console, again)
+    progress.tick()  # says that the run starts, while the agent is imported
+    from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
+
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
