@@ -41,7 +41,6 @@ from hpc_train.elastic.decision import Budget, History, over_budget
 from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
-from hpc_train.elastic.logs import nonfailing_streams
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.client import (
@@ -69,6 +68,7 @@ from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
+from hpc_train.run.streams import nonfailing_streams
 from hpc_train.slurm.client import is_suspended
 
 ENTRY = "hpc_train.train.worker:train"

@@ -93,11 +93,11 @@ def _no_core_files() -> None:
 
 
 def _redirect(output: Connection) -> None:
+    for stream in (sys.stdout, sys.stderr):  # before the pipe: it seeks in a file, if the stream was opened on one
+        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
 
 
