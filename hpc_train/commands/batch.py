@@ -29,6 +29,7 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus, gpu_export_lines, gpus_of_this_job
+from hpc_train.launch.job_status import final_code
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import NO_SITE, options, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
@@ -226,4 +227,5 @@ def start_agent(arguments: list[str]) -> int:
     if not options.trust_owner:
         refuse_foreign(run, config)
     reexec_from_snapshot(run)
-    return run_agent(run)
+    code = run_agent(run)
+    return code if "SLURM_JOB_ID" in os.environ else final_code(code, run)  # the batch script asks the agents' records

@@ -19,7 +19,8 @@ from hpc_train.launch.lookup import RunHandle, find_my_runs, find_runs, statuses
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.telemetry.progress import failing, saves, spent_line
+from hpc_train.telemetry.notices import failing, saves
+from hpc_train.telemetry.progress import spent_line
 from hpc_train.units import format_duration
 
 

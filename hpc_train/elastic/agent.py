@@ -30,6 +30,7 @@ from hpc_train.cluster.environment import (
     export_job_environment,
     node_local_caches,
     own_environment,
+    refuse_unknown_interface,
     threads_per_rank,
 )
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
@@ -41,6 +42,7 @@ from hpc_train.elastic.decision import Budget, History, over_budget
 from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
+from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.client import (
@@ -148,6 +150,8 @@ def _run(
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
+    if allocation.node_rank == 0:
+        _refuse_third_kill(run, config, allocation)
     node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
     output = FileWriter("the output of the workers")
@@ -203,6 +207,19 @@ def _run(
                 server.join()
 
 
+def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation) -> None:
+    """Raises UserError, and records it, if Slurm has killed the last two steps of this job for their memory."""
+    attempt = read_or(run.newest_attempt, -1)
+    killed = read_or(lambda: find_killed_step(run, allocation.launch_id, attempt), None)
+    try:
+        refuse_third_kill(run, killed, config.cluster.mem)
+    except UserError as error:
+        assert killed is not None
+        with closing(EventLog.open(run, f"agent-{allocation.node_name}", attempt)) as events:
+            events.write("failed", **end_event(killed, error))
+        raise
+
+
 def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str, folder: Path) -> str | Script:
     """Returns the command of the run, or the entry point of its workers after it has started their warm parent."""
     if config.run.command is not None:
@@ -230,6 +247,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     gpus = workers = 0
     unfit = refusal = None
     try:
+        refuse_unknown_interface()
         gpus, workers = workers_per_node(config.cluster)
         unfit = check_health(config.cluster)
     except UnusableGpus as error:

@@ -6,7 +6,6 @@ neither waits for a file system. Lines are prefixed by time and rank, and the fi
 
 from __future__ import annotations
 
-import os
 import re
 from collections import deque
 from contextlib import suppress

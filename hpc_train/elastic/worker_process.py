@@ -93,11 +93,15 @@ def _no_core_files() -> None:
 
 
 def _redirect(output: Connection) -> None:
-    for stream in (sys.stdout, sys.stderr):  # before the pipe: it seeks in a file, if the stream was opened on one
-        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        old.reconfigure(line_buffering=True)  # handlers of loggers may hold it
+        # a new one, since the old one cannot change its errors if it was opened on a file: it would seek in the pipe
+        errors = "replace" if old.errors == "strict" else old.errors
+        setattr(sys, name, open(descriptor, "w", buffering=1, encoding=old.encoding, errors=errors, closefd=False))
     faulthandler.enable()
 
 

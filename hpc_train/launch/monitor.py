@@ -21,7 +21,7 @@ from hpc_train.config.schema import Config
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import View, attempt_end, resume_command, time_left
+from hpc_train.launch.job_status import View, attempt_end, how_stopped, resume_command, time_left
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.exits import Exit
@@ -165,15 +165,15 @@ def report(queue: JobQueue, console: Console) -> Exit:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if view.message:
             print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
-        if view.exit == Exit.STOPPED:
-            how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
-            print(f"{how}; resume with:\n  {_resume_hint(job)}")
+        if view.state in ("cancelled", "stopped") and view.exit is not None:
+            print(f"{how_stopped(view.exit, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
 
 
 def worst(views: Sequence[View]) -> Exit:
-    """Returns the exit code for several jobs: the worst of theirs."""
-    codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
+    """Returns the exit code for several jobs: the worst of theirs. Jobs that were not started are like the others."""
+    ended = [view.exit for view in views if view.exit is not None]
+    codes = ended if Exit.STOPPED in ended or len(ended) == len(views) else [*ended, Exit.FAILED]
     order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
     return next((code for code in order if code in codes), Exit.DONE)
 

@@ -32,7 +32,8 @@ def replace_unencodable() -> None:
     """Makes stdout and stderr write a question mark for a character that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
+            with suppress(OSError):  # it was opened on a file, and its descriptor is now a pipe
+                stream.reconfigure(errors="replace")
 
 
 class _NonFailingStream:

@@ -14,6 +14,8 @@ from tests.doors.command import TINY, environment, hpc_train
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
+BY_TORCHRUN = TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}
+
 
 @pytest.mark.parametrize(
     "variables",
@@ -25,7 +27,10 @@ def test_one_process_per_node_is_right(variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"}, TORCHRUN | {"RANK": "1", "TORCHELASTIC_RUN_ID": "x"}],
+    [
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"},
+        TORCHRUN | {"RANK": "1", "TORCHELASTIC_RUN_ID": "x"},
+    ],
 )
 def test_the_others_leave_without_a_word(variables: dict[str, str]) -> None:
     with pytest.raises(SystemExit) as end:

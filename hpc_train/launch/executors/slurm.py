@@ -26,10 +26,10 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
-from hpc_train.launch.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.sbatch import (
     NO_SITE,
     Options,

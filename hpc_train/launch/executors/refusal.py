@@ -1,4 +1,4 @@
-"""Translates a refusal of sbatch: every line that it or a submit plugin of the site prints, and a fix that fits them."""
+"""Translates a refusal of sbatch: every line that it or a submit plugin of the site prints, and a fix that fits."""
 
 from __future__ import annotations
 
