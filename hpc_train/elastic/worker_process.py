@@ -13,6 +13,7 @@ import faulthandler
 import fcntl
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import resource
@@ -101,7 +102,9 @@ def _redirect(output: Connection) -> None:
         old.reconfigure(line_buffering=True)  # handlers of loggers may hold it
         # a new one, since the old one cannot change its errors if it was opened on a file: it would seek in the pipe
         errors = "replace" if old.errors == "strict" else old.errors
-        setattr(sys, name, open(descriptor, "w", buffering=1, encoding=old.encoding, errors=errors, closefd=False))
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        new = io.TextIOWrapper(io.BufferedWriter(raw), encoding=old.encoding, errors=errors, line_buffering=True)
+        setattr(sys, name, new)
     faulthandler.enable()
 
 

@@ -280,10 +280,9 @@ def class_of_end(
     if exit_code >= 0:
         return Failure.EXITED, f"exited early with code {exit_code}, without an exception"
     name = f"killed by {signal.Signals(-exit_code).name}"
-    if exit_code in (-signal.SIGKILL, -signal.SIGXCPU) and (limit := cpu_limit()):
-        return Failure.KILLED, f"{name}{limit}"
-    if exit_code == -signal.SIGKILL:
-        return _killed(name, killed)
+    if exit_code in (-signal.SIGKILL, -signal.SIGXCPU):
+        failure, message = _killed(name, killed)
+        return failure, message if failure is Failure.OUT_OF_MEMORY else f"{message}{cpu_limit()}"
     if exit_code == -signal.SIGABRT:
         return _aborted(name, output)
     if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):

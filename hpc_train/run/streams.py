@@ -25,7 +25,7 @@ def open_closed_streams() -> None:
             os.set_inheritable(opened, True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def replace_unencodable() -> None:

@@ -33,44 +33,53 @@ class Notices:
         if name == "evaluation_started":
             self.evaluating = step
         elif name in ("resumed", "rolled_back"):
-            self.kept = int(event.get("to_step", step))
-            self.failed = 0 if name == "resumed" else self.failed
-            self.evaluating = None
-            return _of_restore(event, self.kept)
-        elif name == "checkpoint_set_aside" and not event.get("rolled_back"):
-            return f"the checkpoint of step {step} is damaged and set aside as {event['path']}: {reason(event)}"
-        elif name == "warning":
-            return f"warning: {event['message']}"
+            return self._of_restore(event, step)
         elif name == "checkpoint_saved":
-            before = self.failed
-            self.failed = 0
-            self.kept = step
-            if before:
-                return f"saving works again: checkpoint of step {step} is saved after {saves(before)} failed"
-        elif name == "checkpoint_failed":
-            self.failed += 1
-            if self.failed == 1 and not event.get("final"):
-                return (
-                    f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
-                    f"lose {self._at_stake}"
-                )
-        elif name == "save_deferred":
+            return self._of_save(step)
+        elif name in ("checkpoint_failed", "save_deferred"):
+            return self._of_failed_save(event, step)
+        return _of_other(event, step)
+
+    def _of_restore(self, event: Event, step: int) -> str:
+        self.evaluating = None
+        self.kept = int(event.get("to_step", step))
+        if event["event"] == "rolled_back":
+            return f"rolled back to step {self.kept}: {event.get('reason', '')}"
+        self.failed = 0
+        return f"resumed from the checkpoint of step {step}"
+
+    def _of_save(self, step: int) -> str | None:
+        before, self.failed, self.kept = self.failed, 0, step
+        if not before:
+            return None
+        return f"saving works again: checkpoint of step {step} is saved after {saves(before)} failed"
+
+    def _of_failed_save(self, event: Event, step: int) -> str | None:
+        if event["event"] == "save_deferred":
             return (
                 f"the last save, of step {step}, failed: {reason(event)}\n"
                 f"  retrying for up to {event['seconds']:.0f} s: free some space in {event['path']}; "
                 f"otherwise the run fails and loses {self._at_stake}"
             )
-        return None
+        self.failed += 1
+        if self.failed > 1 or event.get("final"):
+            return None
+        return (
+            f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
+            f"lose {self._at_stake}"
+        )
 
     @property
     def _at_stake(self) -> str:
         return f"the steps after checkpoint {self.kept}" if self.kept else "all steps"
 
 
-def _of_restore(event: Event, step: int) -> str:
-    if event["event"] == "resumed":
-        return f"resumed from the checkpoint of step {step}"
-    return f"rolled back to step {step}: {event.get('reason', '')}"
+def _of_other(event: Event, step: int) -> str | None:
+    if event["event"] == "warning":
+        return f"warning: {event['message']}"
+    if event["event"] == "checkpoint_set_aside" and not event.get("rolled_back"):
+        return f"the checkpoint of step {step} is damaged and set aside as {event['path']}: {reason(event)}"
+    return None
 
 
 def saves(count: int) -> str:
