@@ -19,12 +19,15 @@ from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_descriptors
+from hpc_train.run.streams import open_closed_streams, replace_unencodable
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
+    open_closed_streams()
+    replace_unencodable()
     keep_others_from_writing()
     try:
         here = str(Path.cwd())

@@ -35,4 +35,9 @@ def start_agent(arguments: list[str]) -> int:
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None)
-    return run_agent(run)
+    code = run_agent(run)
+    if "SLURM_JOB_ID" in os.environ:
+        return code  # the batch script asks the agents' records
+    from hpc_train.launch.job_status import final_code
+
+    return final_code(code, run)

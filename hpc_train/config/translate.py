@@ -65,6 +65,8 @@ def _of_override(error: OverrideParseException) -> UserError:
     override = str(error.override)
     key, _, value = override.partition("=")
     fix = "python -m hpc_train --help lists groups and keys"
+    if "=" not in override:
+        return UserError(f"{override} is no override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
     if value.strip() and value.strip()[0] not in "'\"":
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"

@@ -149,8 +149,12 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     assert (place.cancelled if cancelled else place.stopped) == ["0", "1"]
     assert (place.stopped if cancelled else place.cancelled) == []
     assert place.order == [0, 1]
-    assert monitor.report(queue, queue._console) == 75
-    assert "python -m hpc_train -m run.name=sweep/0 +strategy=dp" in capsys.readouterr().out
+    assert monitor.report(queue, queue._console) == 1
+    output = capsys.readouterr().out
+    assert (
+        "before the first checkpoint; start again with:\n  python -m hpc_train -m run.name=sweep/0 +strategy=dp"
+        in output
+    )
 
 
 def test_what_is_said_of_a_cancelled_job(queue: JobQueue, capsys: pytest.CaptureFixture[str]) -> None:
