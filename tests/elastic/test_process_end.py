@@ -194,7 +194,7 @@ def test_both_versions_of_control_groups(tmp_path: Path, membership: str, file: 
 @pytest.mark.parametrize("exit_code", [-signal.SIGKILL, -signal.SIGXCPU])
 def test_a_limit_of_cpu_time_is_named(exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (3, 3))
-    failure, message = class_of_end(exit_code, OomKills({}))
+    failure, message = class_of_end(exit_code, OomKills())
     assert failure is Failure.KILLED
     assert message.endswith("a process may use 3 s of CPU time (ulimit -t)")
     assert "ulimit -t unlimited" in advice_for(failure, message)

@@ -51,7 +51,8 @@ def test_metrics_and_result(tmp_path: Path) -> None:
     assert record["total_steps"] == 10
     result = record["result"]
     assert (result["steps"], result["loss"], result["val_loss"]) == (10, last["loss"], last["val_loss"])
-    assert [event["event"] for event in run.read_events()] == ["checkpoint_saved", "training_finished"]
+    events = ["evaluation_started", "evaluation_started", "checkpoint_saved", "training_finished"]
+    assert [event["event"] for event in run.read_events()] == events
 
 
 def test_epochs_and_padded_batches_count_samples_once(tmp_path: Path) -> None:
