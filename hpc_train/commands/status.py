@@ -20,10 +20,10 @@ from rich.table import Table
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.launch.comparison import Comparison
 from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
+from hpc_train.run.comparison import Comparison
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load

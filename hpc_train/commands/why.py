@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hpc_train.launch.comparison import Comparison
 from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown, sweep_failures
 from hpc_train.launch.job_status import TO_BE_REQUEUED, SlurmStatuses
 from hpc_train.launch.job_table import common_directory, retry_lines
 from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.run.comparison import Comparison
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
 from hpc_train.units import counted, format_bytes, format_duration

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_train.config.schema import Config
-from hpc_train.launch.comparison import Comparison, metric_of
 from hpc_train.launch.job_status import NOT_STARTED, View, time_left
+from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.units import counted, format_duration

@@ -14,7 +14,6 @@ from types import FrameType
 
 from rich.console import Console
 
-from hpc_train.launch.comparison import Comparison
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
@@ -23,6 +22,7 @@ from hpc_train.launch.job_table import JobTable, common_directory, print_message
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.code import take_code_again
+from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.lease import find_live, refuse_live

@@ -15,11 +15,11 @@ from rich.console import Console
 from hpc_train.commands import compare, status, why
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.comparison import Comparison, metric_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.run.code import frozen_code, snapshot_code, take_code_again
+from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.run.files import append_line

@@ -6,16 +6,25 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.schema import Config
-from hpc_train.launch.job_status import View
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 
 Settings = dict[str, str]  # override key -> value, as on the command line
 DEFAULT = "default"  # the value in a table of a key that another run overrides
+
+
+class View(Protocol):
+    """What is compared of a run: its newest logged step, and its exit code, None while it has not ended."""
+
+    @property
+    def metrics(self) -> dict[str, Any]: ...
+
+    @property
+    def exit(self) -> int | None: ...
 
 
 def metric_of(config: Config) -> BestMetric | None:
