@@ -67,6 +67,7 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
     assert len(runs) == (4 if LONG else 2)
     assert all(len(losses(run)) == 6 for run in runs)
+    assert "+strategy=single,dp" in (tmp_path / "outputs" / "sweep" / "multirun.yaml").read_text()
 
 
 @pytest.mark.parametrize(
