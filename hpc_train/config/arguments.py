@@ -253,7 +253,7 @@ def _chosen(line: CommandLine) -> _Chosen:
     """Composes the choices of groups, for each of the swept experiments, if they can decide anything."""
     parsed = OverridesParser.create().parse_overrides(list(line.overrides))
     experiments = [override for override in parsed if override.key_or_group == "experiment"]
-    has_strategy = any(STRATEGY.match(override) for override in line.overrides)
+    has_strategy = _names_strategy(line.overrides)
     own = line.directories or line.config_name != PRIMARY
     if not own and not (experiments and has_strategy) and not any(map(_is_of_hydra, parsed)):
         return _Chosen()
@@ -261,7 +261,9 @@ def _chosen(line: CommandLine) -> _Chosen:
     others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
     with initialized(line.primary_directory):
         found = {_choice(line, experiment, others) for experiment in expand(listed)}
-    if not has_strategy:  # then it does not matter which of them choose one
+    if not has_strategy and not any(
+        _names_strategy(choice.params) for choice in found
+    ):  # then it does not matter which of them choose one
         found = {choice if choice.overrides_strategy else replace(choice, strategy=False) for choice in found}
     if len(found) > 1:
         raise UserError(
@@ -296,8 +298,17 @@ def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str])
             put_strategy_in_defaults(True)
             found = _with_hydra(line, [*others, *experiment])
             return replace(_decided(found), strategy=True, overrides_strategy=True)
-        found = _with_hydra(line, experiment)  # the composition of the job reports what is wrong with the others
+        try:
+            found = _with_hydra(line, experiment)
+        except (HydraException, OmegaConfBaseException):
+            if _names_strategy(line.overrides):
+                raise
+            return _Chosen()  # the composition of the job reports what is wrong, and the file
     return _decided(found)
+
+
+def _names_strategy(overrides: Sequence[str]) -> bool:
+    return any(STRATEGY.match(override) for override in overrides)
 
 
 def _decided(found: DictConfig) -> _Chosen:

@@ -50,6 +50,7 @@ def test_params_of_the_sweeper_are_a_sweep_unless_the_command_line_sets_their_ke
         [f"optim.lr={lr}", f"+strategy={name}"] for lr in ("0.001", "0.0003") for name in ("dp", "pp")
     ]
     assert len(jobs(GRID, "optim.lr=1e-2", "strategy=dp", "-m")) == 1
+    assert jobs(GRID, "experiment=hybrid_8gpu", "-m")[0][1] == "strategy=dp", "the experiment chooses one"
     assert len(jobs(GRID)) == 1, "without -m Hydra does not sweep"
 
 

@@ -68,6 +68,7 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     assert len(runs) == (4 if LONG else 2)
     assert all(len(losses(run)) == 6 for run in runs)
     assert RunDirectory(runs[0]).record()["overrides"][:2] == ["+strategy=single", "optim.lr=0.001"]
+    assert "+strategy=single,dp" in (tmp_path / "outputs" / "sweep" / "multirun.yaml").read_text()
 
 
 @pytest.mark.parametrize(
