@@ -42,7 +42,7 @@ def resume(arguments: list[str]) -> int:
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         if options.json:
-            print(outcome(found.run, found.view({})))
+            print(outcome(found.run, View("done", {}, Exit.DONE)))
             return Exit.DONE
         done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
         print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
