@@ -42,7 +42,7 @@ def resume(arguments: list[str]) -> int:
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         if options.json:
-            print(outcome(found.run, found.view({})))
+            print(outcome(found.run, View("done", {}, Exit.DONE)))
             return Exit.DONE
         record = found.run.record()
         done, total = record["result"]["steps"], record.get("total_steps")

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -21,7 +23,7 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory, sweep_given
-from hpc_train.run.freeze import load, load_plain
+from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
@@ -66,8 +68,15 @@ class RunHandle:
 
     @cached_property
     def plain_config(self) -> dict[str, Any]:
-        """The frozen config without its types and checks, for listing many runs; empty if it is damaged."""
-        return load_plain(self.run)
+        """The frozen config as plain values, in a tenth of the time of ``config``, for listing many runs.
+
+        It is neither checked against the record nor converted to the types of the schema; {} if it is not readable.
+        """
+        try:
+            found = yaml.load(self.run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C parser
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def lives_here(self) -> bool:
         return is_alive(self.submission)

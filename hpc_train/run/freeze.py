@@ -129,18 +129,6 @@ def load(run: RunDirectory) -> Config:
     return converted(node)
 
 
-def load_plain(run: RunDirectory) -> dict[str, Any]:
-    """Returns the frozen config as plain values, in a tenth of the time that ``load`` takes; {} if it is not readable.
-
-    It is neither checked against the record nor converted to the types of the schema.
-    """
-    try:
-        found = yaml.load(run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C parser
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 SETTLE_S = 2.0  # a reader may see the config before a freeze and the record after it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -24,8 +25,9 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     assert cluster.hpc_train("wait", "run", cwd=tmp_path).returncode == 75
     stopped_at = status(cluster, tmp_path, "run")[0]["step"]
     assert 3 <= stopped_at < 100
-    resumed = cluster.hpc_train("resume", "outputs/run", cwd=tmp_path)
+    resumed = cluster.hpc_train("resume", "outputs/run", "--json", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert json.loads(resumed.stdout) == {"run": str(run), "state": "done", "exit_code": 0}
     assert every_step(run) == list(range(1, 101))
     assert status(cluster, tmp_path, "run")[0]["state"] == "done"
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
