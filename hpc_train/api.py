@@ -17,11 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
 from hpc_train.commands.submitted import cancel_runs
-from hpc_train.config.arguments import CommandLine, expand, override_value, wants_dry_run, with_right_plus
+from hpc_train.config.arguments import (
+    CommandLine,
+    expand,
+    override_value,
+    refuse_search,
+    wants_dry_run,
+    with_right_plus,
+)
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
@@ -209,7 +217,7 @@ def submit(
     Raises:
         UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
     """
-    console = Console() if verbose else Console(file=io.StringIO())
+    console = Console() if verbose else Console(file=io.StringIO(), force_jupyter=False)
     try:
         paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console)
     except Exception as error:
@@ -250,12 +258,13 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
     directory = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
     arguments = with_right_plus([*overrides, "--multirun", *directory])
     line = CommandLine.parse(with_imported_model(arguments))
+    refuse_search(line, "submit")
     listed = expand(line.overrides)
     with line.composer() as compose:
         run = compose(listed[0]).run
         sweep = Path(run_directory(run.root, run.name, run.fork))
         jobs = prepare_all(compose, listed, 0, len(listed), sweep, console)
-    queue = enqueue(jobs, sweep, console)
+    queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()
     for job in jobs:
         job.run.update_record(claimed_by={})  # from now on the run belongs to its job and not to this process

@@ -5,7 +5,6 @@ A user's mistake, found by Hydra or by hpc_train, becomes one message and exit c
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
@@ -13,17 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS
+from hpc_train.commands import COMMANDS, function_of
+from hpc_train.commands.completion import is_own
+from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_descriptors
+from hpc_train.run.streams import open_closed_streams, replace_unencodable
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
+    open_closed_streams()
+    replace_unencodable()
     keep_others_from_writing()
     try:
         here = str(Path.cwd())
@@ -57,16 +61,19 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    name = "train"
-    rest = arguments
-    if arguments and COMMAND.fullmatch(arguments[0]):
-        name = arguments[0]
-        rest = arguments[1:]
+    if is_own(arguments):
+        return complete_words, arguments
+    named = bool(arguments) and COMMAND.fullmatch(arguments[0]) is not None
+    name, rest = (arguments[0], arguments[1:]) if named else ("train", arguments)
+    if name == "help" and rest and COMMAND.fullmatch(rest[0]):
+        name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, sorted(COMMANDS)))
-    module, function = COMMANDS[name].split(":")
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hpc_train.commands.{module}"), function)
-    return command, rest
+    if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
+        name = "help"  # Hydra's own would load every file of every config group
+    if not named and arguments == ["--version"]:
+        name, rest = "help", ["--version"]
+    return function_of(name), rest
 
 
 @contextmanager

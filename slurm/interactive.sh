@@ -27,5 +27,6 @@ cores=${SLURM_CPUS_PER_TASK:-${cores%%(*}}
 # Passes the GPUs of the allocation on to srun, which does not do so by itself if they come with --exclusive alone.
 source "$run/gpus.sh"
 
-# One agent per node. --interactive is not needed, since agents use no terminal. Ctrl-C reaches the agents, not srun.
-srun --ntasks-per-node=1 --cpus-per-task="$cores" --kill-on-bad-exit=1 python -m hpc_train agent "$run"
+# One agent per node; that of the first node prints the training here. --interactive is not needed, since agents use no
+# terminal. Ctrl-C reaches the agents, not srun.
+srun --ntasks-per-node=1 --cpus-per-task="$cores" --kill-on-bad-exit=1 python -m hpc_train agent --progress "$run"

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.host_memory import free_memory
@@ -33,6 +33,7 @@ from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.plots import check_plot
 from hpc_train.units import GIB, format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
             fix="a positive number, or omit the option",
         )
     if options.plot is not None:
-        check_plot(options.plot)
+        check_plot(options.plot, "--plot")
     config = config_of(rest)
     gpus, workers = workers_per_node(config.cluster)
     layout = validate(config, 1, workers)

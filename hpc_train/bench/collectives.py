@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import CollectivesRequest
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
+from hpc_train.telemetry.plots import check_plot
 
 ENTRY = "hpc_train.bench.collectives_worker:measure_all"
 SIZES = ("1K-16M", "1K-1G")  # default sizes without and with GPUs
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
     sizes = None if options.sizes is None else parse_sizes(options.sizes)
     if options.plot is not None:
-        check_plot(options.plot)
+        check_plot(options.plot, "--plot")
     config = config_of(rest, several_nodes=True)
     nodes = current_allocation().nodes
     gpus, workers = workers_per_node(config.cluster)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hpc_train.bench.request import REQUEST, read_progress, read_result
 from hpc_train.cluster.allocation import Allocation, current_allocation
+from hpc_train.cluster.temporary import BENCH, TemporaryDirectory
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
@@ -21,8 +22,6 @@ from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
-
-PREFIX = "hpc_train-bench-"  # prefix of run directories
 
 
 class BenchRequest(Protocol):
@@ -81,7 +80,8 @@ def run_benchmark(
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
     several = allocation.nodes > 1
-    run = _run_of_step(allocation, root) if several else RunDirectory(Path(tempfile.mkdtemp(prefix=PREFIX, dir=root)))
+    own = None if several else TemporaryDirectory.make(BENCH, root or Path(tempfile.gettempdir()))
+    run = _run_of_step(allocation, root) if own is None else RunDirectory(own.path)
     result = None
     try:
         freeze(config, run, code=code)
@@ -94,13 +94,16 @@ def run_benchmark(
         return exit_code, result
     finally:
         # the message of a failure names its log, so the log must remain
-        if failures is not None or result is not None or not any(run.logs.glob("*")):
+        kept = failures is None and result is None and any(run.logs.glob("*"))
+        if own is not None:
+            own.keep() if kept else own.remove()
+        elif not kept:
             shutil.rmtree(run.path)
 
 
 def _run_of_step(allocation: Allocation, root: Path | None) -> RunDirectory:
     """Returns the run directory that all nodes of this Slurm step use."""
-    return RunDirectory((root or Path()) / f"{PREFIX}{allocation.launch_id}")
+    return RunDirectory((root or Path()) / f"{BENCH}{allocation.launch_id}")
 
 
 def _wait_for(path: Path, seconds: float) -> None:
@@ -119,26 +122,3 @@ def _show(run: RunDirectory) -> None:
     progress = read_progress(run)
     status = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
     print(f"\r{status:<30}\r", end="", file=sys.stderr, flush=True)
-
-
-PLOTS = (".png", ".pdf", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Checks that a plot can be written, before anything is measured.
-
-    Raises:
-        UserError: matplotlib is not installed, or does not support the file type.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "plotting requires matplotlib, which is not installed",
-            where="--plot",
-            fix="pip install 'hpc_train[plots]', or use --csv FILE instead",
-        ) from error
-    if path.suffix not in PLOTS:
-        raise UserError(
-            f"{path} is not an image file", where="--plot", fix=f"use a file name that ends in {', '.join(PLOTS)}"
-        )

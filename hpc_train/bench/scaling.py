@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
@@ -36,6 +36,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
 from hpc_train.slurm.states import FORGOTTEN
+from hpc_train.telemetry.plots import check_plot
 from hpc_train.units import GIB
 
 ENTRY = "hpc_train.bench.step_worker:measure"
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
             fix="a positive number, or omit the option",
         )
     if options.plot is not None:
-        check_plot(options.plot)
+        check_plot(options.plot, "--plot")
     if unit == NODES and not options.multirun:
         raise UserError(
             "nodes=… needs -m, since it measures with Slurm jobs",

@@ -4,24 +4,54 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 ``UserError`` for a user's mistake. ``cli.py`` imports its module only when the command is called.
 """
 
-# the name on the command line -> the function, as "module:function"
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command: its function, as "module:function", its line in the help, and the heading that it stands under."""
+
+    function: str
+    summary: str
+    heading: str
+
+
+_TRAIN = "Train"
+_LOOK = "Look at runs"
+_MANAGE = "Manage runs"
+_USE = "Use a model"
+_PREPARE = "Prepare and check"
+_SCRIPTS = "Write batch scripts"
+
+# by the name on the command line, in the order of the help
 COMMANDS = {
-    "agent": "agent:start_agent",
-    "bench": "bench:main",
-    "cancel": "submitted:cancel",
-    "checkpoint": "checkpoint:main",
-    "doctor": "doctor:main",
-    "evaluate": "evaluate:main",
-    "freeze": "batch:freeze_run",
-    "generate": "generate:main",
-    "logs": "logs:main",
-    "prepare": "prepare:main",
-    "resume": "submitted:resume",
-    "retry": "submitted:retry",
-    "script": "batch:print_script",
-    "stacks": "submitted:stacks",
-    "status": "status:main",
-    "train": "train:main",
-    "wait": "submitted:wait",
-    "why": "why:main",
+    "train": Command("train:main", "train in the foreground, or submit with -m; the default command", _TRAIN),
+    "status": Command("status:main", "the state of runs", _LOOK),
+    "logs": Command("logs:main", "the output of workers", _LOOK),
+    "why": Command("why:main", "why runs failed, or why a job waits", _LOOK),
+    "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK),
+    "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK),
+    "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
+    "wait": Command("submitted:wait", "wait until runs end", _LOOK),
+    "resume": Command("submitted:resume", "submit a run again", _MANAGE),
+    "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE),
+    "cancel": Command("submitted:cancel", "end runs", _MANAGE),
+    "checkpoint": Command("checkpoint:main", "list, verify, export and import checkpoints", _MANAGE),
+    "evaluate": Command("evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE),
+    "generate": Command("generate:main", "texts that a language model continues", _USE),
+    "prepare": Command("prepare:main", "token files and image shards", _PREPARE),
+    "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE),
+    "bench": Command("bench:main", "benchmarks", _PREPARE),
+    "script": Command("batch:print_script", "print a batch script", _SCRIPTS),
+    "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS),
+    "agent": Command("agent:start_agent", "run the agent of a node on a frozen run", _SCRIPTS),
+    "help": Command("help:main", "this page, or the options of a command", "Help"),
 }
+
+
+def function_of(name: str) -> Callable[[list[str]], int]:
+    """Imports the module of the command ``name`` and returns its function."""
+    module, function = COMMANDS[name].function.split(":")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    return command

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ import psutil
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
@@ -56,9 +58,11 @@ def freeze_run(arguments: list[str]) -> int:
     """
     parser = _parser("freeze", "Writes the directory of the run that the overrides describe, and prints its path.")
     parser.add_argument("--task", type=int, metavar="N", help="freeze job N of the sweep that the overrides describe")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the path")
     options, rest = parser.parse_known_args(arguments)
     register_launcher()
     line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
+    refuse_search(line, "freeze")
     jobs = expand(line.overrides)
     overrides = _overrides_of_task(jobs, options.task, line.multirun)
     with own_files_checked(line), line.composer() as compose:
@@ -70,11 +74,11 @@ def freeze_run(arguments: list[str]) -> int:
     parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
     run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
-        _freeze(config, run, parent)
+        _freeze(config, run, parent, overrides)
         if job_id is not None:
             add_submission(run, "script", job_id=job_id)
             warn_of_late_signal(config, run)
-    print(run.path)
+    print(json.dumps({"run": str(run.path)}) if options.json else run.path)
     return 0
 
 
@@ -96,10 +100,10 @@ def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) 
     return jobs[task]
 
 
-def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
+def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence[str]) -> None:
     validate(config, *_shape(config))
     check_freeze(config, run)
-    freeze(config, run, code=snapshot_code([config], parent / "code"))
+    freeze(config, run, code=snapshot_code([config], parent / "code"), overrides=overrides)
     warn_if_open(run, config)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
@@ -144,7 +148,8 @@ def print_script(arguments: list[str]) -> int:
         UserError: the config is wrong, lists several jobs, or is for this machine only.
     """
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
-    _, rest = parser.parse_known_args(arguments)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the script")
+    options, rest = parser.parse_known_args(arguments)
     register_launcher()
     line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
     if line.multirun or len(expand(line.overrides)) > 1:
@@ -155,7 +160,8 @@ def print_script(arguments: list[str]) -> int:
         )
     with line.composer() as compose:
         config = typed(compose(line.overrides))
-    print(_batch_script(config, line), end="")
+    text = _batch_script(config, line)
+    print(json.dumps({"script": text}) + "\n" if options.json else text, end="")
     return 0
 
 

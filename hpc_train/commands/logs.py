@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.commands.log_level import Level, Levels
 from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import find_cause
 from hpc_train.launch.job_status import SlurmStatuses, attempt_end, failure_text
@@ -18,44 +21,77 @@ from hpc_train.run.exits import Exit
 
 LINE = re.compile(r"(\S{23}) \[(\d+)\] ")
 POLL_S = 0.5
+RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train logs", description=__doc__)
-    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="print new output as it is written, until the run ends"
-    )
-    parser.add_argument("--rank", default="0", metavar="all|N", help="print the output of this rank (default: 0)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
-    options = parser.parse_args(arguments)
-    if options.rank != "all" and not options.rank.isdigit():
-        raise UserError(f"--rank must be a number or all, got {options.rank!r}", where="--rank", fix="--rank 0")
+    options = _parser().parse_args(arguments)
+    wanted = Wanted(_ranks(options.rank), Level[options.level], options.json)
     found = find_run(options.target, "logs")
-    rank = None if options.rank == "all" else int(options.rank)
     attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
     if not options.follow:
-        _print_failure(found.run, attempt)
-    logs = NodeLogs(found.run, max(0, attempt), rank)
+        _print_failure(found.run, attempt, wanted)
+    logs = NodeLogs(found.run, max(0, attempt), wanted)
     if options.follow:
-        return _follow(found, logs, rank)
+        return _follow(found, logs)
     for line in logs.read():
         print(line)
     return Exit.DONE
 
 
-class NodeLogs:
-    """Reads the log files of an attempt, one per node; each ``read`` returns the lines written since the last one.
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train logs", description=__doc__)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="print new output as it is written, until the run ends"
+    )
+    parser.add_argument(
+        "--rank", default="0", metavar="all|RANKS", help="print the output of these ranks, e.g. 0,4-7 (default: 0)"
+    )
+    parser.add_argument(
+        "--level",
+        choices=[level.name for level in Level],
+        default="info",
+        help="print no lines below it (default: info)",
+    )
+    parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, or per failure")
+    return parser
 
-    Args:
-        rank: the rank whose lines are returned; None returns the lines of all ranks.
+
+def _ranks(text: str) -> frozenset[int] | None:
+    """Returns the ranks of ``0,4-7``; None for ``all``."""
+    if text == "all":
+        return None
+    if RANKS.fullmatch(text) is None:
+        raise UserError(f"--rank must be all or ranks, got {text!r}", where="--rank", fix="--rank 0, or --rank 0,4-7")
+    spans = [part.split("-") for part in text.split(",")]
+    return frozenset(rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which lines are printed, and how.
+
+    Attributes:
+        ranks: None for all.
+        level: the lowest level. A line without a rank, such as the note on the size limit of a log, is always printed.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int, rank: int | None) -> None:
+    ranks: frozenset[int] | None
+    level: Level = Level.info
+    as_json: bool = False
+
+
+class NodeLogs:
+    """Reads the log files of an attempt, one per node; each ``read`` returns the lines written since the last one."""
+
+    def __init__(self, run: RunDirectory, attempt: int, wanted: Wanted) -> None:
         self._run = run
         self.attempt = attempt
-        self._rank = rank
+        self.wanted = wanted
         self._offsets: dict[Path, int] = {}
+        self._levels: dict[int, Levels] = {}
 
     def read(self) -> Iterator[str]:
         """Returns the new lines of all nodes in the order of their times."""
@@ -63,7 +99,7 @@ class NodeLogs:
         return (line for _, line in heapq.merge(*files, key=lambda item: item[0]))
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, str]]:
-        """Yields each line with its time; a line without a time gets that of the line before."""
+        """Yields each wanted line with its time; a line without a time gets that of the line before."""
         at = ""
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
@@ -74,21 +110,40 @@ class NodeLogs:
                 line = data.decode(errors="replace").rstrip("\n")
                 match = LINE.match(line)
                 at = match[1] if match else at
-                if self._rank is None or match is None or int(match[2]) == self._rank:
-                    yield at, line
+                if (shown := self._shown(line, match)) is not None:
+                    yield at, shown
+
+    def _shown(self, line: str, head: re.Match[str] | None) -> str | None:
+        """Returns a line as it is printed; None if it is not wanted."""
+        if head is None:
+            return json.dumps({"text": line}) if self.wanted.as_json else line
+        rank, text = int(head[2]), line[head.end() :]
+        level = self._levels.setdefault(rank, Levels()).of(text)
+        if level < self.wanted.level or (self.wanted.ranks is not None and rank not in self.wanted.ranks):
+            return None
+        if self.wanted.as_json:
+            return json.dumps({"time": head[1], "rank": rank, "level": level.name, "text": text})
+        return line
 
 
-def _print_failure(run: RunDirectory, attempt: int) -> None:
+def _print_failure(run: RunDirectory, attempt: int, wanted: Wanted) -> None:
     """Prints how ``attempt`` failed, even if the run has continued after it."""
+    text = _failure(run, attempt)
+    if text is not None:
+        print(json.dumps({"attempt": attempt, "failure": text}) if wanted.as_json else f"{text}\n", flush=True)
+
+
+def _failure(run: RunDirectory, attempt: int) -> str | None:
     end = attempt_end(run, attempt)
     if end is not None and end.event["event"] in ("failed", "stopped_retrying"):
-        print(f"{failure_text(run, end.event)}\n", flush=True)
-    elif cause := find_cause([event for event in run.read_events() if event["attempt"] == attempt]):
+        return failure_text(run, end.event)
+    if cause := find_cause([event for event in run.read_events() if event["attempt"] == attempt]):
         who = f"attempt {attempt}: {cause.who} failed ({cause.kind})"
-        print(f"{who}:\n{cause.traceback.rstrip() or cause.message}\n", flush=True)
+        return f"{who}:\n{cause.traceback.rstrip() or cause.message}"
+    return None
 
 
-def _follow(found: RunHandle, logs: NodeLogs, rank: int | None) -> int:
+def _follow(found: RunHandle, logs: NodeLogs) -> int:
     slurm = SlurmStatuses()
     try:
         while True:
@@ -98,10 +153,10 @@ def _follow(found: RunHandle, logs: NodeLogs, rank: int | None) -> int:
             for line in logs.read():
                 print(line, flush=True)
             if logs.attempt < newest:
-                _print_failure(found.run, logs.attempt)
-                logs = NodeLogs(found.run, logs.attempt + 1, rank)
+                _print_failure(found.run, logs.attempt, logs.wanted)
+                logs = NodeLogs(found.run, logs.attempt + 1, logs.wanted)
             elif view.exit is not None:
-                _print_failure(found.run, logs.attempt)
+                _print_failure(found.run, logs.attempt, logs.wanted)
                 return Exit.DONE
             else:
                 time.sleep(POLL_S)

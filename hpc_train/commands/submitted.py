@@ -12,10 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from hpc_train.errors import UserError
+from hpc_train.launch.comparison import Comparison, metric_of
 from hpc_train.launch.job_status import SlurmStatuses, View
+from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
-from hpc_train.launch.monitor import JobTable, resubmit, worst
+from hpc_train.launch.monitor import outcome, resubmit, worst
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
@@ -23,7 +25,7 @@ from hpc_train.run.lease import is_live
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import request_stacks, stacks_answers
 from hpc_train.slurm.client import cancel as cancel_jobs
-from hpc_train.telemetry.progress import is_done
+from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.units import counted
 
 
@@ -35,15 +37,18 @@ def resume(arguments: list[str]) -> int:
     """
     parser = _parser(resume)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
-    parser.add_argument("--detach", action="store_true", help="return after submission")
-    parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
+    _add_submission_options(parser)
     options = parser.parse_args(arguments)
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
-        done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
-        print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
+        if options.json:
+            print(outcome(found.run, found.view({})))
+            return Exit.DONE
+        record = found.run.record()
+        done, total = record["result"]["steps"], record.get("total_steps")
+        print(f"already done: {done} of {total or done} steps; to train longer, {train_longer(record)}")
         return Exit.DONE
-    return resubmit([found], found.run.path, detach=options.detach, trust_owner=options.trust_owner)
+    return _resubmit([found], found.run.path, options)
 
 
 def retry(arguments: list[str]) -> int:
@@ -52,17 +57,46 @@ def retry(arguments: list[str]) -> int:
     parser.add_argument(
         "--failed", required=True, metavar="SWEEP", help="resubmit the failed, stopped and cancelled runs"
     )
-    parser.add_argument("--detach", action="store_true", help="return after submission")
-    parser.add_argument(TRUST, action="store_true", help="continue the runs although they belong to another user")
+    _add_submission_options(parser)
     options = parser.parse_args(arguments)
     found = find_runs(options.failed)
     statuses = statuses_of(found, SlurmStatuses())
     unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
-    print(f"resubmitting {len(unfinished)} of {len(found)} runs")
+    print(f"resubmitting {len(unfinished)} of {len(found)} runs", file=sys.stderr if options.json else sys.stdout)
     if not unfinished:
         return Exit.DONE
     sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
-    return resubmit(unfinished, sweep, detach=options.detach, trust_owner=options.trust_owner)
+    compared = Comparison.of((item.run for item in found), metric_of(unfinished[0].config))
+    return _resubmit(unfinished, sweep, options, compared)
+
+
+JSON_HELP = "print only one JSON object per run at the end; messages go to standard error"
+
+
+def _add_submission_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument(
+        "--code",
+        choices=["run", "now"],
+        default="run",
+        help="run the frozen code again, or what is now in the git work tree that it was copied from (default: run)",
+    )
+    parser.add_argument(TRUST, action="store_true", help="continue runs that belong to another user")
+
+
+def _resubmit(
+    found: list[RunHandle], sweep: Path, options: argparse.Namespace, comparison: Comparison | None = None
+) -> int:
+    return resubmit(
+        found,
+        sweep,
+        detach=options.detach,
+        trust_owner=options.trust_owner,
+        as_json=options.json,
+        code_now=options.code == "now",
+        comparison=comparison,
+    )
 
 
 def cancel(arguments: list[str]) -> int:
@@ -72,10 +106,14 @@ def cancel(arguments: list[str]) -> int:
     parser.add_argument(
         "--save", action="store_true", help="wait until running jobs have saved a checkpoint, so that they can resume"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the numbers of jobs")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
     count = cancel_runs(found, save=options.save)
     ended = len(found) - count
+    if options.json:
+        print(json.dumps({"cancelled": count, "ended_before": ended}))
+        return Exit.DONE
     rest = f"; {counted(ended, 'has', 'have')} already ended" if ended else ""
     print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{rest}")
     return Exit.DONE
@@ -111,15 +149,17 @@ def wait(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
+    console = Console()
     try:
-        views = _until_the_end(found, None if options.json else Console())
+        views = _until_the_end(found, None if options.json else console)
     except KeyboardInterrupt:
         return Exit.DETACHED
-    for item, view in zip(found, views, strict=True):
-        if options.json:
-            print(json.dumps({"run": str(item.run.path), "state": view.state, "exit_code": view.exit}))
-        elif view.message:
-            print(f"{item.run.path}: {view.message}", file=sys.stderr)
+    if options.json:
+        print("\n".join(outcome(item.run, view) for item, view in zip(found, views, strict=True)))
+        return worst(views)
+    print_messages(found, views)
+    if len(found) > 1:
+        print_results(found, views, console)
     return worst(views)
 
 
@@ -150,6 +190,7 @@ def stacks(arguments: list[str]) -> int:
     parser.add_argument(
         "--wait", type=float, default=30, metavar="SECONDS", help="wait this long for the answers (default: 30)"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the text of each node")
     options = parser.parse_args(arguments)
     run = find_run(options.target, "stacks").run
     nodes = _live_nodes(run)
@@ -157,7 +198,10 @@ def stacks(arguments: list[str]) -> int:
     until = time.monotonic() + options.wait
     while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
         time.sleep(ANSWERS_POLL_S)
-    for path in found:
+    if options.json:
+        texts = {path.stem.partition("-")[2]: path.read_text() for path in found}
+        print(json.dumps({"nodes": nodes, "stacks": texts}))
+    for path in [] if options.json else found:
         print(path.read_text())
     if len(found) < nodes:
         print(f"{nodes - len(found)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)

@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
-from hpc_train.config.compose import PRIMARY, config_directory, typed, version_base
+from hpc_train.config.compose import PRIMARY, typed, version_base
+from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -21,6 +22,7 @@ from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
+from hpc_train.launch.search import JobFailed
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
@@ -58,6 +60,13 @@ def main(arguments: list[str]) -> int:
         sys.argv = [before[0], *arguments]
         try:
             hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(task)()
+        except SystemExit as error:
+            if line.runs or error.code != 1:
+                raise
+            return Exit.REFUSED  # Hydra has printed what it cannot show
+        except JobFailed as error:  # a sweeper has read the result of a failed job
+            print(error, file=sys.stderr)
+            return error.code
         finally:
             sys.argv = before
     return 0
@@ -71,7 +80,8 @@ def task(node: DictConfig) -> None:
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
-        freeze(config, run, claim=True, code=snapshot_code([config], run.code))
+        overrides = list(HydraConfig.get().overrides.task)
+        freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides)
         warn_if_open(run, config)
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
@@ -80,7 +90,7 @@ def task(node: DictConfig) -> None:
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
-    exit_code = run_in_foreground(run)
+    exit_code = run_in_foreground(run, sys.argv[1:])
     if exit_code:
         sys.exit(exit_code)
 

@@ -1,10 +1,11 @@
-"""``python -m hpc_train why RUN`` explains why a run failed or why its job is pending, and what to do about it."""
+"""``python -m hpc_train why RUN|SWEEP`` explains why runs failed or why a job is pending, and what to do about it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -13,22 +14,28 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
-from hpc_train.launch.job_status import TO_BE_REQUEUED
-from hpc_train.launch.lookup import find_run
-from hpc_train.run.exits import Exit
+from hpc_train.launch.comparison import Comparison
+from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown, sweep_failures
+from hpc_train.launch.job_status import TO_BE_REQUEUED, SlurmStatuses
+from hpc_train.launch.job_table import common_directory, retry_lines
+from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import counted, format_bytes, format_duration
 
 Section = tuple[str, list[str]]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train why", description=__doc__)
-    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    found = diagnose(find_run(options.target, "why"))
+    runs = find_runs(options.target)
+    if len(runs) > 1:
+        _print_sweep(runs, options.json)
+        return Exit.DONE
+    found = diagnose(runs[0])
     if options.json:
         print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
         return Exit.DONE
@@ -39,6 +46,38 @@ def main(arguments: list[str]) -> int:
             console.print(Text(f"\n{title}", style="bold"))
             console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
     return Exit.DONE
+
+
+def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
+    """Prints which runs of a sweep did not finish and why; runs with the same cause are told together."""
+    statuses = statuses_of(runs, SlurmStatuses())
+    views = [item.view(statuses) for item in runs]
+    failures = sweep_failures(runs, views)
+    compared = Comparison.of(item.run for item in runs)
+    states = Counter(view.state for view in views)
+    if as_json:
+        named = [
+            [{"run": str(runs[i].run.path), "overrides": compared.of_run(runs[i].run)} for i in failure.runs]
+            for failure in failures
+        ]
+        found = [asdict(failure) | {"runs": own} for failure, own in zip(failures, named, strict=True)]
+        print(json.dumps({"sweep": str(runs[0].run.path.parent), "states": states, "failures": found}))
+        return
+    console = Console()
+    where = common_directory([item.run.path.parent for item in runs])
+    head = f"{where}: {len(runs)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
+    console.print(Text(head if failures else f"{head}; nothing failed", style="bold"), soft_wrap=True)
+    for failure in failures:
+        title = f"\n{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"
+        console.print(Text(title + (f": {failure.message}" if failure.message else ""), style="bold"), soft_wrap=True)
+        lines = [f"{shown(runs[i].run.path)}  {compared.words(runs[i].run)}".rstrip() for i in failure.runs]
+        lines += [f"fix: {failure.advice}"] if failure.advice else []
+        console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+    if failures:
+        first = shown(runs[failures[0].runs[0]].run.path)
+        advice = [f"python -m hpc_train why {first}   shows all about the first one", *retry_lines(where, views)]
+        console.print(Text("\nwhat to do", style="bold"))
+        console.print(Text("\n".join(f"  {line}" for line in advice)), soft_wrap=True)
 
 
 def _headline(found: Diagnosis) -> str:
@@ -60,7 +99,7 @@ def _sections(found: Diagnosis) -> Iterator[Section]:
     yield "Slurm", _slurm(found)
     yield "memory", _memory(found)
     yield "last checkpoint", _checkpoint(found)
-    yield "recovery actions", [_event(event) for event in found.done]
+    yield "recovery actions", [_event(event) for event in found.done if not _is_refusal(event, found)]
     yield "excluded nodes", [node.words for node in found.excluded_nodes]
     yield "time", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
     yield "what to do", list(found.advice)
@@ -80,12 +119,20 @@ def _cause(found: Diagnosis) -> list[str]:
     cause = found.cause
     if cause is None:
         return found.message.splitlines()[-TAIL_LINES:]
-    lines = [f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"]
-    lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
+    head = f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"
+    lines = head.splitlines()
+    if cause.kind != Failure.REFUSED:  # its traceback is the message
+        lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
     lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     lines += [f"NCCL: {cause.nccl_problem.meaning}"] if cause.nccl_problem else []
     return lines + ([f"stacks of all ranks: {shown(Path(cause.stacks))}"] if cause.stacks else [])
+
+
+def _is_refusal(event: dict[str, Any], found: Diagnosis) -> bool:
+    """Returns whether ``event`` only repeats why the run was refused."""
+    refused = found.cause is not None and found.cause.kind == Failure.REFUSED
+    return refused and event["event"] in ("worker_failed", "failed") and event.get("class") == Failure.REFUSED
 
 
 def _slurm(found: Diagnosis) -> list[str]:

@@ -18,20 +18,36 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.compose import PRIMARY, initialized
+from hpc_train.config.compose import PRIMARY, initialized, put_strategy_in_defaults
+from hpc_train.config.hydra_settings import (
+    has_glob,
+    is_multirun,
+    is_search,
+    refuse_without_effect,
+    swept_params,
+    with_listed_globs,
+    with_params,
+)
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
+OVERRIDES_STRATEGY = re.compile(  # the errors of Hydra 1.3 and 1.4
+    r"Could not override 'strategy'\. No match in the defaults list|No earlier Group Default for 'strategy' exists"
+)
 EXPERIMENT = re.compile(r"\+{0,2}experiment=")
 ONE_VALUE = (
     "run.name", "run.root", "run.fork", "run.group", "run.snapshot",
     "launch.dry_run", "launch.detach", "launch.array_parallelism",
 )  # fmt: skip
+# keys whose value is a list of Slurm with commas, of which a sweep has no use: cluster.exclude=n1,n2
+SLURM_LISTS = re.compile(r"""(\+{0,2}cluster\.(?:exclude|nodelist|dependency|licenses|mail_type)=)([^'"{$][^'"]*)""")
+SWEPT_BY_NAME = re.compile(r"(choice|range|interval|glob|tag|shuffle|sort)\(")
 
 
 @dataclass(frozen=True)
@@ -106,21 +122,44 @@ class CommandLine:
 def with_right_plus(arguments: Sequence[str]) -> list[str]:
     """Returns ``arguments`` with the plus signs that Hydra requires before ``strategy=`` and ``experiment=``.
 
+    Lists of Slurm such as ``cluster.exclude=n1,n[3-4]`` are quoted, so that they are one value and not a sweep.
+    Settings of Hydra are applied as well: ``hydra.sweeper.params`` become overrides, ``hydra.mode=MULTIRUN`` becomes
+    ``-m``, and ``glob()`` becomes the options that it matches.
     Overrides come first, because Hydra's own parser does not accept overrides on both sides of an option.
 
     Raises:
-        UserError: the command line contains a secret, sweeps a key that has one value for all jobs, or sweeps
-            experiments of which only some choose a strategy.
+        UserError: the command line contains a secret, sweeps a key that has one value for all jobs, sweeps experiments
+            of which only some choose a strategy, or sets a key of Hydra that has no effect.
     """
     refuse_secret_arguments(arguments)
+    arguments = [_with_quoted_list(argument) for argument in arguments]
     line = CommandLine.parse(arguments)
-    _refuse_sweeps(line.overrides)
-    overrides = [EXPERIMENT.sub("experiment=", override, count=1) for override in line.overrides]
     options = _without(arguments, line.overrides)
-    if any(STRATEGY.match(override) for override in overrides):
-        plus = "" if _chosen_already(replace(line, overrides=tuple(overrides))) else "+"
-        overrides = [STRATEGY.sub(f"{plus}strategy=", override, count=1) for override in overrides]
-    return [*overrides, *options]
+    line = replace(line, overrides=tuple(EXPERIMENT.sub("experiment=", text, count=1) for text in line.overrides))
+    line = _without_globs(line)
+    chosen = _chosen(line)
+    put_strategy_in_defaults(chosen.overrides_strategy)
+    multirun = line.multirun or chosen.multirun
+    if multirun:
+        line = _without_globs(replace(line, overrides=tuple(with_params(line.overrides, chosen.params))))
+        options += ["--multirun"] if line.runs and not line.multirun else []
+    _refuse_sweeps(line.overrides)
+    plus = "" if chosen.strategy else "+"
+    return [*(STRATEGY.sub(f"{plus}strategy=", text, count=1) for text in line.overrides), *options]
+
+
+def _without_globs(line: CommandLine) -> CommandLine:
+    if not has_glob(line.overrides):
+        return line
+    with initialized(line.primary_directory):
+        return replace(line, overrides=tuple(with_listed_globs(line.overrides, line.directories)))
+
+
+def _with_quoted_list(argument: str) -> str:
+    found = SLURM_LISTS.fullmatch(argument)
+    if found is None or not re.search(r"[,\[]", found[2]) or SWEPT_BY_NAME.match(found[2]):
+        return argument
+    return f"{found[1]}'{found[2]}'"
 
 
 def _without(arguments: Sequence[str], taken: Sequence[str]) -> list[str]:
@@ -138,7 +177,6 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
         UserError: the sweep requires an optimizing sweeper.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.errors import HydraException
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     if not any(override.is_sweep_override() for override in parsed):
@@ -146,8 +184,30 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     try:
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:
-        raise UserError(str(error), where="the command line", fix="values with commas: optim.lr=1e-3,3e-4") from error
+        fix = "values with commas: optim.lr=1e-3,3e-4; interval() needs a sweeper that searches: hydra/sweeper=optuna"
+        raise UserError(str(error), where="the command line", fix=fix) from error
     return jobs
+
+
+def first_values(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides of one possible job of a search: the first value of each sweep or interval."""
+    return [_first_value(override) for override in OverridesParser.create().parse_overrides(list(overrides))]
+
+
+def _first_value(override: Override) -> str:
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return f"{override.get_key_element()}={value.start}"
+    if override.is_sweep_override():
+        return f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+    return str(override.input_line)
+
+
+def refuse_search(line: CommandLine, what: str) -> None:
+    """Raises UserError if the jobs of ``line`` are known only during a search; ``what`` needs them."""
+    if searches(line):
+        message = f"{what} needs all jobs in advance, but this sweeper chooses values by the results of earlier jobs"
+        raise UserError(message, where="hydra/sweeper", fix="hydra/sweeper=hpc_train and values with commas")
 
 
 def wants_dry_run(overrides: Sequence[str]) -> bool:
@@ -166,26 +226,92 @@ def _refuse_sweeps(overrides: Sequence[str]) -> None:
             )
 
 
-def _chosen_already(line: CommandLine) -> bool:
-    """Returns whether an experiment or the user's primary config adds ``strategy`` to the Defaults List."""
-    experiments = [override for override in line.overrides if EXPERIMENT.match(override)]
-    own = line.config_path is not None or line.config_name != PRIMARY
-    if not experiments and not own:
-        return False
+@dataclass(frozen=True)
+class _Chosen:
+    """What the chosen files and the settings of Hydra on the command line decide.
+
+    Attributes:
+        strategy: a file adds ``strategy`` to the Defaults List, or overrides it.
+        overrides_strategy: a file overrides ``strategy``.
+        params: ``hydra.sweeper.params`` as overrides.
+        searches: the sweeper chooses values by the results of earlier jobs.
+    """
+
+    strategy: bool = False
+    overrides_strategy: bool = False
+    multirun: bool = False
+    params: tuple[str, ...] = ()
+    searches: bool = False
+
+
+def searches(line: CommandLine) -> bool:
+    """Returns whether the sweeper of ``line`` chooses values by the results of earlier jobs."""
+    return _chosen(line).searches
+
+
+def _chosen(line: CommandLine) -> _Chosen:
+    """Composes the choices of groups, for each of the swept experiments, if they can decide anything."""
+    parsed = OverridesParser.create().parse_overrides(list(line.overrides))
+    experiments = [override for override in parsed if override.key_or_group == "experiment"]
+    has_strategy = any(STRATEGY.match(override) for override in line.overrides)
+    own = line.directories or line.config_name != PRIMARY
+    if not own and not (experiments and has_strategy) and not any(map(_is_of_hydra, parsed)):
+        return _Chosen()
+    listed = [str(override.input_line) for override in experiments]
+    others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
     with initialized(line.primary_directory):
-        answers = {_chooses(line, choice) for choice in expand(experiments)}
-    if len(answers) > 1:
+        found = {_choice(line, experiment, others) for experiment in expand(listed)}
+    if not has_strategy:  # then it does not matter which of them choose one
+        found = {choice if choice.overrides_strategy else replace(choice, strategy=False) for choice in found}
+    if len(found) > 1:
         raise UserError(
-            "only some of the experiments of this sweep choose a strategy",
+            "the experiments of this sweep differ in how they choose a strategy, or in Hydra's sweeper or mode",
             where="experiment, strategy",
-            fix="one sweep over the experiments that choose a strategy, and one over the others",
+            fix="one sweep for each kind of experiment; or let all of them choose a strategy with `- /strategy: NAME`",
         )
-    return answers.pop()
+    return found.pop()
 
 
-def _chooses(line: CommandLine, experiment: Sequence[str]) -> bool:
-    found = hydra.compose(line.config_name, [*line.search_path, *experiment], return_hydra_config=True)
-    return OmegaConf.select(found, "hydra.runtime.choices.strategy") is not None
+def _is_of_hydra(override: Override) -> bool:
+    return override.is_hydra_override() and override.key_or_group != "hydra.searchpath"
+
+
+def _is_fixed_choice(override: Override) -> bool:
+    """Returns whether the override may decide Hydra's settings: one option of a group, or a setting of Hydra."""
+    if override.is_sweep_override() or override.key_or_group in ("strategy", "experiment", "hydra.searchpath"):
+        return False
+    return _is_of_hydra(override) or _is_choice(override)
+
+
+def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str]) -> _Chosen:
+    """
+    Raises:
+        UserError: a setting of Hydra has no effect.
+    """
+    put_strategy_in_defaults(False)
+    try:
+        found = _with_hydra(line, [*others, *experiment])
+    except (HydraException, OmegaConfBaseException) as error:
+        if OVERRIDES_STRATEGY.search(str(error)):
+            put_strategy_in_defaults(True)
+            found = _with_hydra(line, [*others, *experiment])
+            return replace(_decided(found), strategy=True, overrides_strategy=True)
+        found = _with_hydra(line, experiment)  # the composition of the job reports what is wrong with the others
+    return _decided(found)
+
+
+def _decided(found: DictConfig) -> _Chosen:
+    refuse_without_effect(found.hydra)
+    return _Chosen(
+        strategy=OmegaConf.select(found, "hydra.runtime.choices.strategy") is not None,
+        multirun=is_multirun(found.hydra),
+        params=tuple(swept_params(found.hydra)),
+        searches=is_search(found.hydra),
+    )
+
+
+def _with_hydra(line: CommandLine, overrides: Sequence[str]) -> DictConfig:
+    return hydra.compose(line.config_name, [*line.search_path, *overrides], return_hydra_config=True)
 
 
 def _is_search_path(override: str) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hpc_train.config.extensions import (
     load_source,
     location,
 )
+from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
@@ -68,15 +69,29 @@ def register() -> None:
     add("hpc_train.steps_unless", _steps_unless)
 
 
+@dataclass
+class ConfigWithStrategy(Config):
+    """The schema with ``strategy`` in the Defaults List."""
+
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"strategy": None}])
+
+
+def put_strategy_in_defaults(wanted: bool) -> None:
+    """Puts ``strategy: null`` into the Defaults List, or removes it, for all compositions that follow.
+
+    ``override /strategy: NAME`` in a file requires it there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    register()
+    store, name, node = ConfigStore.instance(), "hpc_train", ConfigWithStrategy if wanted else Config
+    if OmegaConf.get_type(store.load(f"{name}.yaml").node) is not node:
+        del store.repo[f"{name}.yaml"]  # Hydra 1.4 warns of a node that is stored twice
+        store.store(name=name, node=node)
+
+
 def _steps_unless(epochs: float | None, steps: int) -> int | None:
     return steps if epochs is None else None
-
-
-def config_directory() -> Path:
-    """Returns ``hpc_train/conf`` in an installed wheel, or the repository's ``conf/`` in an editable install."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
 
 
 def version_base() -> dict[str, str]:

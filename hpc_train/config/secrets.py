@@ -101,6 +101,18 @@ def shown(key: str, value: Any) -> Any:
     return value
 
 
+def shown_override(override: str) -> str:
+    """Returns an override as ``run.json`` may record it, see ``shown``."""
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+~")
+    if name == "cluster":  # a choice of a file, or a table with all keys
+        return f"{key}={HIDDEN}" if "{" in value else override
+    if name == "cluster.env" or name.startswith("cluster.env."):
+        return f"{key}{equals}{HIDDEN}"
+    hides = name in ("cluster.setup", "cluster.teardown")
+    return f"{key}{equals}{ASSIGNMENT.sub(_hidden, value) if hides else value}"
+
+
 def _hidden(assignment: re.Match[str]) -> str:
     return f"{assignment[1]}={HIDDEN}" if SECRET_NAME.search(assignment[1]) else assignment[0]
 

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from hpc_train.config.other_launchers import instead_of, instead_of_key
 from hpc_train.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def _of_override(error: OverrideParseException) -> UserError:
     override = str(error.override)
     key, _, value = override.partition("=")
     fix = "python -m hpc_train --help lists groups and keys"
+    if "=" not in override:
+        return UserError(f"{override} is no override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
     if value.strip() and value.strip()[0] not in "'\"":
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"
@@ -77,6 +80,10 @@ def _of_python(error: BaseException) -> UserError | None:
         "Config group override"
     ):  # Hydra raises it for group=null
         return UserError(str(error), where="the command line", fix="GROUP=NAME, with a file of conf/GROUP")
+    if isinstance(error, ValueError) and str(error).startswith("Only one of --run"):  # so does Hydra's command line
+        return UserError(
+            "-m and an option that only shows something are both given", where="the command line", fix="remove -m"
+        )
     if isinstance(error, PermissionError) and error.filename:
         fix = "run.root=DIR with a directory that you may write; for a shared run its owner must set run.group=GROUP"
         return UserError(
@@ -148,6 +155,8 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
             return f"add {group}=custom, to which {key} belongs"
         added = re.search(r"To append to your config use (\+.*)", text)
         return added[1].strip().rstrip("'") if added else f"+{key}=VALUE"
+    if instead := instead_of_key(key):
+        return instead
     names = _names_beside(error)
     return nearest(error.key, names) if names else ""
 
@@ -165,6 +174,8 @@ _KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false",
 def _unknown_option(error: MissingConfigException) -> UserError:
     name = str(error.missing_cfg_file or "")
     group, _, option = name.rpartition("/")
+    if instead := instead_of(group, option):
+        return UserError(f"{group}={option} is not installed", where=group, fix=instead)
     fix = nearest(option, list(error.options or ()))
     own = f"; a file of your own, DIR/{name}.yaml, needs -cd DIR" if group else ""
     return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix + own)

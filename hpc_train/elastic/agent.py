@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cluster.allocation import (
@@ -26,12 +25,13 @@ from hpc_train.cluster.environment import (
     export_job_environment,
     node_local_caches,
     own_environment,
+    refuse_unknown_interface,
     threads_per_rank,
 )
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
-from hpc_train.elastic.logs import nonfailing_streams
+from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.worker_process import start_warm_parent
@@ -42,11 +42,12 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import write_for_group
+from hpc_train.run.files import read_or, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StopRequests, watch_signals
+from hpc_train.run.streams import nonfailing_streams
 
 if TYPE_CHECKING:
     from hpc_train.elastic.script import Script
@@ -128,6 +129,8 @@ def _run(
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
+    if allocation.node_rank == 0:
+        _refuse_third_kill(run, config, allocation)
     node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
     output = FileWriter("the output of the workers")
@@ -147,6 +150,19 @@ def _run(
             return session.work()
 
 
+def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation) -> None:
+    """Raises UserError, and records it, if Slurm has killed the last two steps of this job for their memory."""
+    attempt = read_or(run.newest_attempt, -1)
+    killed = read_or(lambda: find_killed_step(run, allocation.launch_id, attempt), None)
+    try:
+        refuse_third_kill(run, killed, config.cluster.mem)
+    except UserError as error:
+        assert killed is not None
+        with closing(EventLog.open(run, f"agent-{allocation.node_name}", attempt)) as events:
+            events.write("failed", **end_event(killed, error))
+        raise
+
+
 @contextmanager
 def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str) -> Iterator[str | Script]:
     """Yields the command of the run, or the entry point of its workers after it has started their warm parent."""
@@ -158,7 +174,7 @@ def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store
     from hpc_train.elastic.script import Script, node_local_folder  # other runs do not need it yet
 
     with node_local_folder() as progress:
-        yield Script.of(run, config, Path(progress))
+        yield Script.of(run, config, progress)
 
 
 def _on_the_network(config: Config, allocation: Allocation) -> Allocation:
@@ -179,6 +195,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     gpus = workers = 0
     unfit = refusal = None
     try:
+        refuse_unknown_interface()
         gpus, workers = workers_per_node(config.cluster)
     except UnusableGpus as error:
         unfit = Unfit(error.reason, error.fix)

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import command_words
 from hpc_train.plan.own_code import PYTHONS, own_code_notes
@@ -286,6 +287,11 @@ class ScriptProcess:
             os.close(self.sentinel)
 
 
-def node_local_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a directory for the progress files of this node's ranks, removed at the end of the ``with`` block."""
-    return tempfile.TemporaryDirectory(prefix="hpc_train-progress-", ignore_cleanup_errors=True)
+@contextmanager
+def node_local_folder() -> Iterator[Path]:
+    """Yields a directory for the progress files of this node's ranks."""
+    folder = TemporaryDirectory.make(SCRIPTS, Path(tempfile.gettempdir()))
+    try:
+        yield folder.path
+    finally:
+        folder.remove()

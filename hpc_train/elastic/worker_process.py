@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.temporary import SOCKETS, TemporaryDirectory
 from hpc_train.errors import UserCodeError
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
@@ -96,8 +96,14 @@ def _redirect(output: Connection) -> None:
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        old.reconfigure(line_buffering=True)  # handlers of loggers may hold it
+        # a new one, since the old one cannot change its errors if it was opened on a file: it would seek in the pipe
+        errors = "replace" if old.errors == "strict" else old.errors
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        new = io.TextIOWrapper(io.BufferedWriter(raw), encoding=old.encoding, errors=errors, line_buffering=True)
+        setattr(sys, name, new)
     faulthandler.enable()
 
 
@@ -148,7 +154,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
 FORKSERVER = multiprocessing.get_context("forkserver")
 LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
-FOLDER_LOCK = ".hpc_train-alive"
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
 # These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
@@ -176,9 +181,7 @@ def ensure_warm_parent() -> int:
 
 
 def _claim_socket_folder() -> None:
-    """Creates the folder of multiprocessing's sockets, which workers and loaders inherit, and removes those that killed
-    agents have left: only an agent that ends by itself removes its own. A lock, which the kernel releases with the
-    agent, marks a folder as in use.
+    """Creates the folder of multiprocessing's sockets, which workers and loaders inherit.
 
     It is under /tmp if the names of sockets under $TMPDIR would be too long (fixed in Python 3.14).
     """
@@ -187,29 +190,9 @@ def _claim_socket_folder() -> None:
         return
     fits = len(os.fsencode(tempfile.gettempdir() + SOCKET_IN_TMPDIR)) <= LONGEST_SOCKET
     parent = Path(tempfile.gettempdir() if fits else "/tmp")
-    for lock in parent.glob(f"pymp-*/{FOLDER_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or in use
-            _lock(lock)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="pymp-", dir=parent))
-    _lock(folder / "new")
-    (folder / "new").rename(folder / FOLDER_LOCK)  # visible to other agents once it is locked
-    config["tempdir"] = str(folder)
-    util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
-
-
-def _lock(path: Path) -> None:
-    """Creates and locks a file until this process ends.
-
-    Raises:
-        OSError: another process holds the lock.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
+    folder = TemporaryDirectory.make(SOCKETS, parent)
+    config["tempdir"] = str(folder.path)
+    util.Finalize(None, folder.remove, exitpriority=-100)
 
 
 def died_with_warm_parent(exit_code: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.elastic.killed_step import KILLED
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.launch.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import RESPONSES, Exit, Failure
+from hpc_train.run.exits import RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.slurm.client import query
 from hpc_train.telemetry.progress import ended_early
@@ -25,7 +27,8 @@ Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_retrying")
 STEPS = (  # reactions, besides the failures themselves
-    "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm",
+    KILLED, "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued",
+    "requeued_by_slurm",
     "resumed", "rolled_back",
     "file_system_failed", "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
     "unfit_node", "gpu_memory_awaited",
@@ -147,6 +150,41 @@ def diagnose(found: RunHandle) -> Diagnosis:
     )
 
 
+@dataclass(frozen=True)
+class SweepFailure:
+    """What runs of a sweep failed from, with the first one's message; ``runs`` are indices."""
+
+    kind: str
+    message: str
+    advice: str
+    runs: tuple[int, ...]
+
+
+def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[SweepFailure]:
+    """Returns why runs of a sweep did not finish; runs whose messages differ only in numbers are told together.
+
+    Unlike ``diagnose`` it asks Slurm nothing.
+    """
+    groups: dict[tuple[str, str], SweepFailure] = {}
+    for index, (item, view) in enumerate(zip(found, views, strict=True)):
+        if view.exit in (None, Exit.DONE):
+            continue
+        kind, message = _why_ended(item.run, view)
+        alike = kind, re.sub(r"\d+", "0", message)
+        advice = RESPONSES[Failure(kind)].advice if kind in list(Failure) else ""
+        group = groups.get(alike, SweepFailure(kind, message, advice, ()))
+        groups[alike] = replace(group, runs=(*group.runs, index))
+    return sorted(groups.values(), key=lambda group: -len(group.runs))
+
+
+def _why_ended(run: RunDirectory, view: View) -> tuple[str, str]:
+    """Returns the class, or the state, of a run that did not finish, and the line of its message that says most."""
+    cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
+    if cause is not None:
+        return cause.kind, next(iter(cause.message.strip().splitlines()), "")
+    return view.state, next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
+
+
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
     """Returns the first failure of the newest failed attempt, leaving out the secondary failures that it caused.
 
@@ -154,8 +192,8 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     only if nothing failed.
     """
     failed = [event for event in events if event["event"] in FAILURES]
-    # the attempt after a node loss that only Slurm noticed reports it
-    lost = [event for event in events if event["event"] == "requeued_by_slurm" and "class" in event]
+    # the attempt after a node loss that only Slurm noticed, or after the kill of all agents, reports it
+    lost = [event for event in events if event["event"] in ("requeued_by_slurm", KILLED) and "class" in event]
     failed += [event | {"attempt": event["attempt"] - 1} for event in lost]
     outages = [event for event in events if event["event"] == "file_system_failed"]
     failed = failed or outages[-1:]
@@ -230,7 +268,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run:
         return []
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
-        found.insert(0, RESPONSES[Failure(cause.kind)].advice)
+        found.insert(0, advice_for(Failure(cause.kind), cause.message))
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(run.path)

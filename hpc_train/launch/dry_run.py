@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from hpc_train.cluster.gpus import gpu_memory
-from hpc_train.config.arguments import CommandLine, expand
+from hpc_train.config.arguments import CommandLine, expand, first_values, searches
 from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
@@ -29,13 +29,16 @@ from hpc_train.units import counted, format_bytes
 def dry_run(line: CommandLine) -> int:
     """Prints the jobs of ``line``; returns exit code 2 if one of them would be refused."""
     console = Console(soft_wrap=True)
-    jobs = expand(line.overrides)
+    search = searches(line)
+    jobs = [first_values(line.overrides)] if search else expand(line.overrides)
     if len(jobs) > 1 and not line.multirun:
         raise UserError(
             f"the command line describes {len(jobs)} jobs",
             where="the command line",
             fix="-m for a sweep, or one value per key",
         )
+    if search:
+        console.print("the sweeper chooses the values of each job during the search; the first values are checked here")
     refused, accepted = 0, []
     with line.composer() as compose:
         configs = [compose(overrides) for overrides in jobs]

@@ -6,6 +6,7 @@ Slurm is queried rarely, once for all jobs together. The progress is read in the
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -17,12 +18,13 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import DamagedFile, last_line, read_json, read_lines
 from hpc_train.run.requests import stop_was_requested
-from hpc_train.slurm.client import list_jobs, on_clusters
+from hpc_train.slurm.client import PATIENT_S, list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
 
 ASK_EVERY_S = 30.0
 ASK_MANY_EVERY_S = 60.0  # with more than MANY jobs
 MANY = 100
+HELD = re.compile("[Hh]eld|Hold")  # in Slurm's reasons: JobHeldUser, JobHoldMaxRequeue, job requeued in held state
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class JobStatus:
     starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
     comment: str = ""
     part: str = ""  # which job of a chain: "job 18, 2 of 3"
+    asked: float = 0.0  # when Slurm was asked, in seconds since 1970; 0 if it was not
 
     @property
     def present(self) -> bool:
@@ -44,6 +47,11 @@ class JobStatus:
     def is_pending(self) -> bool:
         """Returns whether the job waits for nodes; False if its state is unknown."""
         return bool(self.state) and state_of(self.state).phase is Phase.PENDING
+
+    @property
+    def is_held(self) -> bool:
+        """Returns whether the job starts only after ``scontrol release``."""
+        return self.is_pending and (state_of(self.state).held or HELD.search(self.reason) is not None)
 
     @property
     def is_running(self) -> bool:
@@ -58,7 +66,7 @@ class JobStatus:
     @property
     def words(self) -> str:
         """One phrase for users: "pending (Priority), starts about 01-31 12:00"."""
-        text = self.state.lower() or "waiting"
+        text = "held" if self.is_held else self.state.lower() or "waiting"
         if self.part:
             text = f"{self.part}, {text}"
         if not self.is_pending:
@@ -74,10 +82,15 @@ PRESENT = JobStatus()
 
 
 class SlurmStatuses:
-    """The status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs)."""
+    """The status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs).
 
-    def __init__(self) -> None:
+    Args:
+        silent: whether Slurm has just not responded, so that it is not queried again for that long.
+    """
+
+    def __init__(self, *, silent: bool = False) -> None:
         self._known: dict[str | None, dict[str, JobStatus]] = {}
+        self._first = time.monotonic() if silent else float("-inf")
         self._asked_at: dict[str | None, float] = {}
 
     def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
@@ -89,7 +102,7 @@ class SlurmStatuses:
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
         known = self._known.get(clusters, {})
         new = {job_id: PRESENT for job_id in ids if status_of(job_id, known) is None}
-        if ids and time.monotonic() - self._asked_at.get(clusters, float("-inf")) >= pause:
+        if ids and time.monotonic() - self._asked_at.get(clusters, self._first) >= pause:
             self._asked_at[clusters] = time.monotonic()
             jobs = sorted({job_id.partition("_")[0] for job_id in ids})
             # on another cluster, an id may belong to another user's job
@@ -108,12 +121,13 @@ def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
     return known.get(job_id) or known.get(job_id.partition("_")[0])
 
 
-def ask(selection: Sequence[str]) -> dict[str, JobStatus] | None:
+def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, JobStatus] | None:
     """Returns the jobs that ``squeue`` selects with ``selection``, by id (12 or 12_3); None if it does not respond."""
-    jobs = list_jobs(selection)
+    asked = time.time()
+    jobs = list_jobs(selection, timeout_s)
     if jobs is None:
         return None
-    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment) for job in jobs}
+    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, asked=asked) for job in jobs}
 
 
 def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
@@ -140,13 +154,14 @@ USER_SIGNALS = (
     "SIGHUP",
 )  # signals that users send; after others the scheduler may run the job again
 
+NOT_STARTED = "not started"  # the user has ended the submission before
 TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 
 
 @dataclass(frozen=True)
 class View:
-    """Holds a snapshot of a job.
+    """Holds a snapshot of a job. ``is_working`` is False while it waits in the queue, is suspended or is held.
 
     ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first. ``steps``
     is the total number of steps, if known. ``nodes`` is the number of allocated nodes.
@@ -159,12 +174,13 @@ class View:
     steps: int | None = None
     restarts: int = 0
     nodes: int | None = None
+    is_working: bool = True
 
 
 def time_left(view: View) -> float | None:
-    """Returns the seconds until the last step at the speed of the newest one; None if unknown."""
+    """Returns the seconds until the last step at the speed of the newest one; None if unknown or not at work."""
     step, step_s = view.metrics.get("step"), view.metrics.get("step_s")
-    if view.exit is not None or view.steps is None or step is None or step_s is None:
+    if view.exit is not None or not view.is_working or view.steps is None or step is None or step_s is None:
         return None
     return (view.steps - step) * step_s
 
@@ -199,16 +215,45 @@ def view_of(
         known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
     end = attempt_end(run, attempt)
     if end is None:
-        if status is not None and status.is_suspended:
-            return replace(known, state=status.words)
+        if status is not None and (status.is_suspended or _was_requeued(run, attempt, status)):
+            return replace(known, state=status.words, is_working=False)
         return known if present else _lost(run, known, status, output)
     if present and not end.final:
-        return replace(known, state=_between_starts(end, status))
+        return replace(known, state=_between_starts(end, status), is_working=False)
     code = end.event["exit_code"]
     if code == Exit.STOPPED and "class" in end.event:  # a node was lost, and Slurm has not requeued the job
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
-    return replace(known, state=state, exit=code, message=failure_text(run, end.event))
+    return replace(known, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
+
+
+def final_code(code: int, run: RunDirectory) -> int:
+    """Returns the exit code of a command for a run that has ended with ``code``.
+
+    75 says that the same command continues from a checkpoint. Without one it is 1, or a script that repeats the command
+    as long as it returns 75 would never end. A command of the user's own (``run.command``) saves where only it knows.
+    """
+    if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")):
+        return code
+    return code if run.record().get("own_code") == "command" else Exit.FAILED
+
+
+def how_stopped(code: int, state: str = "stopped") -> str:
+    """Returns how a run was stopped and what the command that follows does, by the exit code that the run has."""
+    if code != Exit.STOPPED:
+        return f"{state} before the first checkpoint; start again with"
+    return f"{'cancelled' if state == 'cancelled' else 'stopped after a checkpoint'}; resume with"
+
+
+def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
+    """Returns whether Slurm has put the job back into the queue after ``attempt`` started: no agent recorded its end,
+    as when its nodes failed. The state of a job that Slurm was asked for earlier is that before its start.
+    """
+    try:
+        started = (run.attempts / f"{attempt:03d}.json").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return status.is_pending and status.asked > started
 
 
 def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
@@ -261,9 +306,10 @@ def _cancelled(status: JobStatus | None) -> bool:
 def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path) -> View:
     """Returns the view of a job that ended without a record: its last output and its state in the scheduler."""
     if _cancelled(status):
-        return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
+        exit_code = Exit.STOPPED if not known.metrics else Exit.FAILED
+        return replace(known, state="cancelled", exit=final_code(exit_code, run))
     if stop_was_requested(run) and not known.metrics:
-        return replace(known, state="cancelled", exit=Exit.STOPPED)
+        return replace(known, state="cancelled", exit=final_code(Exit.STOPPED, run))
     if not run.path.exists():  # and with it what the agent has written
         message = f"the run directory {run.path} was deleted while the job was running"
         return replace(known, state="failed", exit=Exit.FAILED, message=message)

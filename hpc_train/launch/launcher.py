@@ -4,31 +4,36 @@ watches them or leaves."""
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import track
 
 from hpc_train.config.arguments import JobComposer
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register
+from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.run_path import job_directory
+from hpc_train.config.schema import Config
+from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.monitor import hand_over, report, wait
+from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
 from hpc_train.launch.submission import JobQueue, prepare
-from hpc_train.run.code import snapshot_code
+from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit
+from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.owner import warn_if_open
 
@@ -42,44 +47,69 @@ def register_launcher() -> None:
     for target in (LAUNCHER, SWEEPER):
         module, _, name = target.rpartition(".")
         Plugins.instance().register(getattr(importlib.import_module(module), name))
+    tolerate_failed_trials()
 
 
 class HpcTrainLauncher(Launcher):
     """Submits the jobs of a sweep; nothing is submitted unless all of them are valid."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        refuse_secrets(config)
         self._loader = hydra_context.config_loader
         self._config = config
         self._sweep = Path(config.hydra.sweep.dir)
+        self._console = Console()
+        self._code: FrozenCode | None = None
+        self._trials: Trials | None = None
+        if is_search(config.hydra):
+            if config.launch.detach:
+                what = "the sweeper reads the result of each job, so the jobs cannot be left running"
+                raise UserError(what, where="launch.detach", fix="launch.detach=false")
+            compose = self._composer(2)
+            self._trials = Trials(self._sweep, lambda *job: self._trial(compose, *job), self._run)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs the jobs to their end, or leaves them running (``launch.detach``).
 
         Returns:
-            the last loss of each job, for sweepers that search; nothing when detached.
+            the metric of each job, for sweepers that search; nothing when detached.
 
         Raises:
             UserError: a job is wrong or was refused.
-            SystemExit: a job did not end well; the code says how.
+            SystemExit: the user stopped the jobs.
         """
-        console = Console()
-        queue = enqueue(self._jobs(job_overrides, initial_job_idx, console), self._sweep, console)
-        jobs = queue.jobs
+        if self._trials is not None:
+            return self._trials.launch(job_overrides, initial_job_idx)
+        jobs = self._jobs(job_overrides, initial_job_idx)
         if jobs[0].config.launch.detach:
-            hand_over(queue, console)
+            hand_over(self._enqueue(jobs), self._console)
             return []
-        wait(queue, console)
-        outcome = report(queue, console)
-        if outcome != Exit.DONE:
-            sys.exit(outcome)
-        return [_result(job, view.metrics) for job, view in zip(jobs, queue.views, strict=True)]
+        queue = self._run(jobs)
+        results = [result_of(job, view) for job, view in zip(jobs, queue.views, strict=True)]
+        if queue.stopped or self._config.hydra.sweeper._target_ != SWEEPER:
+            end(results)
+        return results
 
-    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int, console: Console) -> list[Job]:
+    def _run(self, jobs: Sequence[Job]) -> JobQueue:
+        queue = self._enqueue(jobs)
+        wait(queue, self._console)
+        report(queue, self._console)
+        return queue
+
+    def _enqueue(self, jobs: Sequence[Job]) -> JobQueue:
+        queue = enqueue(jobs, self._sweep, self._console, self._config, self._code)
+        self._code = frozen_code(jobs[0].run)  # that of later batches as well
+        return queue
+
+    def _trial(self, compose: Callable[[Sequence[str]], DictConfig], number: int, overrides: Sequence[str]) -> Job:
+        (job,) = prepare_all(compose, [overrides], number, max(number + 1, 2), self._sweep, self._console)
+        return job
+
+    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
         count = first + len(job_overrides)
-        sweeper = self._config.hydra.sweeper
-        if sweeper._target_ != SWEEPER or sweeper.max_batch_size is not None:
-            count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
-        return prepare_all(self._composer(count), job_overrides, first, count, self._sweep, console)
+        if self._config.hydra.sweeper.max_batch_size is not None:
+            count = max(count, 2)  # the sweeper submits in batches: all of its runs are numbered
+        return prepare_all(self._composer(count), job_overrides, first, count, self._sweep, self._console)
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
         """Returns the composer; a single job reuses the config with which Hydra found this launcher, to save time."""
@@ -121,8 +151,20 @@ def prepare_all(
     return jobs
 
 
-def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
+def end(results: Sequence[JobReturn]) -> None:
+    """Ends the process if a job did not end well, with its exit code."""
+    if code := exit_code(results):
+        sys.exit(code)
+
+
+def enqueue(
+    jobs: Sequence[Job], sweep: Path, console: Console, multirun: DictConfig, code: FrozenCode | None = None
+) -> JobQueue:
     """Checks all ``jobs``, then freezes them; the returned queue submits them.
+
+    Args:
+        multirun: the config of the sweep, with ``hydra.overrides``, which is kept in the directory of the sweep.
+        code: the snapshot from which agents and workers start; None takes one.
 
     Raises:
         UserError: a job is refused; nothing was written then.
@@ -133,11 +175,25 @@ def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
     for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     executor.confirm(jobs, console)
-    code = snapshot_code([job.config for job in jobs], sweep / "code")
+    code = code or snapshot_code([job.config for job in jobs], sweep / "code")
     for job in _followed(jobs, "writing run directories", console):
-        freeze(job.config, job.run, claim=True, code=code)  # until its submission a job belongs to this process
+        # claim: until its submission a job belongs to this process
+        freeze(job.config, job.run, claim=True, code=code, overrides=job.overrides)
+    if jobs[0].run.path != sweep:
+        write_multirun(multirun, jobs[0].config, sweep)
     warn_if_open(jobs[0].run, jobs[0].config)  # the others are beside it
     return JobQueue(jobs, executor, sweep, console)
+
+
+PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s@/]+@")
+
+
+def write_multirun(multirun: DictConfig, job: Config, sweep: Path) -> None:
+    """Writes ``multirun.yaml`` as Hydra's basic sweeper does, without passwords in URLs such as that of a study."""
+    path = sweep / "multirun.yaml"
+    write_text(path, PASSWORD.sub(rf"\1{HIDDEN}@", OmegaConf.to_yaml(multirun)), file_mode(job))
+    if job.run.group is not None:
+        share_one(path, job.run.group)
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:
@@ -150,12 +206,3 @@ def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
     """Yields ``items``, with a progress bar at a terminal if there are many."""
     hidden = not console.is_terminal or len(items) < MANY
     return track(items, what, console=console, transient=True, disable=hidden)
-
-
-def _result(job: Job, metrics: dict[str, Any]) -> JobReturn:
-    result = JobReturn()
-    result.overrides = list(job.overrides)
-    result.working_dir = str(job.run.path)
-    result.status = JobStatus.COMPLETED
-    result.return_value = metrics.get("val_loss", metrics.get("loss"))
-    return result

@@ -1,11 +1,12 @@
-"""Finds submitted runs by path, by name, or by the comments on the user's Slurm jobs."""
+"""Finds runs by path, by name, below the run root, or by the comments on the user's Slurm jobs."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,12 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory, sweep_given
-from hpc_train.run.freeze import load
+from hpc_train.run.freeze import load, load_plain
 from hpc_train.run.lease import job_ids
 from hpc_train.run.processes import is_alive
+from hpc_train.run.record import RECORD
 from hpc_train.run.requests import record_stop_request
+from hpc_train.slurm.client import QUERY_S
 
 COMMENT = "hpc_train:"
 
@@ -60,6 +63,11 @@ class RunHandle:
     def config(self) -> Config:
         """Returns the frozen config."""
         return load(self.run)
+
+    @cached_property
+    def plain_config(self) -> dict[str, Any]:
+        """The frozen config without its types and checks, for listing many runs; empty if it is damaged."""
+        return load_plain(self.run)
 
     def lives_here(self) -> bool:
         return is_alive(self.submission)
@@ -108,7 +116,7 @@ def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
     raise UserError(
         f"no run or sweep found in {target}",
         where="the command line",
-        fix=f"pass a run directory or a name below {root}/; status without an argument lists your Slurm jobs",
+        fix=f"pass a run directory or a name below {root}/; status without an argument lists all runs",
     )
 
 
@@ -127,25 +135,78 @@ def find_run(target: str, command: str = "status") -> RunHandle:
     return found[0]
 
 
-def find_my_runs() -> list[RunHandle]:
-    """Returns all runs of this user with jobs in Slurm, found by the comments on the jobs.
+@dataclass(frozen=True)
+class Overview:
+    """The runs below a root, and those of this user with jobs in Slurm: the runs of a sweep together, the newest last.
 
-    Raises:
-        UserError: Slurm does not respond.
+    Attributes:
+        older: the number of older runs that were left out.
+        silent: whether this machine has Slurm, which did not respond.
     """
-    statuses = ask(["--me"])
-    if statuses is None:
-        raise UserError(
-            "Slurm does not respond", where="squeue", fix="status RUN_DIR needs no Slurm; or run it on a login node"
-        )
-    comments = {found.comment for found in statuses.values() if found.comment.startswith(COMMENT)}
-    runs: dict[Path, RunHandle] = {}
+
+    runs: list[RunHandle]
+    older: int
+    silent: bool
+
+
+def find_all_runs(root: Path, newest: int) -> Overview:
+    """Returns the ``newest`` runs below ``root``, and all runs of this user with jobs in Slurm.
+
+    Jobs are found by their comments. A directory that cannot be read is returned with its ``error``.
+    """
+    has_slurm = shutil.which("squeue") is not None
+    jobs = ask(["--me"], QUERY_S) if has_slurm else None
+    below = _newest_last(run_directories(root))
+    kept = [_handle(RunDirectory(path), index) for index, path in enumerate(below[-newest:])]
+    submitted = {item.run.path: item for item in _runs_of_jobs(jobs or {})} | {item.run.path: item for item in kept}
+    runs = [submitted[path] for path in _newest_last(submitted)]
+    return Overview(runs, len(below) - len(kept), silent=has_slurm and jobs is None)
+
+
+DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEEP/NUMBER
+
+
+def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories."""
+    try:
+        found = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError:  # it does not exist, or belongs to somebody else
+        return
+    for path in (Path(entry.path).absolute() for entry in found if entry.name != "code"):
+        if (path / "config.yaml").exists() and (path / "attempts").exists():
+            yield path
+        elif depth > 1:
+            yield from run_directories(path, depth - 1)
+
+
+def _newest_last(paths: Iterable[Path]) -> list[Path]:
+    """Sorts run directories by the time of their last start or end; a sweep counts as its newest run."""
+    times = {path: _touched(path) for path in paths}
+    of_sweep: dict[Path, float] = {}
+    for path, at in times.items():
+        of_sweep[_sweep_of(path)] = max(at, of_sweep.get(_sweep_of(path), 0.0))
+    return sorted(times, key=lambda path: (of_sweep[_sweep_of(path)], str(_sweep_of(path)), _number(path)))
+
+
+def _sweep_of(path: Path) -> Path:
+    return path.parent if path.name.isdigit() else path
+
+
+def _touched(path: Path) -> float:
+    for file in (path / RECORD, path / "config.yaml", path):
+        with suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0
+
+
+def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
+    """Yields the runs that the comments of ``jobs`` name."""
+    comments = {found.comment for found in jobs.values() if found.comment.startswith(COMMENT)}
     for comment in sorted(comments):
         path = comment.removeprefix(COMMENT)
         with suppress(UserError):  # the directory is gone
-            found = find_runs(path if Path(path).exists() else path.partition(" ")[0])
-            runs |= {item.run.path: item for item in found if any(status_of(i, statuses) for i in item.job_ids)}
-    return list(runs.values())
+            found = find_runs(path if Path(path).exists() else path.partition(" ")[0], unreadable=True)
+            yield from (item for item in found if any(status_of(job_id, jobs) for job_id in item.job_ids))
 
 
 def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGTERM) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import shlex
 import signal
 import sys
@@ -11,25 +11,24 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-from hpc_train.config.schema import Config
+from hpc_train.launch.comparison import Comparison
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import View, attempt_end, resume_command, time_left
+from hpc_train.launch.job_status import View, attempt_end, how_stopped, resume_command
+from hpc_train.launch.job_table import JobTable, common_directory, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
-from hpc_train.run.exits import Exit
+from hpc_train.run.code import take_code_again
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.processes import this_process
 from hpc_train.telemetry.progress import Progress
-from hpc_train.units import format_duration
 
 POLL_S = 0.5
 SECOND_CTRL_C_S = 3.0
@@ -61,16 +60,20 @@ class JobProgress:
         self._progress.finish()
 
 
-def wait(queue: JobQueue, console: Console) -> None:
+def wait(queue: JobQueue, console: Console, comparison: Comparison | None = None) -> None:
     """Follows the jobs until all have ended.
 
     Ctrl-C or a lost terminal detaches and leaves them running. At a terminal, a second Ctrl-C within three seconds
     offers to cancel them; if accepted, this continues to wait.
 
+    Args:
+        comparison: that of the whole sweep, if the jobs are a part of one.
+
     Raises:
         SystemExit: detached by Ctrl-C or hang-up, with code 130.
     """
-    display = JobProgress(queue.jobs[0], console) if len(queue.jobs) == 1 else JobTable(queue.jobs, console)
+    single = len(queue.jobs) == 1
+    display = JobProgress(queue.jobs[0], console) if single else JobTable(queue.jobs, console, comparison)
     try:
         with _hang_up_raises():
             _watch(queue, display, console)
@@ -142,7 +145,7 @@ def leave(queue: JobQueue, console: Console) -> None:
 def hand_over(queue: JobQueue, console: Console) -> None:
     """Submits the waiting jobs, which then do not need this process, and prints how to manage all jobs."""
     queue.submit_all()
-    where = _common_directory([job.run.path for job in queue.jobs])
+    where = common_directory([job.run.path for job in queue.jobs])
     lines = [
         f"to save and stop:  python -m hpc_train cancel {where} --save",
         f"to cancel:         python -m hpc_train cancel {where}",
@@ -151,31 +154,25 @@ def hand_over(queue: JobQueue, console: Console) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _common_directory(paths: Sequence[Path]) -> str:
-    path = paths[0] if len(paths) == 1 else Path(os.path.commonpath(paths))
-    shown = os.path.relpath(path)
-    return shlex.quote(str(path) if shown.startswith("..") else shown)
+def report(queue: JobQueue, console: Console, comparison: Comparison | None = None) -> Exit:
+    """Prints how each job ended, with the traceback of the failing rank; returns the exit code for all of them.
 
-
-def report(queue: JobQueue, console: Console) -> Exit:
-    """Prints how each job ended, with the traceback of the failing rank; returns the exit code for all of them."""
-    for job, view in zip(queue.jobs, queue.views, strict=True):
-        if len(queue.jobs) > 1:
-            line = f"{plain_line(job, view)} · {job.run.path}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if view.message:
-            print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
-        if view.exit == Exit.STOPPED:
-            how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
-            print(f"{how}; resume with:\n  {_resume_hint(job)}")
+    Args:
+        comparison: that of the whole sweep, if the jobs are a part of one.
+    """
+    print_messages(queue.jobs, queue.views)
+    if len(queue.jobs) > 1:
+        print_results(queue.jobs, queue.views, console, comparison)
+        return worst(queue.views)
+    (job,), (view,) = queue.jobs, queue.views
+    if view.state in ("cancelled", "stopped") and view.exit is not None:
+        print(f"{how_stopped(view.exit, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
 
 
 def worst(views: Sequence[View]) -> Exit:
     """Returns the exit code for several jobs: the worst of theirs."""
-    codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
-    order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
-    return next((code for code in order if code in codes), Exit.DONE)
+    return worst_exit(view.exit for view in views)
 
 
 def _resume_hint(job: Job) -> str:
@@ -184,104 +181,27 @@ def _resume_hint(job: Job) -> str:
     return resume_command(job.overrides, job.run, job.config.run.root, submits=True)
 
 
-LINE_EVERY_S = 10.0
-ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
-
-
-class TableRow(Protocol):
-    """What the table shows of a job besides its view."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def config(self) -> Config: ...
-
-
-class JobTable:
-    """A live table of jobs. ``show`` updates it; ``close`` leaves the last state on the screen."""
-
-    def __init__(self, jobs: Sequence[TableRow], console: Console) -> None:
-        self._jobs = jobs
-        self._console = console
-        self._live: Live | None = None
-        self._shown: dict[int, tuple[str, float]] = {}
-
-    def show(self, views: Sequence[View]) -> None:
-        if self._console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False)
-                self._live.start()
-            self._live.update(self._table(views), refresh=True)
-        else:
-            self._lines(views)
-
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _table(self, views: Sequence[View]) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for name in ("job", "strategy", "state"):
-            table.add_column(name)
-        for name in ("nodes", "step", "loss", "tokens/s", "time left", "restarts"):
-            table.add_column(name, justify="right")
-        rows = list(zip(self._jobs, views, strict=True))
-        shown = sorted(rows, key=lambda row: (row[1].exit == 0, row[0].number))[:ROWS]
-        for job, view in sorted(shown, key=lambda row: row[0].number):
-            table.add_row(*cells(job, view))
-        if len(rows) > ROWS:
-            done = sum(view.exit == 0 for view in views)
-            table.caption = f"{len(rows)} jobs, {done} done, {len(rows) - len(shown)} not shown"
-        return table
-
-    def _lines(self, views: Sequence[View]) -> None:
-        now = time.monotonic()
-        for job, view in zip(self._jobs, views, strict=True):
-            state, shown_at = self._shown.get(job.number, ("", 0.0))
-            if view.state != state or (view.state == "running" and now - shown_at > LINE_EVERY_S):
-                self._shown[job.number] = (view.state, now)
-                self._console.print(plain_line(job, view), markup=False, highlight=False, soft_wrap=True)
-
-
-def cells(job: TableRow, view: View) -> tuple[str, ...]:
-    """Returns the cells of one row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
-    metrics, steps = view.metrics, view.steps
-    step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
-    seconds = time_left(view)
-    left = "" if seconds is None else format_duration(seconds)
-    return (
-        str(job.number),
-        job.config.strategy.name,
-        view.state,
-        str(view.nodes or job.config.cluster.nodes),
-        "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
-        "" if loss is None else f"{loss:.4f}",
-        "" if speed is None else f"{speed:,.0f}",
-        left,
-        str(view.restarts or ""),
-    )
-
-
-def plain_line(job: TableRow, view: View) -> str:
-    number, strategy, state, _, step, loss, speed, left, restarts = cells(job, view)
-    parts = [f"job {number}", strategy, state]
-    parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
-    parts += [text for value, text in ((speed, f"{speed} tokens/s"), (left, f"{left} left")) if value]
-    parts += [f"{restarts} restart{'s' if view.restarts > 1 else ''}"] if restarts else []
-    return " · ".join(parts)
-
-
 LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended
 POLL_LIVE_S = 3.0
 
 
-def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_owner: bool = False) -> int:
+def resubmit(
+    found: Sequence[RunHandle],
+    sweep: Path,
+    *,
+    detach: bool,
+    trust_owner: bool = False,
+    as_json: bool = False,
+    code_now: bool = False,
+    comparison: Comparison | None = None,
+) -> int:
     """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
 
     Args:
         trust_owner: whether runs of other users may be continued.
+        as_json: whether to print one JSON object per run at the end, and everything else to standard error.
+        code_now: whether they run the code that is now in the work tree from which they were frozen.
+        comparison: that of the whole sweep, if ``found`` is a part of one.
 
     Raises:
         UserError: a run is live or another user's, or its executor refuses it. Nothing was submitted.
@@ -289,7 +209,7 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_own
     for item in found if not trust_owner else ():
         refuse_foreign(item.run, item.config)
     warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
-    console = Console()
+    console = Console(stderr=as_json)
     until = time.monotonic() + LEAVING_S
     for item in found:
         while time.monotonic() < until and find_live(item.run) and _has_ended(item):
@@ -302,12 +222,23 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_own
     executor.confirm(jobs, console)
     for job in jobs:
         job.run.update_record(claimed_by=this_process())
+    if code_now:
+        lines = take_code_again([(item.run, item.config) for item in found])
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     queue = JobQueue(jobs, executor, sweep, console)
     if detach:
         hand_over(queue, console)
-        return Exit.DONE
-    wait(queue, console)
-    return report(queue, console)
+    else:
+        wait(queue, console, comparison)
+    if as_json:
+        print("\n".join(outcome(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)))
+        return Exit.DONE if detach else worst(queue.views)
+    return Exit.DONE if detach else report(queue, console, comparison)
+
+
+def outcome(run: RunDirectory, view: View) -> str:
+    """Returns how a run stands, as a JSON object in one line."""
+    return json.dumps({"run": str(run.path), "state": view.state, "exit_code": view.exit})
 
 
 def _has_ended(item: RunHandle) -> bool:

@@ -16,7 +16,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.values import fewest_nodes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import View
+from hpc_train.launch.job_status import NOT_STARTED, View
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -39,6 +39,7 @@ class JobQueue:
         self._waiting = list(jobs)
         self._submitted: dict[int, Submitted] = {}
         self._views: dict[int, View] = {}
+        self.stopped = False  # by the user of this process
 
     @property
     def views(self) -> list[View]:
@@ -68,11 +69,12 @@ class JobQueue:
     def drop_waiting(self) -> None:
         """Gives up the jobs that were not submitted yet."""
         for job in self._waiting:
-            self._views[job.number] = View("not started", {}, exit=None)
+            self._views[job.number] = View(NOT_STARTED, {}, exit=None)
         self._waiting = []
 
     def stop_all(self, *, cancel: bool) -> None:
         """Drops the waiting jobs and stops the submitted ones; with ``cancel`` they need not save a checkpoint."""
+        self.stopped = True
         self.drop_waiting()
         for item in self._open():
             record_stop_request(item.job.run)

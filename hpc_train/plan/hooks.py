@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.evaluation import check_metric_name, highest_is_best
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.source_check import check_call, find_definition
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
+
+if TYPE_CHECKING:
+    from hpc_train.plan.layout import Layout  # whose memory estimate counts hooks
+
+EMA = "hpc_train.hooks.ema.EMA"
 
 
 def check_targets(config: Config, layout: Layout) -> None:
@@ -26,6 +30,11 @@ def check_targets(config: Config, layout: Layout) -> None:
         check = _CHECKS.get(hook._target_)
         if check is not None:
             check(hook.args, f"hooks.{name}.args", config, layout)
+
+
+def averages_of_weights(config: Config) -> int:
+    """Returns how many values the built-in hooks keep for each trained parameter; hooks of the user's are unknown."""
+    return sum(hook._target_ == EMA for hook in config.hooks.values())
 
 
 def _check_target(target: TargetConfig, where: str, batch: int) -> None:
@@ -77,7 +86,7 @@ def _is_number(value: Any) -> bool:
 
 
 _CHECKS = {
-    "hpc_train.hooks.ema.EMA": _check_ema,
+    EMA: _check_ema,
     "hpc_train.hooks.early_stopping.EarlyStopping": _check_early_stopping,
     "hpc_train.hooks.samples.Samples": _check_samples,
 }

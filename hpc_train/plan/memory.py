@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
 from hpc_train.config.values import parse_recomputation, runs_own_code
+from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.techniques import CARRYING
@@ -31,10 +32,11 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
+    hooks: float = 0.0  # averages of the weights
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.hooks
 
     @property
     def largest(self) -> str:
@@ -42,7 +44,8 @@ class Memory:
         return max(vars(self), key=lambda name: float(getattr(self, name)))
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in vars(self).items())
+        shown = {name: size for name, size in vars(self).items() if size or name != "hooks"}
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown.items())
         return f"{format_bytes(self.total)} ({parts})"
 
 
@@ -73,6 +76,7 @@ def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
         gradients=0.0 if offload == "all" else (parameters if whole_gradients else share) * trained * width,
         optimizer=share * trained * moments if offload == "none" else 0.0,
         activations=_activations(config, layout, pp_rank, narrow),
+        hooks=0.0 if offload == "all" else share * trained * width * averages_of_weights(config),
     )
 
 
@@ -178,7 +182,9 @@ def parameter_count(model: ModelConfig) -> int | None:
 
 
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
-    """Returns the bytes of a checkpoint: the parameters and the optimizer's values for each; None if unknown.
+    """Returns the bytes of a checkpoint; None if unknown.
+
+    It has the parameters, the optimizer's values for each, and the averages that hooks keep.
 
     Frozen weights that adapters are trained beside are not in checkpoints.
 
@@ -191,6 +197,7 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     width = 8 if config.precision.name == "fp64" else 4
     moment = 2 if config.optim.moments == "bf16" else width
     values = width + moment * values_per_parameter(config.optim)
+    values += width * averages_of_weights(config)
     return int(parameters * (values + width * _carried_per_parameter(config.strategy, replicas)))
 
 

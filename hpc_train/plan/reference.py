@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hpc_train.config.compose import config_directory
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
+from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import KeyInfo, info
 from hpc_train.plan.techniques import AUTO, KINDS, SCHEDULES

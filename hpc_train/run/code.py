@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -32,6 +32,8 @@ from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from hpc_train.plan.optimizers import own_code
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import share
 from hpc_train.units import format_bytes
 
 LIMIT_BYTES = 50 * 2**20
@@ -276,6 +278,16 @@ class FrozenCode:
     commit: str | None
     diff: str | None
 
+    @property
+    def directory(self) -> Path:
+        """The directory of the work tree in which the run was frozen."""
+        return Path(self.work_tree, *(Path(path).relative_to(self.snapshot) for path in self.paths[:1]))
+
+    @property
+    def origin(self) -> tuple[str, Path, Path]:
+        """The work tree, the directory in it, and the directory of the copies."""
+        return self.work_tree, self.directory, Path(self.snapshot).parent
+
     def copied_path(self, path: str | Path) -> Path | None:
         """Returns the copy of a file or directory of the work tree; None if the snapshot does not hold it."""
         try:
@@ -345,3 +357,45 @@ def check_imports(run: RunDirectory) -> None:
             f"modules were imported from the work tree, which may have changed, not from the snapshot {code.snapshot}: "
             + ", ".join(sorted(set(live))[:8])
         )
+
+
+def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
+    """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
+
+    The runs must not be live. Their event logs record the change.
+
+    Returns:
+        lines for the user.
+
+    Raises:
+        UserError: a work tree does not exist any more, or cannot be copied.
+    """
+    before = [frozen_code(run) for run, _ in runs]
+    old = {code.origin: code for code in before if code is not None}
+    new = {origin: _taken_again(code, [config for _, config in runs]) for origin, code in old.items()}
+    changed = {origin for origin, code in new.items() if code.snapshot != old[origin].snapshot}
+    for (run, _), code in zip(runs, before, strict=True):
+        if code is not None and code.snapshot != new[code.origin].snapshot:
+            after = new[code.origin]
+            run.update_record(snapshot=asdict(after))
+            events = EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1)
+            events.write("warning", message=f"continues with other code: {code.snapshot} -> {after.snapshot}")
+    lines = [f"code: the present code of {origin[0]}, copied to {new[origin].snapshot}" for origin in changed]
+    lines += [f"code: {tree} has not changed since its code was frozen" for tree, *_ in old.keys() - changed]
+    if None in before:
+        lines.append("code: runs without frozen code import the present code in any case")
+    return lines
+
+
+def _taken_again(code: FrozenCode, configs: Sequence[Config]) -> FrozenCode:
+    directory, into = code.directory, Path(code.snapshot).parent
+    taken = snapshot_code(configs, into, directory) if directory.is_dir() else None
+    if taken is None or taken.work_tree != code.work_tree:
+        raise UserError(
+            f"the code was frozen from {code.work_tree}, which is not a git work tree any more",
+            where="--code now",
+            fix="restore the work tree, or leave out --code now to run the frozen code again",
+        )
+    if configs[0].run.group is not None:
+        share(into, configs[0].run.group)
+    return taken

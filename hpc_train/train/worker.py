@@ -31,7 +31,7 @@ from hpc_train.measure.utilisation import FORMULA, describe_utilisation
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compile import kept_artifacts
+from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -137,16 +137,11 @@ def _build(
     heartbeat: Heartbeat,
 ) -> Trainer:
     config = with_chosen_compression(config, run, mesh, events)
-    seed = config.train.seed
     local_ranks = spec.local_world_size
-    training = build_dataset(config.data, "train", seed)
-    if training.notice and mesh.rank == 0:
-        print(f"data: {training.notice}")
+    training = _training_data(config, mesh)
     evaluation = build_evaluation(config, mesh, local_ranks)
     hooks = Hooks(config.hooks)
-    artifacts = kept_artifacts(config, mesh, run.compiled)
-    if artifacts is not None:
-        artifacts.load()
+    artifacts = _loaded_artifacts(config, run, mesh)
     engine = _build_engine(config, run, mesh, events, training)
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
@@ -154,7 +149,6 @@ def _build(
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
-
     open_feed = _feed_opener(config, mesh, training, local_ranks)
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
@@ -172,9 +166,7 @@ def _build(
         evaluation=evaluation,
         checkpoints=checkpoints,
         stop=stop,
-        length=replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))
-        if config.train.debug
-        else length,
+        length=_shortened(length, start) if config.train.debug else length,
         meter=make_meter(config, mesh, training),
         measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
         profiler=Profiler(parse_profile(config.telemetry.profile), run, mesh, events),
@@ -189,9 +181,23 @@ def _build(
         hooks=hooks,
         best=BestSoFar(best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)),
     )
-    hooks.bind(
-        HookContext(start, length.total_steps, {}, engine, optimizer, mesh, config, run, hooks.request_end, report.text)
-    )
+    _prepare(trainer, run, events, spec, restored, length)
+    return trainer
+
+
+def _prepare(
+    trainer: Trainer,
+    run: RunDirectory,
+    events: EventLog,
+    spec: WorkerSpec,
+    restored: RestoredState | None,
+    length: Length,
+) -> None:
+    """Connects the hooks, restores the state that is not tensors, and logs the settings."""
+    config, mesh, hooks, report = trainer.config, trainer.mesh, trainer.hooks, trainer.report
+    start, optimizer = 0 if restored is None else restored.step, trainer.take_step.optimizer
+    state = (trainer.engine, optimizer, mesh)
+    hooks.bind(HookContext(start, length.total_steps, {}, *state, config, run, hooks.request_end, report.text))
     if spec.nodes > 1:
         trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node
     if restored is not None:
@@ -199,7 +205,27 @@ def _build(
     if mesh.rank == 0:
         _log_settings(config, run, mesh, events, length, restored)
         _log_utilisation(run, trainer.meter, events)
-    return trainer
+
+
+def _training_data(config: Config, mesh: Mesh) -> Dataset:
+    """Opens the training data and prints what the user should know about it."""
+    training = build_dataset(config.data, "train", config.train.seed)
+    if training.notice and mesh.rank == 0:
+        print(f"data: {training.notice}")
+    return training
+
+
+def _loaded_artifacts(config: Config, run: RunDirectory, mesh: Mesh) -> KeptArtifacts | None:
+    """Loads the graphs that earlier attempts compiled; returns None if the run does not keep them."""
+    artifacts = kept_artifacts(config, mesh, run.compiled)
+    if artifacts is not None:
+        artifacts.load()
+    return artifacts
+
+
+def _shortened(length: Length, start: int) -> Length:
+    """Returns the length of a run with ``train.debug``, which ends after a few steps."""
+    return replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))
 
 
 def _feed_opener(config: Config, mesh: Mesh, training: Dataset, local_ranks: int) -> OpenFeed:

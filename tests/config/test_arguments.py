@@ -43,6 +43,25 @@ def test_a_sweep_is_every_combination() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "jobs"),
+    [
+        ("cluster.exclude=n1,n2", ["n1,n2"]),
+        ("++cluster.nodelist=n[1-2,4],m7", ["n[1-2,4],m7"]),
+        ("cluster.exclude='n1,n2'", ["n1,n2"]),
+        ("cluster.exclude=choice(n1,n2)", ["n1", "n2"]),
+        ("cluster.exclude='n1','n2'", ["n1", "n2"]),
+        ("cluster.exclude=null", [None]),
+    ],
+)
+def test_a_list_in_the_syntax_of_slurm_is_one_job(given: str, jobs: list[str | None]) -> None:
+    (override,) = with_right_plus([given])
+    line = CommandLine.parse([override])
+    with line.composer() as compose:
+        key = given.lstrip("+").partition("=")[0].removeprefix("cluster.")
+        assert [getattr(typed(compose(each)).cluster, key) for each in expand([override])] == jobs
+
+
 def test_jobs_composed_by_merging_values_equal_hydras_own() -> None:
     overrides = ["+strategy=hybrid", "model=llama_7b", "optim.lr=2e-3", "data.pattern='*.txt'", "train.epochs=2"]
     overrides += ["strategy.pp_split=[1,2]", "model.dim=64", "run.name=x"]

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from hpc_train.config.arguments import CommandLine, with_right_plus
-from hpc_train.config.compose import config_directory, typed
+from hpc_train.config.compose import typed
+from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import SCRATCH
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError

@@ -54,7 +54,7 @@ def call(python: Path, place: Path, *arguments: str) -> str:
     return done.stdout
 
 
-WHERE = ["-c", "from hpc_train.config.compose import config_directory as d; print(d())"]
+WHERE = ["-c", "from hpc_train.config.groups import config_directory as d; print(d())"]
 
 
 def test_a_wheel_brings_its_config(sources: Path, tmp_path: Path) -> None:

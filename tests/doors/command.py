@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.config.run_path import SCRATCH
 from tests import warm_parents
+from tests.warm_parents import commands
 
 TEMPORARY = "TESTS_TMPDIR"  # names the directory for temporary files of this test session
 REPOSITORY = Path(__file__).parents[2]
@@ -63,10 +64,11 @@ def hpc_train(
     *arguments: str, cwd: Path, timeout: float = 300, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs one command and waits for it."""
-    return subprocess.run(
+    env = env or environment()
+    return commands.run(arguments, cwd, env, timeout) or subprocess.run(
         [sys.executable, "-m", "hpc_train", *arguments],
         cwd=cwd,
-        env=env or environment(),
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -37,8 +37,12 @@ def test_importing_the_package_is_cheap_and_the_api_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_submitted_run_is_read_back(tmp_path: Path) -> None:
+def test_a_submitted_run_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # in a notebook rich shows what it does not write
     run = hpc_train.submit(["+strategy=dp", *TINY, "cluster=local", "cluster.cpu_workers=2", "run.name=one"])
+    assert capsys.readouterr().out == ""
     assert isinstance(run, hpc_train.Run)
     assert run.path == tmp_path / "outputs" / "one"
     status = run.wait(timeout=200)

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hpc_train.commands import COMMANDS
 from hpc_train.run.exits import Exit, Failure
@@ -27,9 +26,9 @@ def test_every_command_has_a_section() -> None:
     assert sections == set(COMMANDS)
 
 
-def test_the_help_lists_every_command() -> None:
-    words = yaml.safe_load((REPOSITORY / "conf" / "config.yaml").read_text())["hydra"]["help"]["header"].split()
-    assert {word.strip(",") for word in words} >= set(COMMANDS)
+def test_the_commands_of_the_docs_are_described_as_in_the_help() -> None:
+    table = page("commands.md").partition("\n## ")[0]
+    assert {name for name in COMMANDS if f"[`{name}`](#{name})" in table} == set(COMMANDS)
 
 
 def test_every_exit_code_and_class_of_failure_is_explained() -> None:

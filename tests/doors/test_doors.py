@@ -67,6 +67,7 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
     assert len(runs) == (4 if LONG else 2)
     assert all(len(losses(run)) == 6 for run in runs)
+    assert RunDirectory(runs[0]).record()["overrides"][:2] == ["+strategy=single", "optim.lr=0.001"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,9 @@ def test_a_failing_rank_is_named_with_its_own_traceback(
 
 
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
-    done = hpc_train("+strategy=dp", *FAULTY, "+model.args.call=3,99", "run.name=sweep", "-m", cwd=tmp_path)
+    """The batches after that of the failed job are run."""
+    sweep = ["+model.args.call=3,99", "hydra.sweeper.max_batch_size=1", "run.name=sweep", "-m"]
+    done = hpc_train("+strategy=dp", *FAULTY, *sweep, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
 
@@ -106,8 +109,9 @@ def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
     done = hpc_train("+strategy=dp", *[value for value in TINY if "steps" not in value], *fast, cwd=tmp_path)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
-    assert re.search(r"^job 0 · dp · done", done.stdout, re.MULTILINE), output
-    assert re.search(r"^job 1 · dp · failed", done.stdout, re.MULTILINE), output
+    assert re.search(r"^job 0 · dp · optim\.lr=0\.001 · done", done.stdout, re.MULTILINE), output
+    assert re.search(r"^1 +dp +100000000\.0 +failed ", done.stdout, re.MULTILINE), output
+    assert "2 jobs: " in done.stdout and "retry --failed outputs/sweep --code now" in done.stdout, output
     assert re.search(r"rank 0 on \S+ failed \(nan\):\nthe run has diverged: ", output), output
     assert "Traceback" not in output
     run = tmp_path / "outputs" / "sweep" / "1"

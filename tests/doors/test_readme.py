@@ -24,7 +24,18 @@ FEW = {
     "synthetic": ["data.validation_samples=8"],
     "stream": ["data.validation_samples=8"],
 }  # others: data.pattern of the text
-TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "generate", "status", "logs", "why", "doctor", "--help")
+TAKEN_AS_THEY_ARE = (
+    "prepare",
+    "checkpoint",
+    "evaluate",
+    "generate",
+    "status",
+    "logs",
+    "why",
+    "plot",
+    "doctor",
+    "--help",
+)
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
 NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {
@@ -60,7 +71,8 @@ def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
         return [*arguments, *([] if LONG else [*small, *BENCH.get(arguments[1], [])])]
     again = sum(name is not None and name in shlex.split(one, comments=True) for one in before)
     steps = [] if "telemetry.profile.steps" in given else [f"train.steps={2 * (1 + again)}"]
-    workers = ["cluster.cpu_workers=2"] if "train.compile=true" in arguments else []  # each compiles for itself
+    costly = "train.compile=true" in arguments or data == "sft"  # each worker compiles, or reads the chats, for itself
+    workers = ["cluster.cpu_workers=2"] if costly else []
     own = [NO_WANDB] if LONG else [NO_WANDB, *steps, *small, *workers]
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 
@@ -91,7 +103,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (path / "examples").symlink_to(REPOSITORY / "examples")
     hugging_face = found["docs/howto/huggingface.md"]
     write_chat_model(hugging_face / "chat-model")
-    write_jsonl(hugging_face / "chats.jsonl", chats(64))
+    write_jsonl(hugging_face / "chats.jsonl", chats(800))
     draw(found["docs/howto/data.md"] / "pictures", {"train": 8, "validation": 2})
     return found
 

@@ -97,7 +97,7 @@ def test_a_server_sends_heartbeats_while_it_waits_for_the_file_system(
 
     served.hub._begin = hangs
     link = served.link(0)
-    time.sleep(5.0)  # an agent whose server is silent for 2 s gives it up
+    time.sleep(3.0)  # an agent whose server is silent for 2 s gives it up
     assert not link.lost
     returns.set()
     assert order_of(link)["kind"] == "start"

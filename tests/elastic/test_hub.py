@@ -40,6 +40,12 @@ SILENT_S = 2.0
 HELLO = b'{"kind": "hello", "token": "secret", "node": {}}\n'
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator decides at once when a node is lost; test_coordinator.py has its wait for further losses."""
+    monkeypatch.setattr("hpc_train.elastic.rendezvous.coordinator.NODE_LOSS_WAIT_S", 0.05)
+
+
 class Served:
     """A hub of ``nodes`` nodes; ``starts`` and ``left`` are what it decided."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.progress import Progress
+from tests.checkpoint.progress import LONG, Progress
 from tests.faults.measured import Times, fault_step, trials
 from tests.faults.on_slurm import STEPS, restore, undisturbed
 from tests.slurm.cluster import Cluster, running
@@ -25,8 +25,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="package")
 def nodes() -> Iterator[Cluster]:
-    """Starts a separate cluster, because the tests kill its nodes."""
-    with running() as started:
+    """Starts a separate cluster, because the tests kill its nodes; the long form has one with accounting."""
+    with running(*([] if LONG else ["--no-accounting"])) as started:
         yield started
 
 

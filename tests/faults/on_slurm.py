@@ -23,6 +23,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
+from tests.checkpoint.progress import LONG
 from tests.doors import command
 from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster, wait_for
@@ -34,7 +35,7 @@ CASE = [
     *SLOW, *REPRODUCIBLE, "+model.args.seconds=0.1", "cluster.cpu_workers=1", "batch.global_size=12",
     "checkpoint.every=5", "run.name=run",
 ]  # fmt: skip
-STEPS = 40
+STEPS = 40 if LONG else 28
 ASKED = f"train.steps={STEPS}"
 NODES = ("n1", "n2", "n3", "n4")
 PATIENCE_S = 480.0  # workers take minutes to start on a machine that is busy with other tests

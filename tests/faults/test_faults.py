@@ -8,17 +8,18 @@ interruption (``tests/checkpoint/progress.py``).
 
 from __future__ import annotations
 
+import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.progress import IN_LONG_FORM, LONG, Progress
+from tests.doors.command import hpc_train
 from tests.faults.measured import trials
 from tests.faults.plan import IN_SURROUNDINGS, KINDS, SPECIAL, Fault, draw
 from tests.faults.soak import FIRST_STEP, SPACING, Record, soak, upper_bound
@@ -33,6 +34,7 @@ from tests.faults.trial import (
     start,
 )
 from tests.run.outage import detachable
+from tests.warm_parents import with_server
 
 STEPS = 12
 SHORT = ("kill", "warm_parent", "storage_in_save", "request", "nan")
@@ -87,10 +89,9 @@ def test_a_run_survives_errors_of_its_gpus(tmp_path: Path, around: Surroundings)
 
 def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) -> None:
     run = freeze(tmp_path / "run", 100_000, "telemetry.log_every=100")
-    agent = start(run, [Fault("slow", 1, 0)])
+    agent = start(run, [Fault("slow", 1, 0)], Surroundings(variables=with_server(os.environ)))
     until(lambda: any(event["event"] == "straggler" for event in run.read_events()))
-    asked = [sys.executable, "-m", "hpc_train", "stacks", str(run.path), "--wait", "120"]
-    shown = subprocess.run(asked, capture_output=True, text=True, check=False)
+    shown = hpc_train("stacks", str(run.path), "--wait", "120", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     for rank in (0, 1):
         assert f"--- rank {rank} on" in shown.stdout
@@ -111,7 +112,8 @@ def test_the_bound_of_the_soak_is_that_of_clopper_and_pearson() -> None:
 def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
     """The first port that each attempt would use is taken."""
     if not LONG:
-        assert_survives(tmp_path / "run", draw(0, len(SHORT), SHORT, FIRST_STEP, SPACING), around)
+        warm = replace(around, variables={**around.variables, **with_server(os.environ)})
+        assert_survives(tmp_path / "run", draw(0, len(SHORT), SHORT, FIRST_STEP, SPACING), warm)
         return
     progress = Progress.of("soak")
     assert progress.file is not None

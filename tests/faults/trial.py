@@ -24,6 +24,7 @@ from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.plan import HANGS, MARK, PASSING, Fault, bad_windows, happened, variables
 from tests.faults.surroundings import Surroundings
 from tests.train.runs import frozen
+from tests.warm_parents import with_server
 
 TWO_REPLICAS = [
     "+strategy=dp",
@@ -127,7 +128,7 @@ def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault
 def undisturbed(path: Path, steps: int, *overrides: str, plan: Sequence[Fault] = ()) -> RunDirectory:
     """Trains without faults; the run skips the bad batches of ``plan``."""
     run = freeze(path, steps, *overrides)
-    trial = finish(run, start(run, plan, entry="train_past"))
+    trial = finish(run, start(run, plan, Surroundings(variables=with_server(os.environ)), "train_past"))
     assert trial.code == 0, trial.error
     return run
 

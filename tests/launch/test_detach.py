@@ -11,7 +11,9 @@ from tests.doors.command import TINY, hpc_train
 
 
 def test_a_detached_job_finishes_alone(tmp_path: Path) -> None:
-    slow = ["model=custom", "model._target_=tests.doors.faulty.Slow", "+model.args.seconds=1.5"]  # live for 10 s
+    pause = tmp_path / "pause"
+    pause.touch()
+    slow = ["model=custom", "model._target_=tests.faults.models.OnNode", f"+model.args.pause={pause}"]
     small = [part for part in TINY if not part.startswith("model.")]
     arguments = ["+strategy=dp", "cluster.cpu_workers=2", *small, *slow, "run.name=run"]
     left = hpc_train(*arguments, "launch.detach=true", "-m", cwd=tmp_path)
@@ -22,6 +24,7 @@ def test_a_detached_job_finishes_alone(tmp_path: Path) -> None:
     refused = hpc_train(*arguments, "-m", cwd=tmp_path)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "is live" in refused.stderr
+    pause.unlink()
     deadline = time.monotonic() + 120
     while find_live(run) is not None:
         assert time.monotonic() < deadline

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.executors.array_turns import divide
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import SlurmStatuses
@@ -69,6 +72,42 @@ def test_an_array_ends_where_the_site_ends_it(slurm: Path, tmp_path: Path) -> No
     assert [call.count("--array=0-1 ") for call in calls(tmp_path)] == [1, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "limit", "turns"),
+    [
+        ([8], 2, [(2, None)]),
+        ([20, 4], "auto", [("auto", None), ("auto", None)]),
+        ([2, 1], 4, [(4, None), (4, None)]),  # they all fit
+        ([20, 4], 2, [(1, None), (1, None)]),
+        ([1001, 99], 50, [(45, None), (5, None)]),
+        ([5, 1, 1, 1], 2, [(1, None), (1, None), (1, 1), (1, 2)]),  # more arrays than jobs that may run
+        ([1, 1, 1], 1, [(1, None), (1, 0), (1, 1)]),
+    ],
+)
+def test_the_arrays_of_a_sweep_share_the_limit(
+    sizes: list[int], limit: int | str, turns: list[tuple[int | str, int | None]]
+) -> None:
+    found = divide(sizes, limit)
+    assert [(turn.at_once, turn.after) for turn in found] == turns
+
+
+def test_a_sweep_of_several_arrays_keeps_to_its_limit(slurm: Path, tmp_path: Path) -> None:
+    command(slurm, "scontrol", "echo MaxArraySize = 2")
+    numbered = "echo Submitted batch job $((40 + $(wc -l < {0}/calls)))"
+    command(slurm, "sbatch", f'echo "$@" >> {tmp_path}/calls; {numbered.format(tmp_path)}')
+    cluster = replace(SITE, dependency="afterok:7")
+    jobs = [make_job(tmp_path / "sweep", number, cluster=cluster, gpus=4, cap=2) for number in range(5)]
+    assert SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5) == ["41_0", "41_1", "42_0", "42_1", "43"]
+    asked = [re.findall(r"--(?:array|dependency)=(\S+)", call) for call in calls(tmp_path)]
+    assert asked == [["afterok:7", "0-1%1"], ["afterok:7", "0-1%1"], ["afterok:7,afterany:41"]]
+    shown = [command for command, _ in SlurmJobExecutor().plan(jobs, tmp_path / "sweep")]
+    assert "--dependency=afterok:7,afterany:JOB_ID_OF_SUBMISSION_1" in shown[2]
+    jobs[0].config.cluster.dependency = "afterok:7?afterok:8"  # the cluster of all jobs
+    with pytest.raises(UserError, match="of which some must wait for others"):
+        SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5)
+    assert len(calls(tmp_path)) == 3, "nothing was submitted"
+
+
 def test_inside_a_job_nothing_of_it_is_handed_down(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,13 +119,44 @@ def test_inside_a_job_nothing_of_it_is_handed_down(
     assert handed == ["SLURM_CONF=7"]
 
 
-def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None:
-    command(slurm, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+REFUSALS = [  # what sbatch prints, and what the user must read, set in and fix
+    (["invalid partition specified: gpu", "Batch job submission failed: Invalid partition name specified"],
+     "cluster.partition", "sinfo -s"),
+    (["Jobs with constraint rack1 need a project code: use --wckey=PROJECT",
+      "Batch job submission failed: Unspecified error"], "cluster.wckey", "cluster.wckey=VALUE"),
+    (["Ask the help desk for a budget", "Batch job submission failed: Unspecified error"],
+     "cluster.partition, cluster.account", "explains the refusal in the lines above"),
+    (["Batch job submission failed: Requested node configuration is not available"], "cluster.mem", "sinfo -o"),
+    (["If munged is up, restart with --num-threads=10", "Munge encode failed: Failed to access socket",
+      "Batch job submission failed: Protocol authentication error"], "munge", "report it"),
+    (["Batch job submission failed: Unable to contact slurm controller"], "cluster.kind", "cluster=local"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "where", "fix"), REFUSALS, ids=lambda value: value if type(value) is str else "")
+def test_a_refusal_shows_every_line_and_a_fix_that_fits(
+    lines: list[str], where: str, fix: str, slurm: Path, tmp_path: Path
+) -> None:
+    said = "".join(f"sbatch: error: {line}\n" for line in lines)
+    (tmp_path / "said").write_text(said)
+    command(slurm, "sbatch", f"cat {tmp_path}/said >&2; exit 1")
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
-    with pytest.raises(UserError, match="invalid partition"):
-        SlurmJobExecutor().submit([job], tmp_path / "sweep", 1)
-    with pytest.raises(UserError, match="invalid partition"):
-        SlurmJobExecutor().check([job])
+    ways = [lambda: SlurmJobExecutor().submit([job], tmp_path / "sweep", 1)]
+    ways += [] if "Unable to contact" in said else [lambda: SlurmJobExecutor().check([job])]
+    for way in ways:
+        with pytest.raises(UserError) as error:
+            way()
+        assert all(line in error.value.what for line in lines)
+        assert where in error.value.where
+        assert fix in error.value.fix
+
+
+def test_what_a_submit_plugin_says_of_a_job_that_it_takes_is_shown(slurm: Path, tmp_path: Path) -> None:
+    estimate = "sbatch: Job 7 to start at 2026-01-31T12:00:00 using 4 processors on nodes n1 in partition gpu"
+    command(slurm, "sbatch", f"echo 'sbatch: lua: moved to the partition long' >&2; echo '{estimate}' >&2")
+    found = SlurmJobExecutor().check([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)])
+    assert "sbatch: lua: moved to the partition long" in found
+    assert not any("to start at" in line for line in found)
 
 
 @pytest.mark.parametrize(

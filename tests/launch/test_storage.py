@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
-from hpc_train.config.schema import CheckpointConfig, ClusterConfig, GPTConfig, OptimConfig, ViTConfig
+from hpc_train.config.schema import CheckpointConfig, ClusterConfig, GPTConfig, OptimConfig, TargetConfig, ViTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import dry_run, storage
 from hpc_train.launch.storage import check_room, check_shared
@@ -43,7 +43,7 @@ def test_parameters_are_counted_as_torch_counts_them(model: GPTConfig | ViTConfi
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
 
 
-def test_the_optimizer_and_the_precision_count(tmp_path: Path) -> None:
+def test_the_optimizer_the_average_and_the_precision_count(tmp_path: Path) -> None:
     config = make_job(tmp_path / "sweep").config
     count = parameter_count(config.model)
     assert count is not None
@@ -52,6 +52,8 @@ def test_the_optimizer_and_the_precision_count(tmp_path: Path) -> None:
     assert (state_bytes(config), state_bytes(config, replicas=4)) == (count * 4 * 3, count * 4 * (3 + 4 * 2))
     config.optim, config.precision.name = OptimConfig(name="sgd", momentum=0.0), "fp64"
     assert state_bytes(config) == count * 8
+    config.hooks = {"ema": TargetConfig("hpc_train.hooks.ema.EMA")}
+    assert state_bytes(config) == count * 16
 
 
 @pytest.mark.parametrize(

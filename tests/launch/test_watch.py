@@ -11,8 +11,8 @@ from unittest import mock
 from rich.console import Console
 
 from hpc_train.launch.executors.executor import Submitted
-from hpc_train.launch.job_status import PRESENT, JobStatus, View, resume_command
-from hpc_train.launch.monitor import JobTable, plain_line
+from hpc_train.launch.job_status import PRESENT, JobStatus, View, resume_command, time_left
+from hpc_train.launch.job_table import JobTable, plain_line
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
@@ -34,6 +34,8 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
+    assert (item.view(None).state, item.view(None).exit) == ("stopped", 1), "75 needs a checkpoint"
+    (run.checkpoints / "step-00000003").mkdir()
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
 
 
@@ -42,7 +44,7 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
     run = item.job.run
     add_submission(run, "this machine", pid=1)
     record_stop_request(run)
-    assert (item.view(None).state, item.view(None).exit) == ("cancelled", 75)
+    assert (item.view(None).state, item.view(None).exit) == ("cancelled", 1)
     add_submission(run, "this machine", pid=1)
     assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
 
@@ -86,7 +88,17 @@ def test_a_job_that_a_person_has_requeued_and_held_is_not_stopping(tmp_path: Pat
     item.job.run.claim_attempt()
     EventLog.open(item.job.run, "agent-n0", 0).write("stopped", exit_code=75, reason="SIGTERM")
     states = [item.view(JobStatus(state, "JobHeldUser")).state for state in ("COMPLETING", "PENDING")]
-    assert states == ["stopping", "pending (JobHeldUser)"]
+    assert states == ["stopping", "held (JobHeldUser)"]
+
+
+def test_a_job_that_slurm_has_put_back_into_its_queue_is_pending(tmp_path: Path) -> None:
+    """Its nodes failed, so no agent has recorded the end of the attempt. What Slurm said before the start is old."""
+    item = submitted(tmp_path)
+    attempt = item.job.run.claim_attempt()
+    append_line(item.job.run.metrics_file(attempt), {"step": 3, "step_s": 0.5, "loss": 1.0, "time": time.time()})
+    views = [item.view(JobStatus("PENDING", "BeginTime", asked=time.time() + later)) for later in (-60, 1)]
+    assert [(view.state, time_left(view)) for view in views] == [("running", 48.5), ("pending (BeginTime)", None)]
+    assert time_left(item.view(JobStatus("SUSPENDED"))) is None
 
 
 def test_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.config.schema import (
+    BatchConfig,
+    Config,
+    GPTConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TargetConfig,
+    TrainConfig,
+)
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
+from hpc_train.hooks.ema import EMA
+from hpc_train.hooks.hook import HookContext
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
+from hpc_train.run.directory import RunDirectory
 from hpc_train.train.memory import MemoryReport, report_memory
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.progress import LONG
@@ -93,8 +106,17 @@ def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
         assert stated == pytest.approx(many - few, rel=0.03), options
 
 
-def held_by(rank: int, world_size: int, configs: list[Config]) -> list[MemoryReport]:
-    """After a step of each."""
+def averaged_bytes(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> int:
+    """Bytes that the average of the weights takes on this rank."""
+    run, ignore = RunDirectory(Path()), lambda *_: None
+    average = EMA()
+    average.start(HookContext(1, 1, {}, engine, optimizer, mesh, config, run, request_end=ignore, show_text=ignore))
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in average.state_dict().values())
+    return sum(value.nbytes for value in local)
+
+
+def held_by(rank: int, world_size: int, configs: list[Config]) -> list[tuple[MemoryReport, int]]:
+    """After a step of each: the report, and the bytes of the average of the weights on this rank."""
     tokens = torch.arange(SEQUENCE).view(1, SEQUENCE) % VOCABULARY
     found = []
     for config in configs:
@@ -104,7 +126,8 @@ def held_by(rank: int, world_size: int, configs: list[Config]) -> list[MemoryRep
         batch = Batch(tokens.repeat(mesh.layout.micro_size, 1), tokens.repeat(mesh.layout.micro_size, 1))
         engine.train_step(0, StepBatch((batch,) * mesh.layout.micro_batches, config.batch.global_size * SEQUENCE))
         optimizer.step(1e-3, engine.clip_grad_norm_(1.0).isfinite())
-        found.append(report_memory(config, mesh, engine, optimizer))
+        report = report_memory(config, mesh, engine, optimizer)
+        found.append((report, averaged_bytes(config, mesh, engine, optimizer)))
     return found
 
 
@@ -130,9 +153,12 @@ def test_the_estimate_is_what_the_rank_with_most_holds() -> None:
     configs = (
         [*configs, *tied] if LONG else [pair[index % 2] for index, pair in enumerate(zip(configs, tied, strict=True))]
     )
-    for config, report in zip(configs, run_ranks(2, held_by, configs)[0], strict=True):
+    configs = [replace(config, hooks={"ema": TargetConfig("hpc_train.hooks.ema.EMA")}) for config in configs]
+    for config, *held_of_ranks in zip(configs, *run_ranks(2, held_by, configs), strict=True):
         wanted = estimate(config, resolve_layout(config, 1, 2))
         assert wanted is not None
+        assert wanted.hooks == pytest.approx(max(held for _, held in held_of_ranks), rel=0.02), config.strategy
+        report = held_of_ranks[0][0]
         for part in ("parameters", "gradients", "optimizer"):
             held = max(getattr(rank, part) for rank in report.ranks)
             if part == "parameters" and config.strategy.data_parallel.startswith("zero"):

@@ -70,6 +70,13 @@ def wait_for(what: str, done: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.3)
 
 
+def link(cluster: Cluster, node: str, how: str) -> None:
+    """``devcluster link``: cuts, restores or slows the link of a node."""
+    state = Path(cluster.environment["SLURM_CONF"]).parents[1]
+    call = [sys.executable, str(DEVCLUSTER), "link", node, how, f"--state={state}"]
+    subprocess.run(call, env=cluster.environment, check=True, timeout=60)
+
+
 @contextmanager
 def side_by_side(clusters: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Future[Cluster]]]:
     """Starts and stops several clusters, given by name with their options, at the same time: each mostly waits."""

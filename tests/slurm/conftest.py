@@ -13,13 +13,14 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.doors import command
 from tests.slurm.beside import MARK, Beside, is_beside
-from tests.slurm.cluster import Cluster, side_by_side
+from tests.slurm.cluster import Cluster, link, side_by_side
 
 CLUSTERS: dict[str, tuple[str, ...]] = {  # options of each cluster
     "cluster": (),
     "plain": ("--no-accounting",),
     "contended": ("--no-accounting",),  # a test may remove the nodes of its own jobs, but not those of other jobs
     "network": ("--network", "--no-accounting"),  # its nodes are connected by a network
+    "uneven": ("--network", "--no-accounting"),  # likewise; the link of its node n2 is slow
 }
 
 
@@ -49,6 +50,13 @@ def contended(clusters: dict[str, Future[Cluster]]) -> Cluster:
 @pytest.fixture(scope="session")
 def network(clusters: dict[str, Future[Cluster]]) -> Cluster:
     return clusters["network"].result()
+
+
+@pytest.fixture(scope="session")
+def uneven(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    cluster = clusters["uneven"].result()
+    link(cluster, "n2", "200mbit")
+    return cluster
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import ONE_NODE, SLOW
 
@@ -24,6 +26,7 @@ print(json.dumps([run.job_id, running.state, running.exit_code, cancelled, ended
 """
 
 
+@pytest.mark.beside
 def test_a_run_is_submitted_watched_and_cancelled_from_python(cluster: Cluster, tmp_path: Path) -> None:
     overrides = json.dumps([*SLOW, *ONE_NODE, "train.steps=10000", "run.name=run"])
     done = cluster.call(sys.executable, "-c", SCRIPT, overrides, cwd=tmp_path, timeout=280)

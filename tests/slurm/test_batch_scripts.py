@@ -187,6 +187,8 @@ def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(losses(tmp_path / "outputs" / "run")) == 6
     assert read_json(tmp_path / "outputs" / "run" / "attempts" / "000.json")["nodes"] == 2
+    assert "step 6/6" in done.stdout
+    assert done.stdout.count("done: 6 steps") == 1, "the agent of the first node alone prints the training"
 
 
 def test_several_tasks_on_a_node_get_one_message(shell: Cluster, tmp_path: Path) -> None:

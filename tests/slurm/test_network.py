@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
 from tests.doors.command import TINY
-from tests.slurm.cluster import DEVCLUSTER, Cluster
+from tests.slurm.cluster import Cluster, link
 from tests.slurm.runs import (
     SLOW,
     TWO_BY_TWO,
@@ -25,13 +23,6 @@ from tests.slurm.runs import (
 )
 
 GRADIENT_BYTES = 6 * 4 * 20_000  # of six steps; the small model has more numbers than that
-
-
-def link(network: Cluster, node: str, how: str) -> None:
-    """``devcluster link``: cuts, restores or slows the link of a node."""
-    state = Path(network.environment["SLURM_CONF"]).parents[1]
-    call = [sys.executable, str(DEVCLUSTER), "link", node, how, f"--state={state}"]
-    subprocess.run(call, env=network.environment, check=True, timeout=60)
 
 
 @pytest.mark.beside

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,34 +13,25 @@ from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
-from tests.slurm.cluster import DEVCLUSTER, Cluster, running
+from tests.slurm.cluster import Cluster
 from tests.slurm.runs import detail, events, job_id
 
 CASE = [*TINY, "+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "batch.global_size=12", "train.steps=1"]
 
 
-@pytest.fixture(scope="module")
-def network() -> Iterator[Cluster]:
-    """A cluster of its own, whose node n2 has a slow link."""
-    with running("--network", "--no-accounting") as started:
-        state = Path(started.environment["SLURM_CONF"]).parents[1]
-        call = [sys.executable, str(DEVCLUSTER), "link", "n2", "200mbit", f"--state={state}"]
-        subprocess.run(call, env=started.environment, check=True, timeout=60)
-        yield started
-
-
-def srun(network: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def srun(uneven: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     count = len(nodes.split(","))
     step = ["srun", f"--nodelist={nodes}", f"--nodes={count}", "--ntasks-per-node=1", sys.executable, *arguments]
-    return network.call(*step, cwd=cwd, timeout=280)
+    return uneven.call(*step, cwd=cwd, timeout=280)
 
 
-def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_nodes_that_differ_are_named_with_the_fix(uneven: Cluster, tmp_path: Path) -> None:
     """n1 has a slow GPU, n2 a slow link, n3 another config, another torch and a wrong clock; the job is warned, and
     trains."""
     asked = ["cluster.nodes=3", "cluster.preflight=full", "cluster.preflight_action=warn", "run.name=run"]
-    run = RunDirectory(Path(network.hpc_train("freeze", *CASE, *asked, cwd=tmp_path).stdout.strip()))
-    done = srun(network, "n1,n2,n3", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
+    run = RunDirectory(Path(uneven.hpc_train("freeze", *CASE, *asked, cwd=tmp_path).stdout.strip()))
+    done = srun(uneven, "n1,n2,n3", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = events(run.path, "preflight")
     assert found["nodes"] == ["n1", "n2", "n3"] and len(found["pairs_gb_per_s"]) == 3
@@ -65,16 +55,16 @@ def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Pa
 
 
 @IN_LONG_FORM  # beside other tests, a node may be measured at less than half of the others' speed
-def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(network: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(uneven: Cluster, tmp_path: Path) -> None:
     """The quick preflight looks for it, as all of them together are slower than any network should be."""
     asked = ["cluster.nodes=3", "cluster.preflight_action.network=exclude", "run.name=run"]
-    done = network.hpc_train(*CASE, *asked, "-m", cwd=tmp_path)
+    done = uneven.hpc_train(*CASE, *asked, "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     assert done.returncode == 0, done.stdout + done.stderr
     assert [event["nodes"] for event in events(run, "preflight")] == [["n1", "n2", "n3"], ["n1", "n3", "n4"]]
     assert [event["class"] for event in events(run, "worker_failed")] == ["unfit_node"]
     assert [event["exclude"] for event in events(run, "requeued")] == [["n2"]]
-    assert detail(network, job_id(run), "Restarts") == "1"
+    assert detail(uneven, job_id(run), "Restarts") == "1"
     assert len(events(run, "finished")) >= 1
 
 
@@ -93,7 +83,8 @@ exec {python} "$@"
 """
 
 
-def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_the_doctor_names_each_node_and_what_is_wrong_there(uneven: Cluster, tmp_path: Path) -> None:
     wrapper, other = tmp_path / "python", tmp_path / "other" / "torch-1.0.dist-info"
     wrapper.write_text(WRONG.format(here=tmp_path, python=sys.executable))
     wrapper.chmod(0o755)
@@ -101,7 +92,7 @@ def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tm
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
     asked = [*CASE, "cluster.nodes=4", f"cluster.python={wrapper}", f"run.root={tmp_path / 'outputs'}"]
-    done = network.hpc_train("doctor", "--submit", "--json", *asked, cwd=tmp_path)
+    done = uneven.hpc_train("doctor", "--submit", "--json", *asked, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     found, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("\n{") :].lstrip())
     assert set(found["nodes"]) == {"n1", "n2", "n4"}
@@ -115,9 +106,9 @@ def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tm
 
 
 @IN_LONG_FORM  # its steps are tested without Slurm, and the next test starts measuring agents on two nodes
-def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(network: Cluster, tmp_path: Path) -> None:
+def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(uneven: Cluster, tmp_path: Path) -> None:
     asked = ["doctor", "--submit", "--measure", "--json", "cluster.nodes=2", "cluster.cpu_workers=1"]
-    done = network.hpc_train(*asked, "cluster.nodelist='n[1-2]'", f"run.root={tmp_path / 'outputs'}", cwd=tmp_path)
+    done = uneven.hpc_train(*asked, "cluster.nodelist='n[1-2]'", f"run.root={tmp_path / 'outputs'}", cwd=tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 1 and done.returncode in (0, 1), done.stdout + done.stderr
     result = json.loads(lines[0])
@@ -126,9 +117,10 @@ def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(net
     assert not list((tmp_path / "outputs").glob("hpc_train-bench-*"))
 
 
-def test_bench_collectives_over_two_nodes(network: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_bench_collectives_over_two_nodes(uneven: Cluster, tmp_path: Path) -> None:
     command = ["-m", "hpc_train", "bench", "collectives", "cluster.cpu_workers=1", "--sizes", "64K", "--json"]
-    done = srun(network, "n3,n4", *command, cwd=tmp_path)
+    done = srun(uneven, "n3,n4", *command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["nodes"] == 2 and {row["ranks"] for row in result["rates"]} == {2}

@@ -64,7 +64,7 @@ def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Pat
     left = plain.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path)
     assert left.returncode == 0, left.stdout + left.stderr
     run = tmp_path / "outputs" / "run"
-    assert status(plain, tmp_path, "run")[0]["state"] == "pending (JobHeldUser)"
+    assert status(plain, tmp_path, "run")[0]["state"] == "held (JobHeldUser)"
     plain.call("scontrol", "release", job_id(run))
     wait_for_step(run, 2)
     plain.call("scontrol", "hold", job_id(run))

@@ -88,6 +88,7 @@ def test_training_on_the_login_node_is_refused(cluster: Cluster, tmp_path: Path)
     assert "cluster=local" in done.stderr
 
 
+@pytest.mark.beside
 def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_machine(
     cluster: Cluster, tmp_path: Path, local_losses: list[float]
 ) -> None:
@@ -142,6 +143,9 @@ def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp
     ids = [run.record()["submissions"][-1]["job_id"] for run in runs]
     arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in ids))
     assert ids == [f"{arrays[0]}_0", f"{arrays[0]}_1", f"{arrays[1]}_0", f"{arrays[1]}_1", arrays[2]]
+    facts = [plain.call("scontrol", "show", "job", "--oneliner", array).stdout for array in arrays]
+    assert ["ArrayTaskThrottle=1 " in fact for fact in facts] == [True, True, False], facts
+    assert f"Dependency=afterany:{arrays[0]}" in facts[2], "two arrays run one job at a time, and the third waits"
     plain.call("scancel", *arrays)
     assert {row["state"] for row in status(plain, tmp_path, "sweep")} == {"cancelled"}, "though none of them began"
 
@@ -159,6 +163,7 @@ def test_a_full_queue_is_refused_and_leaves_nothing(
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.beside
 def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
     asked = [*HYBRID, "cluster=slurm", "cluster.nodes=1-2", "run.name=alone", "+cluster.env.MARK=a b"]
     asked += ["cluster.teardown=['echo \"$MARK\" > teardown']"]
@@ -174,6 +179,7 @@ def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Pat
     assert (tmp_path / "teardown").read_text() == "a b\n"
 
 
+@pytest.mark.beside
 def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -> None:
     python = [sys.executable, "-m", "hpc_train"]
     run = [*HYBRID, "cluster.nodes=2", "run.name=inside", "-m"]

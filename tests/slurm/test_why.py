@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import FAULTY, ONE_NODE, job_id
 
@@ -40,6 +42,7 @@ def test_a_job_that_waits_for_nodes(cluster: Cluster, tmp_path: Path) -> None:
         cluster.call("scancel", "--name=hpc_train-run")
 
 
+@pytest.mark.beside
 def test_a_job_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     failed = cluster.hpc_train(*FAULTY, *ONE_NODE, "run.name=run", "-m", cwd=tmp_path, timeout=300)
     assert failed.returncode == 1, failed.stdout + failed.stderr

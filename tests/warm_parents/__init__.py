@@ -2,9 +2,10 @@
 
 An agent starts a warm parent, which imports torch for about four seconds of CPU time before it forks the workers. The
 tests start some hundred agents, and this import was two thirds of their CPU time. In the environment that
-``with_server`` returns, an agent gets its warm parent from ``server`` instead: the server, which has imported torch but
-nothing of hpc_train, forks a process, and that process runs the command that the agent would have executed.
-``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
+``with_server`` returns, an agent gets its warm parent from ``server`` instead: the server, which has imported torch and
+what the workers need of hpc_train, forks a process, and that process runs the command that the agent would have
+executed. ``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
+``commands`` does the same for the commands that the tests call.
 
 The long forms, and the tests that inject faults into an agent and its processes, start warm parents as users do.
 """
@@ -37,4 +38,7 @@ def _server() -> tuple[str, subprocess.Popen[bytes]]:
     """Starts the server; returns the address of its socket and the process, which ends with this one."""
     address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/warm_parents"
     command = [sys.executable, "-m", "tests.warm_parents.server", address]
-    return address, subprocess.Popen(command, cwd=HERE.parents[1], stdin=subprocess.PIPE, start_new_session=True)
+    room = {**os.environ, "TESTS_ROOM": "." * 65536}  # for the environments of the processes that it forks
+    return address, subprocess.Popen(
+        command, cwd=HERE.parents[1], env=room, stdin=subprocess.PIPE, start_new_session=True
+    )

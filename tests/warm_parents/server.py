@@ -1,8 +1,9 @@
-"""Imports torch, and forks a process that runs the command line of a forkserver for each request of an agent."""
+"""Imports torch and the workers, and forks a process that runs the command line of a forkserver for each request."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -18,7 +19,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.warm_parents.sitecustomize import SOCKET, surroundings
+from tests.warm_parents.sitecustomize import JOINABLE, SOCKET, surroundings
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def main(address: str) -> None:
@@ -27,7 +30,7 @@ def main(address: str) -> None:
     listener.bind(address)
     listener.listen(64)
     own = sys.executable, surroundings()
-    import_torch()
+    import_modules()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
         assert ready == [listener]
@@ -37,8 +40,8 @@ def main(address: str) -> None:
     shutil.rmtree(Path(address).parent)
 
 
-def import_torch() -> None:
-    """Imports what the warm parents of all agents import, other than hpc_train itself."""
+def import_modules() -> None:
+    """Imports what the warm parents of agents import, but for a module that switches the collector off."""
     gc.disable()
     import torch._dynamo
     import torch.distributed.checkpoint
@@ -47,14 +50,25 @@ def import_torch() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel  # noqa: F401
 
+    import hpc_train.elastic.rendezvous.store
+    import hpc_train.elastic.worker_process
+    import hpc_train.parallel.pipeline_engine
+    import hpc_train.train.worker  # noqa: F401
+
     gc.freeze()  # forked processes share the memory, as long as no collector writes to it
+
+
+def finds_this_code(request: dict[str, Any]) -> bool:
+    """Returns whether the process would import hpc_train from here, and not a snapshot or a copy."""
+    folders = (Path(request["directory"], entry) for entry in request["search_path"])
+    return next((folder for folder in folders if (folder / "hpc_train" / "__init__.py").exists()), None) == REPOSITORY
 
 
 def answer(connection: socket.socket, listener: socket.socket, own: tuple[str, Any]) -> None:
     """Forks the process that a request asks for and sends its pid; sends 0 if a fork cannot equal a new process."""
     request, descriptors = receive(connection)
     try:
-        same = (request["python"], request["surroundings"]) == own
+        same = (request["python"], request["surroundings"]) == own and finds_this_code(request)
         pid = fork(request, descriptors, [connection, listener]) if same else 0
     finally:
         close(descriptors)
@@ -96,7 +110,8 @@ def fork(request: dict[str, Any], descriptors: list[int], own: list[socket.socke
 
 
 def become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Gives this process the descriptors, limits, variables and paths that a child of the agent would have."""
+    """Gives this process what a child of the agent would have: namespaces, descriptors, limits, variables and paths."""
+    join_namespaces(request["pid"])
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     above = max(*request["descriptors"], *descriptors) + 1
@@ -114,6 +129,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    show_environment()
     sys.path[:] = request["search_path"]
     sys.argv[:] = ["-c"]
     sys.dont_write_bytecode = request["no_bytecode"]
@@ -124,6 +140,29 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     gc.enable()
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")
+
+
+def show_environment() -> None:
+    """Makes ``/proc/PID/environ`` show the environment, as that of a new process, where the server has the room.
+
+    The strings of the server's own environment, which nothing refers to any more, are overwritten.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc_pid_stat(5)
+    text = b"".join(b"%s=%s\0" % item for item in os.environb.items())
+    if len(text) < end - start:
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def join_namespaces(pid: int) -> None:
+    """Enters the namespaces of ``pid``; the nodes of a cluster with a network have a namespace of their own each."""
+    for kind in JOINABLE:
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{kind}"):  # noqa: PTH115
+            continue
+        with open(theirs) as namespace:  # noqa: PTH123
+            if ctypes.CDLL(None).setns(namespace.fileno(), 0):
+                raise OSError(f"cannot enter {theirs}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,14 @@ READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHAS
 SET_LATER = "OMP_NUM_THREADS"  # a worker sets its number of threads before its first operation
 
 
-def surroundings() -> tuple[int, list[str], dict[str, str]]:
+JOINABLE = ("net", "uts", "mnt")  # namespaces that a process of root can enter
+
+
+def surroundings(environment=os.environ) -> tuple[int, list[str], dict[str, str]]:  # type: ignore[no-untyped-def]
     """Returns what a fork cannot change: the user, the namespaces, and the variables that imports read."""
-    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "pid", "user", "uts")]  # noqa: PTH115
-    read = {n: value for n, value in os.environ.items() if n.startswith(READ_BY_IMPORTS) and n != SET_LATER}
+    kinds = ("pid", "user") if os.getuid() == 0 else ("pid", "user", *JOINABLE)
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]  # noqa: PTH115
+    read = {n: value for n, value in environment.items() if n.startswith(READ_BY_IMPORTS) and n != SET_LATER}
     return os.getuid(), namespaces, read
 
 

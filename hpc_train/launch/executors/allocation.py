@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.job_status import resume_command
+from hpc_train.launch.job_status import final_code, how_stopped, resume_command
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
 from hpc_train.launch.storage import check_room
@@ -106,17 +106,24 @@ def _nodes_here() -> int:
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
 
 
-def run_in_foreground(run: RunDirectory) -> int:
-    """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code."""
+def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int:
+    """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code.
+
+    Args:
+        arguments: the command line that describes the run, for the advice at its end; None if it was frozen before.
+    """
     console = Console()
-    go_on = resume_command(sys.argv[1:], run, load(run).run.root)
-    progress = Progress(run, console, go_on)
+    again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
+    progress = Progress(run, console, again)
     progress.tick()  # says that the run starts, while the agent is imported
     from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
 
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
-    if code == Exit.STOPPED:
-        print(f"stopped after a checkpoint; resume with:\n  {go_on}")
+    if code != Exit.STOPPED:
+        return code
+    code = final_code(code, run)
+    go_on = again or shlex.join(["python", "-m", "hpc_train", "resume", str(run.path)])
+    print(f"{how_stopped(code)}:\n  {go_on}")
     return code

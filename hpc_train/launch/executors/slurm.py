@@ -1,6 +1,7 @@
 """Runs jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
 
-Jobs with the same resources are submitted as one array, split at the maximum size of the site's arrays.
+Jobs with the same resources are submitted as one array, split at the maximum size of the site's arrays. The arrays of a
+sweep share ``launch.array_parallelism``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from hpc_train.config.values import node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.cost import confirm_cost, cost_lines
+from hpc_train.launch.executors.array_turns import Turn, divide
 from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
@@ -44,11 +47,9 @@ from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import write_text
 from hpc_train.slurm import client
-from hpc_train.slurm.client import UNREACHABLE, Problem, SlurmError, inherited_variables, on_clusters
+from hpc_train.slurm.client import Problem, SlurmError, inherited_variables, on_clusters
 from hpc_train.slurm.site import Site, read_site
 
-NO_CONFIGURATION = "Could not establish a configuration source"  # sbatch finds neither slurm.conf nor a controller
-TOO_FEW_NOW = "Requested node configuration is not available"  # also for impossible requests
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
@@ -108,7 +109,7 @@ class SlurmJobExecutor:
         return asked_gpu_memory(cluster, self.site) if several else None
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        """Returns the number of jobs: Slurm queues them and limits an array by ``launch.array_parallelism``."""
+        """Returns the number of jobs: Slurm queues them, and limits how many run."""
         return len(jobs)
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
@@ -116,9 +117,9 @@ class SlurmJobExecutor:
         check_queue(jobs, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
-        for same in self._by_shape(jobs):
+        for same, turn in self._arrays(jobs):
             check_limits(same[0], self.site)
-            lines += _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})
+            lines += _test_only(same[0], {**options(same[0], self.site), **array(len(same), turn.at_once)})
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -126,19 +127,26 @@ class SlurmJobExecutor:
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
-        groups = self._by_shape(jobs)
-        return [self._submission(same, self._folder(same, sweep), sweep)[:2] for same in groups]
+        found = []
+        for same, turn in self._arrays(jobs):
+            text, asked = self._submission(same, self._folder(same, sweep), sweep, turn)
+            asked = _waiting_for(asked, None if turn.after is None else f"JOB_ID_OF_SUBMISSION_{turn.after + 1}")
+            found.append((" \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), text))
+        return found
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids: dict[int, str] = {}
         self._clusters = jobs[0].config.cluster.clusters
-        for same in self._by_shape(jobs):
+        last: list[str] = []  # the id of each submission, or of the last job of its chain
+        for same, turn in self._arrays(jobs):
             folder = self._folder(same, sweep)
-            _, text, asked = self._submission(same, folder, sweep)
+            text, asked = self._submission(same, folder, sweep, turn)
+            asked = _waiting_for(asked, None if turn.after is None else last[turn.after])
             folder.mkdir(parents=True, exist_ok=True)
             if len(same) > 1:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = self._submit_chain(same[0], folder, text, asked)
+            last.append(self._chains.get(main, [main])[-1])
             for index, job in enumerate(same):
                 write_text(job.run.path / "job.sbatch", text, file_mode(job.config))
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
@@ -200,13 +208,29 @@ class SlurmJobExecutor:
             cluster = job.config.cluster
             key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
             key.append(container_of(job.config, job.gpus))
+            if not job.overrides:  # a run that is submitted again; some of its sweep may have newer code
+                key.append(frozen_code(job.run))
             if job.config.launch.chain > 1:  # tasks of an array cannot depend on each other
                 key.append(job.number)
             groups.setdefault(str(key), []).append(job)
         largest = self.site.max_array_size or len(jobs)
         return [same[first : first + largest] for same in groups.values() for first in range(0, len(same), largest)]
 
-    def _submission(self, same: list[Job], folder: Path, sweep: Path) -> tuple[str, str, Options]:
+    def _arrays(self, jobs: Sequence[Job]) -> list[tuple[list[Job], Turn]]:
+        """Returns the submissions, and how ``launch.array_parallelism`` is divided among them."""
+        groups = self._by_shape(jobs)
+        turns = divide([len(same) for same in groups], jobs[0].config.launch.array_parallelism)
+        for same, turn in zip(groups, turns, strict=True):
+            if turn.after is not None and "?" in (same[0].config.cluster.dependency or ""):
+                raise UserError(
+                    f"the sweep needs {len(groups)} submissions, of which some must wait for others, and Slurm cannot "
+                    "combine this with alternatives (?) in a dependency",
+                    where="cluster.dependency, launch.array_parallelism",
+                    fix=f"launch.array_parallelism={len(groups)} or more, or a dependency without ?",
+                )
+        return list(zip(groups, turns, strict=True))
+
+    def _submission(self, same: list[Job], folder: Path, sweep: Path, turn: Turn) -> tuple[str, Options]:
         single = len(same) == 1
         file = chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
         name = "%A_%a" if not single else "%j" if file is None else file.name
@@ -214,7 +238,7 @@ class SlurmJobExecutor:
         asked = {
             **options(same[0], self.site),
             **identity(same, same[0].run.path if single else sweep, output),
-            **array(len(same), self._cap(same)),
+            **array(len(same), turn.at_once),
         }
         script = Script(
             title=_title(same),
@@ -228,11 +252,7 @@ class SlurmJobExecutor:
             survives_node_loss=survives_node_loss(same[0].config.elastic),
             agent_options=same[0].agent_options,
         )
-        return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
-
-    @staticmethod
-    def _cap(same: Sequence[Job]) -> int | str:
-        return same[0].config.launch.array_parallelism
+        return render(script), asked
 
     @staticmethod
     def _folder(same: Sequence[Job], sweep: Path) -> Path:
@@ -248,6 +268,14 @@ def _site(path: str | None, conf: str | None) -> Site:
         path, conf: PATH and SLURM_CONF, which select the commands and the controller.
     """
     return read_site()
+
+
+def _waiting_for(asked: Options, job_id: str | None) -> Options:
+    """Returns the options with a dependency on the end of ``job_id``, besides that of the user."""
+    if job_id is None:
+        return asked
+    given = asked.get("dependency")
+    return {**asked, "dependency": ",".join(filter(None, [given, f"afterany:{job_id}"]))}
 
 
 def _title(same: Sequence[Job]) -> str:
@@ -266,7 +294,7 @@ def _submit(executor: ScriptExecutor) -> str:
     try:
         return executor.submit_script()
     except (FailedJobError, FailedSubmissionError) as error:
-        raise _refusal(str(error)) from error
+        raise refusal(str(error)) from error
 
 
 def _test_only(job: Job, asked: Options) -> list[str]:
@@ -276,14 +304,13 @@ def _test_only(job: Job, asked: Options) -> list[str]:
     an error, since the job may wait for them.
     """
     try:
-        client.check_submission(arguments(asked))
+        return client.check_submission(arguments(asked))
     except SlurmError as error:
         if error.problem is Problem.SILENT:
             return []
         if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster)):
             return [f"note: the job may have to wait for nodes that are down or drained now: {', '.join(sorted(away))}"]
-        raise _refusal(error.said) from error
-    return []
+        raise refusal(error.said) from error
 
 
 def _away(cluster: ClusterConfig) -> set[str]:
@@ -292,18 +319,3 @@ def _away(cluster: ClusterConfig) -> set[str]:
     command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
     states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
     return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
-
-
-def _refusal(said: str) -> UserError:
-    words = said.strip().splitlines()[-1] if said.strip() else "no reason given"
-    if any(text in said for text in (*UNREACHABLE, NO_CONFIGURATION)):
-        return UserError(
-            f"no Slurm controller answers: {words}",
-            where="cluster.kind",
-            fix="submit from a login node, when `scontrol ping` says that the controller is up; or cluster=local",
-        )
-    return UserError(
-        f"sbatch refused the job: {words}",
-        where="cluster",
-        fix="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
-    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent
-TASKS = ("own_model", "own_loss", "contrastive", "optimizer", "metric")
+TASKS = ("own_model", "own_loss", "contrastive", "optimizer", "metric", "gan", "fine_tuning")
 FRAMEWORKS = ("hpc_train", "lightning", "accelerate", "torch")
 IN_EXAMPLES = {  # the losses of hpc_train are methods of the models, which the others share without their losses
     "own_loss": ("examples/own_model.py", "loss"),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hpc_train.cluster.environment import Variable
-from hpc_train.config.compose import config_directory
+from hpc_train.config.groups import config_directory
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.libfabric import SLINGSHOT, find_plugin

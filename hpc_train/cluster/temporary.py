@@ -1,0 +1,78 @@
+"""Makes temporary directories that the next agent of the user removes if their process was killed.
+
+A process that ends by itself removes its own. A lock, which the kernel releases with the process, marks a directory as
+in use. The name of its file has the name of the node, because other nodes may not see the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SOCKETS, SCRIPTS, BENCH = "pymp-", "hpc_train-progress-", "hpc_train-bench-"  # prefixes
+
+
+@dataclass(frozen=True)
+class TemporaryDirectory:
+    """A directory that is in use until it is removed or kept, or until this process ends."""
+
+    path: Path
+    _lock: int | None  # descriptor of the lock; None on a file system without locks, where no other process removes it
+
+    @classmethod
+    def make(cls, prefix: str, parent: Path) -> TemporaryDirectory:
+        """Makes a directory in ``parent``, and removes those that are no longer in use."""
+        _remove_unused(parent)
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = _lock(path / "new")
+        except OSError:
+            return cls(path, None)
+        (path / "new").rename(path / _lock_name())  # visible to other processes once it is locked
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def keep(self) -> None:
+        """Lets the directory outlive this process."""
+        (self.path / _lock_name()).unlink(missing_ok=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _remove_unused(parent: Path) -> None:
+    for prefix in (SOCKETS, SCRIPTS, BENCH):
+        for lock in parent.glob(f"{prefix}*/{_lock_name()}"):
+            with contextlib.suppress(OSError):  # another user's, or in use
+                descriptor = _lock(lock)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _lock_name() -> str:
+    return f".hpc_train-alive-{os.uname().nodename}"
+
+
+def _lock(path: Path) -> int:
+    """Creates and locks a file; returns its descriptor, which holds the lock.
+
+    Raises:
+        OSError: another process holds the lock.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

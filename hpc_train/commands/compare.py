@@ -1,0 +1,163 @@
+"""``python -m hpc_train compare RUN...`` shows the settings in which runs differ, and their metrics, the best first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpc_train.config.evaluation import BestMetric, highest_is_best
+from hpc_train.config.secrets import shown
+from hpc_train.errors import UserError
+from hpc_train.launch.comparison import DEFAULT, Comparison, Settings, is_number, metric_of, varied
+from hpc_train.launch.job_status import SlurmStatuses, View
+from hpc_train.launch.job_table import BEST
+from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import flat
+from hpc_train.run.ledger import read_ledger
+from hpc_train.units import format_duration
+
+COLUMNS = 6  # with more settings that differ, each is a line of a second table
+UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # they say nothing about the training
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compared run. ``value`` is its metric, None if it has none; ``held_s`` is the time of its jobs in seconds."""
+
+    name: str
+    run: str
+    view: View
+    settings: Settings
+    value: float | None
+    held_s: float
+    best: bool = False
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN|SWEEP", help="run or sweep directories, or their names")
+    parser.add_argument(
+        "--metric", metavar="NAME", help="rank by this metric (default: checkpoint.keep_best, else val_loss, else loss)"
+    )
+    parser.add_argument(
+        "--mode", choices=("auto", "min", "max"), default="auto", help="whether the lowest or highest value is the best"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+    options = parser.parse_args(arguments)
+    found = list({item.run.path: item for target in options.runs for item in find_runs(target)}.values())
+    statuses = statuses_of(found, SlurmStatuses())
+    views = [item.view(statuses) for item in found]
+    compared = _compared(found)
+    if options.metric is not None:
+        _check_metric(options.metric, views)
+        highest = highest_is_best(options.metric, options.mode, "--mode")
+        compared = replace(compared, metric=BestMetric(options.metric, highest))
+    metric, rows = compared.ranked_by(views), _rows(found, views, compared)
+    if options.json:
+        print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
+        return Exit.DONE
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+    own = compared.keys if len(compared.keys) <= COLUMNS else ()
+    console.print(_results(rows, metric, own), highlight=False)
+    if not own and compared.keys:
+        console.print(Text("\nsettings that differ", style="bold"))
+        console.print(_settings(rows, compared.keys), highlight=False)
+    return Exit.DONE
+
+
+def _compared(found: Sequence[RunHandle]) -> Comparison:
+    """Returns the overrides in which the runs of one sweep differ, or the keys of the configs of other runs."""
+    metric = metric_of(found[0].config)
+    if len({item.run.path.parent for item in found}) == 1 and found[0].run.path.name.isdigit():
+        of_sweep = Comparison.of((item.run for item in found), metric)
+        if of_sweep.keys:
+            return of_sweep
+    settings = {item.run.path: _config_of(item) for item in found}
+    return Comparison(tuple(varied([*settings.values()])), settings, metric)
+
+
+def _config_of(item: RunHandle) -> Settings:
+    pairs = flat(item.config).items()
+    return {key: str(shown(key, value)) for key, value in pairs if not key.startswith(UNCOMPARED)}
+
+
+def _check_metric(name: str, views: Sequence[View]) -> None:
+    known = sorted({key for view in views for key, value in view.metrics.items() if is_number(value)})
+    if name not in known:
+        fix = f"one of {', '.join(known)}" if known else "wait until the runs have logged a step"
+        raise UserError(f"no run has the metric {name}", where="--metric", fix=fix)
+
+
+def _rows(found: Sequence[RunHandle], views: Sequence[View], compared: Comparison) -> list[Row]:
+    """Returns the rows, the best first and those without a value last."""
+    metric, best = compared.ranked_by(views), compared.best(views)
+    rows = []
+    for index, (item, view) in enumerate(zip(found, views, strict=True)):
+        value = view.metrics.get(metric.name)
+        name = min(str(item.run.path), os.path.relpath(item.run.path), key=len)
+        held = read_ledger(item.run, time.time() if view.exit is None else None).total.held_s
+        settings = compared.of_run(item.run)
+        rows.append(
+            Row(name, str(item.run.path), view, settings, value if is_number(value) else None, held, index == best)
+        )
+    sign = -1 if metric.highest else 1
+    return sorted(rows, key=lambda row: (row.value is None, 0.0 if row.value is None else sign * row.value))
+
+
+def _results(rows: Sequence[Row], metric: BestMetric, settings: Sequence[str]) -> Table:
+    others = dict.fromkeys(key for row in rows for key in row.view.metrics if key == "loss" or key.startswith("val_"))
+    measured = [metric.name, *(key for key in others if key != metric.name)]
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", *settings, "state"):
+        table.add_column(name)
+    for name in ("step", *measured, "tokens/s", "time"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        metrics = row.view.metrics
+        numbers = [_number(metrics.get(name), "{:.4f}") for name in measured]
+        numbers[0] += BEST if row.best else ""
+        speed = _number(metrics.get("tokens_per_s"), "{:,.0f}")
+        time_held = format_duration(row.held_s) if row.held_s else ""
+        own = [row.settings[key] for key in settings]
+        table.add_row(
+            *map(Text, (row.name, *own, row.view.state, str(metrics.get("step", "")), *numbers, speed, time_held))
+        )
+    return table
+
+
+def _number(value: Any, form: str) -> str:
+    return form.format(value) if is_number(value) else ""
+
+
+def _settings(rows: Sequence[Row], keys: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("key", *(row.name for row in rows)):
+        table.add_column(name, overflow="fold")
+    for key in keys:
+        table.add_row(*map(Text, (key, *(row.settings.get(key, DEFAULT) for row in rows))))
+    return table
+
+
+def _as_json(row: Row, metric: BestMetric) -> dict[str, Any]:
+    return {
+        "run": row.run,
+        "state": row.view.state,
+        "settings": row.settings,
+        "metric": metric.name,
+        "value": row.value,
+        "best": row.best,
+        "metrics": row.view.metrics,
+        "held_s": row.held_s,
+    }

@@ -1,0 +1,124 @@
+"""Completes the words of ``hpc-train`` in bash: commands, options and run names, and overrides as Hydra completes them.
+
+``eval "$(hpc-train --shell-completion install=bash)"`` defines a function of the shell that calls
+``--shell-completion query=bash`` at each Tab with the line so far in the variable ``COMP_LINE``, as Hydra's does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+from hpc_train.commands import COMMANDS, function_of
+from hpc_train.errors import UserError
+from hpc_train.run.exits import Exit
+
+FLAGS = ("--shell-completion", "-sc")
+SCRIPT = """\
+_hpc_train() {
+    COMP_WORDBREAKS=${COMP_WORDBREAKS//[=:]/}
+    COMPREPLY=($(COMP_LINE=${COMP_LINE:0:COMP_POINT} "${COMP_WORDS[0]}" --shell-completion query=bash 2> /dev/null))
+    if [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} != *[=./] ]]; then compopt +o nospace; fi
+}
+complete -o nospace -o default -F _hpc_train hpc-train
+"""
+OF_RUNS = (
+    "status", "logs", "why", "plot", "stacks", "wait", "resume", "retry", "cancel", "checkpoint", "evaluate", "generate"
+)  # fmt: skip
+OVERRIDES = ("train", "freeze", "script", "doctor", "bench", "evaluate", "generate")  # they take overrides
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the function for the shell, its removal, or the words that may stand at the end of ``COMP_LINE``.
+
+    Raises:
+        UserError: ``COMP_LINE`` is not set.
+    """
+    action = arguments[-1]
+    if action == "install=bash":
+        print(SCRIPT, end="")
+    elif action == "uninstall=bash":
+        print("complete -r hpc-train; unset -f _hpc_train")
+    else:
+        line = os.environ.get("COMP_LINE")
+        if line is None:
+            what = "the line to complete is unknown: COMP_LINE is not set"
+            raise UserError(what, where=" ".join(arguments), fix='eval "$(hpc-train --shell-completion install=bash)"')
+        print("\n".join(complete(line)))
+    return Exit.DONE
+
+
+def is_own(arguments: Sequence[str]) -> bool:
+    """Returns whether ``arguments`` ask for completion in bash; Hydra serves other shells."""
+    return len(arguments) == 2 and arguments[0] in FLAGS and arguments[1].endswith("=bash")
+
+
+def complete(line: str) -> list[str]:
+    """Returns the words that may replace the last word of ``line``, sorted."""
+    *before, word = line.split(" ")
+    before = [each for each in before[1:] if each]
+    named = bool(before) and before[0] in COMMANDS
+    name, rest = (before[0], before[1:]) if named else ("train", before)
+    found = {each for each in _candidates(name, named, rest, word) if each.startswith(word)}
+    if not found and word and name in OVERRIDES:  # it takes longer: Hydra composes the config
+        found.update(_overrides([*(each for each in rest if "=" in each), word]))
+    return sorted(found)
+
+
+def _candidates(name: str, named: bool, rest: list[str], word: str) -> Iterable[str]:
+    if word.startswith("--"):
+        return _options(name, rest)
+    if name == "help" or not (named or rest):
+        return COMMANDS
+    if not rest and (subcommands := _subcommands(name)):
+        return subcommands
+    return _run_names(word) if name in OF_RUNS else ()
+
+
+def _subcommands(name: str) -> tuple[str, ...]:
+    if name == "bench":
+        from hpc_train.commands.bench import BENCHMARKS
+
+        return tuple(BENCHMARKS)
+    return ("list", "verify", "export", "import") if name == "checkpoint" else ()
+
+
+def _options(name: str, rest: Sequence[str]) -> Iterable[str]:
+    """Returns the options in the help of a command."""
+    subcommand = [each for each in rest[:1] if each in _subcommands(name)]
+    shown = io.StringIO()
+    with redirect_stdout(shown), suppress(SystemExit):  # argparse exits
+        function_of("help" if name == "train" else name)([*subcommand, "--help"])
+    return OPTION.findall(shown.getvalue())
+
+
+def _run_names(word: str) -> Iterator[str]:
+    """Yields the names of runs and sweeps; those of the runs of a sweep only below its name."""
+    from hpc_train.config.run_path import default_root
+    from hpc_train.launch.lookup import run_directories
+
+    root = Path(default_root()).absolute()
+    for path in run_directories(root):
+        name = path.relative_to(root).as_posix()
+        sweep = name.rpartition("/")[0]
+        yield name if not sweep or word.startswith(f"{sweep}/") else sweep
+
+
+def _overrides(words: Sequence[str]) -> list[str]:
+    """Returns what Hydra proposes for the last of ``words``."""
+    from hpc_train.commands.train import main as train
+
+    before = os.environ.get("COMP_LINE", "")
+    os.environ["COMP_LINE"] = " ".join(["hpc-train", *words])
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            train(["-sc", "query=bash"])
+    finally:
+        os.environ["COMP_LINE"] = before
+    return shown.getvalue().split()

@@ -1,0 +1,84 @@
+"""``python -m hpc_train help [COMMAND]`` lists the commands and the config groups, or the options of one command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpc_train.commands import COMMANDS
+from hpc_train.config.groups import config_groups
+from hpc_train.run.exits import Exit
+from hpc_train.version import __version__
+
+EXAMPLES = """\
+Examples
+  python -m hpc_train +strategy=hybrid                           train here, in the foreground
+  python -m hpc_train +strategy=hybrid -m                        submit to Slurm, or without Slurm to this machine
+  python -m hpc_train +strategy=dp,pp optim.lr=1e-3,3e-4 -m      submit a sweep
+  python -m hpc_train +strategy=hybrid -m launch.dry_run=true    check a submission, and write nothing
+
+Options of train
+  -m                    submit; with several values of a key, a sweep
+  -cd DIR, -cn NAME     a directory with your own config groups; another primary config
+  --cfg job [-p KEY]    print the composed config and do nothing
+  --shell-completion install=bash    print what completes commands, options, run names and overrides of hpc-train
+  --hydra-help          further options of Hydra
+  --version             print the versions of hpc_train, torch and Hydra
+"""
+WIDTH = 120
+SHORT = (
+    "hpc-train is short for python -m hpc_train. `help COMMAND` and `COMMAND --help` print the options of a command."
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the page, which is also that of ``train``, or the versions.
+
+    Args:
+        arguments: may hold overrides and options of Hydra, whose ``-cd`` and the like add config groups.
+    """
+    if arguments == ["--version"]:
+        return _print_version()
+    options = [argument for argument in arguments if argument not in ("--help", "-h", "--json")]
+    groups = config_groups(_own_directories(options))
+    if "--json" in arguments:
+        commands = {name: command.summary for name, command in COMMANDS.items()}
+        print(json.dumps({"commands": commands, "groups": groups}))
+        return Exit.DONE
+    print("python -m hpc_train [COMMAND] [ARGUMENTS]\n")
+    print("\n".join([*_commands(), "", SHORT, "", EXAMPLES]))
+    print("\n".join(["Config groups: GROUP=OPTION, or +strategy=OPTION", *_listed(groups), ""]))
+    print("`--cfg job` prints all keys with their values; KEY=VALUE sets one. docs/config.md describes each key.")
+    return Exit.DONE
+
+
+def _print_version() -> int:
+    """Prints the versions of the package and of the packages that it depends on most."""
+    others = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core", "submitit"))
+    print(f"hpc_train {__version__} ({others})")
+    return Exit.DONE
+
+
+def _commands() -> Iterator[str]:
+    heading = ""
+    for name, command in COMMANDS.items():
+        if command.heading != heading:
+            heading = command.heading
+            yield heading
+        yield f"  {name:<12}{command.summary}"
+
+
+def _listed(groups: dict[str, list[str]]) -> Iterator[str]:
+    for group, names in groups.items():
+        yield textwrap.fill(f"{group}: {', '.join(names)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _own_directories(arguments: Sequence[str]) -> list[Path]:
+    if not arguments:
+        return []
+    from hpc_train.config.arguments import CommandLine  # it imports Hydra
+
+    return CommandLine.parse(arguments).directories

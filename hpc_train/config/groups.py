@@ -1,0 +1,28 @@
+"""The config groups and their options, from the names of the files; without Hydra, which reads every file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def config_directory() -> Path:
+    """Returns ``hpc_train/conf`` in an installed wheel, or the repository's ``conf/`` in an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def config_groups(own: Iterable[Path] = ()) -> dict[str, list[str]]:
+    """Returns the names of the options of each config group, such as ``cluster/fabric``.
+
+    Args:
+        own: directories of the user with further groups and options.
+    """
+    groups: dict[str, set[str]] = {}
+    for directory in (config_directory(), *own):
+        for path in directory.glob("*/**/*.yaml"):
+            group = path.parent.relative_to(directory).as_posix()
+            if not any(part.startswith(".") for part in path.relative_to(directory).parts):
+                groups.setdefault(group, set()).add(path.stem)
+    return {group: sorted(groups[group]) for group in sorted(groups)}

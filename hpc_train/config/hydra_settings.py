@@ -1,0 +1,128 @@
+"""Hydra's own settings (the ``hydra`` node): which of them hpc_train follows, and what replaces the others.
+
+The command line or a file of the user may set them. ``hydra.mode``, ``hydra.sweeper``, ``hydra.searchpath``, callbacks
+and the choice of a launcher or a sweeper are followed. A setting that would have no effect is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from hpc_train.config.compose import SWEEPER
+from hpc_train.errors import UserError, nearest
+
+DIRECTORY = "${hpc_train.directory:${run.root},${run.name},${run.fork}}"  # as in conf/config.yaml
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+# a setting that has no effect: the values that set nothing, the reason, and what replaces it
+WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "run.dir": ((DIRECTORY,), "run.root and run.name set the directory of a run", ""),
+    "sweep.dir": ((DIRECTORY,), "run.root and run.name set the directory of a sweep", ""),
+    "sweep.subdir": (
+        ("${hydra.job.num}",),
+        "the runs of a sweep are numbered",
+        "remove it; multirun.yaml of the sweep holds the overrides",
+    ),
+    "job.chdir": (
+        (None, False),
+        "the workers run in the directory of the command, to which relative paths refer",
+        "remove it; hooks get the run directory as run, scripts of run.command as $HPC_TRAIN_RUN_DIR",
+    ),
+    "job.env_set": ((None, {}), "cluster.env sets variables of the workers", "+cluster.env.NAME=VALUE"),
+    "verbose": (
+        (None, False),
+        "it sets the level of Python's loggers in the process that submits, and workers are other processes",
+        "remove it; call logging.basicConfig(level=...) in your module, or +cluster.env.TORCH_LOGS=... for torch",
+    ),
+    "output_subdir": ((None,), "config.yaml and multirun.yaml hold the config and the overrides", "remove it"),
+}
+
+
+def refuse_without_effect(settings: DictConfig) -> None:
+    """Raises UserError for a value of the composed ``hydra`` node that would have no effect."""
+    raw = OmegaConf.to_container(settings, resolve=False)
+    for key, (unset, reason, fix) in WITHOUT_EFFECT.items():
+        value: Any = raw
+        for name in key.split("."):
+            value = value[name]
+        if value not in unset:
+            what = f"hydra.{key} has no effect: {reason}"
+            raise UserError(what, where=f"hydra.{key}", fix=_as_name(value) if key.endswith(".dir") else fix)
+
+
+def _as_name(directory: str) -> str:
+    """Returns the overrides of ``run.root`` and ``run.name`` for a directory that has no interpolation."""
+    path = Path("DIR/NAME" if "${" in directory else directory)
+    return f"run.root={path.parent} run.name={path.name}"
+
+
+def is_multirun(settings: DictConfig) -> bool:
+    return bool(settings.mode == RunMode.MULTIRUN)
+
+
+def is_search(settings: DictConfig) -> bool:
+    """Returns whether the sweeper chooses values by the results of earlier jobs, as Optuna's does."""
+    return settings.sweeper._target_ not in (SWEEPER, BASIC_SWEEPER)
+
+
+def swept_params(settings: DictConfig) -> list[str]:
+    """Returns ``hydra.sweeper.params`` as overrides; those of a sweeper that searches are left to it."""
+    params = None if is_search(settings) else settings.sweeper.get("params")
+    return [f"{key}={value}" for key, value in (params or {}).items()]
+
+
+def with_params(overrides: Sequence[str], params: Sequence[str]) -> list[str]:
+    """Returns ``overrides`` after those of ``params`` whose keys they do not set."""
+    given = {override.key_or_group for override in _parsed(overrides)}
+    return [*(text for text in params if _parsed([text])[0].key_or_group not in given), *overrides]
+
+
+def with_listed_globs(overrides: Sequence[str], directories: Sequence[Path]) -> list[str]:
+    """Returns ``overrides`` with the options that each ``GROUP=glob(PATTERN)`` matches, as ``GROUP=A,B``.
+
+    Args:
+        directories: the user's own config directories. Hydra must be initialized.
+
+    Raises:
+        UserError: a pattern matches nothing.
+    """
+    return [
+        _listed(override, directories) if _is_glob(override) else str(override.input_line)
+        for override in _parsed(overrides)
+    ]
+
+
+def has_glob(overrides: Sequence[str]) -> bool:
+    return any(_is_glob(override) for override in _parsed(overrides))
+
+
+def _is_glob(override: Override) -> bool:
+    return isinstance(override.value(), Glob)
+
+
+def _listed(override: Override, directories: Sequence[Path]) -> str:
+    path = GlobalHydra.instance().config_loader().get_search_path()
+    for directory in directories:
+        path.append("hpc_train", f"file://{directory.absolute()}")
+    group = override.key_or_group
+    options = ConfigLoaderImpl(path).get_group_options(group, results_filter=ObjectType.CONFIG)
+    found = override.value().filter(options)  # type: ignore[union-attr]
+    if not found:
+        what = f"{override.input_line} matches no file of conf/{group}"
+        raise UserError(what, where=group, fix=nearest("", options) if options else f"{group} is not a config group")
+    return f"{override.get_key_element()}={','.join(found)}"
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    return parsed

@@ -1,0 +1,110 @@
+"""Compares the runs of a sweep: the overrides that differ, the metric, and the best run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.evaluation import BestMetric, best_metric
+from hpc_train.config.schema import Config
+from hpc_train.launch.job_status import View
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+
+Settings = dict[str, str]  # override key -> value, as on the command line
+DEFAULT = "default"  # the value in a table of a key that another run overrides
+
+
+def metric_of(config: Config) -> BestMetric | None:
+    """Returns the metric by which the runs of ``config`` keep their best checkpoints; None without one."""
+    return best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
+
+
+def settings_of(run: RunDirectory) -> Settings:
+    """Returns the overrides with which ``run`` was frozen; empty for a run of an earlier version."""
+    parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]
+    return {key: value for key, _, value in parts}
+
+
+def varied(settings: Sequence[Settings]) -> list[str]:
+    """Returns the keys whose values differ between the runs, in the order of the command line."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    return [key for key in keys if len({each.get(key) for each in settings}) > 1]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What tells the runs of a sweep apart, and the metric that ranks them.
+
+    Attributes:
+        keys: the overrides that differ between the runs.
+        settings: their values by run directory; a run without such an override has the default.
+        metric: None takes ``val_loss`` if a run has it, else ``loss``.
+    """
+
+    keys: tuple[str, ...] = ()
+    settings: Mapping[Path, Settings] = field(default_factory=dict)
+    metric: BestMetric | None = None
+
+    @classmethod
+    def of(cls, runs: Iterable[RunDirectory], metric: BestMetric | None = None) -> Comparison:
+        """Reads the overrides from the records of ``runs``."""
+        settings = {run.path: settings_of(run) for run in runs}
+        return cls(tuple(varied([*settings.values()])), settings, metric)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys that have a column of their own; tables show the strategy anyway."""
+        return tuple(key for key in self.keys if key != "strategy")
+
+    def row(self, run: RunDirectory) -> list[str]:
+        """Returns the values of ``run`` for the ``columns``."""
+        own = self.of_run(run)
+        return [own[key] for key in self.columns]
+
+    def of_run(self, run: RunDirectory) -> Settings:
+        """Returns the values of ``run`` for all keys that differ."""
+        own = self.settings.get(run.path, {})
+        return {key: own.get(key, DEFAULT) for key in self.keys}
+
+    def words(self, run: RunDirectory) -> str:
+        """Returns ``optim.lr=1e-3 model.dim=64``."""
+        return " ".join(f"{key}={value}" for key, value in self.of_run(run).items())
+
+    def ranked_by(self, views: Sequence[View]) -> BestMetric:
+        """Returns the metric that ranks the runs."""
+        if self.metric is not None:
+            return self.metric
+        evaluated = any(is_number(view.metrics.get("val_loss")) for view in views)
+        return BestMetric("val_loss" if evaluated else "loss", highest=False)
+
+    def values(self, views: Sequence[View]) -> list[float | None]:
+        """Returns the metric of each run that has ended; None if it is not known or not finite."""
+        name = self.ranked_by(views).name
+        found = [None if view.exit is None else view.metrics.get(name) for view in views]
+        return [value if is_number(value) else None for value in found]
+
+    def best(self, views: Sequence[View]) -> int | None:
+        """Returns the index of the best of the runs that are done.
+
+        None if fewer than two of them have a value, or if ``views`` are only those of a part of the sweep.
+        """
+        if len(views) < len(self.settings):
+            return None
+        metric = self.ranked_by(views)
+        done = [
+            (index, value)
+            for index, (view, value) in enumerate(zip(views, self.values(views), strict=True))
+            if view.exit == Exit.DONE and value is not None
+        ]
+        if len(done) < 2:
+            return None
+        return (max if metric.highest else min)(done, key=lambda item: item[1])[0]
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a metric was logged and is finite."""
+    return isinstance(value, int | float) and math.isfinite(value)

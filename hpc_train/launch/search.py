@@ -1,0 +1,130 @@
+"""The trials of a sweeper that chooses values by the results of earlier jobs, as Optuna's does.
+
+Such a sweeper launches its trials in batches and reads the result of each. A trial that failed, or whose values are
+refused, is reported to the sweeper as failed, and the search goes on. It ends if no trial succeeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from hpc_train.config.evaluation import best_metric
+from hpc_train.errors import UserError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job_status import View
+from hpc_train.launch.submission import JobQueue
+from hpc_train.run.exits import Exit, worst_exit
+
+HOPELESS = 3  # trials that fail before one succeeds
+FAILURE_RATES = {"optuna": "max_failure_rate", "nevergrad": "optim.max_failure_rate"}  # keys of sweepers
+
+
+class JobFailed(Exception):
+    """The result of a job that did not end well.
+
+    Args:
+        code: its exit code.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Trials:
+    """Launches the trials of one search.
+
+    Args:
+        prepare: checks the job with a number and overrides; raises UserError.
+        run: runs jobs to their end.
+    """
+
+    def __init__(
+        self, sweep: Path, prepare: Callable[[int, Sequence[str]], Job], run: Callable[[Sequence[Job]], JobQueue]
+    ) -> None:
+        self._prepare = prepare
+        self._run = run
+        self._first = 1 + max((int(path.name) for path in sweep.glob("*") if path.name.isdigit()), default=-1)
+        self._succeeded = False
+        self._failed = 0
+
+    def launch(self, batch: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        """Runs the trials ``first``, ``first`` + 1, ... of the search and returns their results, in order.
+
+        Trials of an earlier search in the same directory are kept: the numbers of the runs continue after them.
+
+        Raises:
+            JobFailed: no trial has succeeded yet, and several have failed.
+        """
+        jobs = self._accepted(batch, self._first + first)
+        found: dict[int, JobReturn] = {}
+        if jobs:
+            queue = self._run(jobs)
+            if queue.stopped:
+                sys.exit(Exit.STOPPED)
+            found = {job.number: result_of(job, view) for job, view in zip(queue.jobs, queue.views, strict=True)}
+        returns = []
+        for number, overrides in enumerate(batch, start=self._first + first):
+            returns.append(found.get(number) or _failed(overrides, f"job {number} was refused", Exit.REFUSED))
+        self._count(returns)
+        return returns
+
+    def _accepted(self, batch: Sequence[Sequence[str]], first: int) -> list[Job]:
+        jobs: list[Job] = []
+        for number, overrides in enumerate(batch, start=first):
+            try:
+                jobs.append(self._prepare(number, overrides))
+            except UserError as error:
+                print(error, file=sys.stderr)
+        return jobs
+
+    def _count(self, returns: Sequence[JobReturn]) -> None:
+        failed = [each._return_value for each in returns if each.status == JobStatus.FAILED]
+        self._succeeded |= len(failed) < len(returns)
+        self._failed += len(failed)
+        if not self._succeeded and self._failed >= HOPELESS:
+            raise JobFailed(f"the search ends: all of its {self._failed} trials have failed", failed[-1].code)
+
+
+def result_of(job: Job, view: View) -> JobReturn:
+    """Returns the metric of ``checkpoint.keep_best``, otherwise the validation loss or the loss; or the failure."""
+    if view.exit != Exit.DONE:
+        what = f"job {job.number} {view.state}; python -m hpc_train why {job.run.path} tells more"
+        result = _failed(job.overrides, what, Exit.STOPPED if view.exit is None else view.exit)
+    else:
+        result = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
+        result.return_value = _objective(job, view.metrics)
+    result.working_dir = str(job.run.path)
+    return result
+
+
+def _failed(overrides: Sequence[str], what: str, code: int) -> JobReturn:
+    result = JobReturn(overrides=list(overrides), status=JobStatus.FAILED)
+    result.return_value = JobFailed(what, code)
+    return result
+
+
+def _objective(job: Job, metrics: dict[str, Any]) -> Any:
+    checkpoint = job.config.checkpoint
+    best = best_metric(checkpoint.keep_best, checkpoint.best_mode)
+    return metrics.get("val_loss", metrics.get("loss")) if best is None else metrics.get(best.name)
+
+
+def exit_code(results: Sequence[JobReturn]) -> Exit:
+    """Returns the exit code of a sweep with these results."""
+    return worst_exit(each._return_value.code if each.status == JobStatus.FAILED else Exit.DONE for each in results)
+
+
+def tolerate_failed_trials() -> None:
+    """Changes the default with which the sweepers of Optuna and Nevergrad end a search at its first failed trial."""
+    sweepers: dict[str, Any] = ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {})
+    for name, key in FAILURE_RATES.items():
+        if f"{name}.yaml" in sweepers:
+            OmegaConf.update(sweepers[f"{name}.yaml"].node, key, 1.0)

@@ -1,0 +1,187 @@
+"""Plots the metrics of runs with matplotlib: curves over the steps, and the result of a sweep over each varied key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+IMAGES = (".png", ".pdf", ".svg")
+GIB = 1 << 30
+SHARES = {  # key of the metrics -> name and line style
+    "data_wait_share": ("data", "-"),
+    "comm_share": ("communication", "--"),
+    "bubble_share": ("pipeline bubble", "-."),
+    "host_share": ("host", ":"),
+}
+PANEL = (6.0, 3.6)  # inches
+MOST_LABELS = 12  # in a legend
+FEW_POINTS = 20
+WIDE = 20.0  # ratio of the largest to the smallest value of a key from which its axis is logarithmic
+
+Line = Mapping[str, Any]
+
+
+def check_plot(path: Path, option: str) -> None:
+    """Checks that a plot can be written, before anything is measured or read.
+
+    Args:
+        option: the option of the command line that names the file.
+
+    Raises:
+        UserError: matplotlib is not installed, or does not support the file type.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "plotting requires matplotlib, which is not installed", where=option, fix="pip install 'hpc_train[plots]'"
+        ) from error
+    if path.suffix not in IMAGES:
+        raise UserError(
+            f"{path} is not an image file", where=option, fix=f"use a file name that ends in {', '.join(IMAGES)}"
+        )
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The logged steps of one run. ``name`` is its label."""
+
+    name: str
+    lines: Sequence[Line]
+
+    def of(self, key: str, over: str) -> tuple[list[float], list[float]]:
+        """Returns x and y of a metric; a value that is not finite is NaN, which leaves a gap."""
+        points = [line for line in self.lines if key in line]
+        return [self._at(line, over) for line in points], [_number(line[key]) for line in points]
+
+    @property
+    def marker(self) -> str:
+        """The marker of points: a line of one point would not be visible without."""
+        return "." if len(self.lines) <= FEW_POINTS else ""
+
+    def has(self, key: str) -> bool:
+        return any(key in line for line in self.lines)
+
+    def _at(self, line: Line, over: str) -> float:
+        if over == "hours":
+            return float(line["time"] - self.lines[0]["time"]) / 3600
+        return _number(line[over])
+
+
+@dataclass(frozen=True)
+class Results:
+    """The final value of a metric of each run of a sweep, and the keys that were varied.
+
+    Attributes:
+        values: NaN for a run without the metric.
+        varied: the values of each key, one per run.
+        best: the index of the best run; None without one.
+    """
+
+    metric: str
+    values: Sequence[float]
+    varied: Mapping[str, Sequence[Any]]
+    best: int | None
+
+
+def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | None) -> None:
+    """Writes loss, throughput, memory and time shares of all runs in one picture, with a panel per varied key below.
+
+    Args:
+        over: ``step``, ``hours``, ``samples`` or ``tokens``.
+    """
+    from matplotlib.figure import Figure
+
+    keys = list(results.varied) if results is not None else []
+    rows = 2 + math.ceil(len(keys) / 2)
+    figure = Figure(figsize=(2 * PANEL[0], rows * PANEL[1]), layout="constrained")
+    panels = [axes for row in figure.subplots(rows, 2, squeeze=False) for axes in row]
+    _loss(panels[0], curves, over)
+    _throughput(panels[1], curves, over)
+    _memory(panels[2], curves, over)
+    _shares(panels[3], curves, over)
+    for axes in panels[:4]:
+        axes.set_xlabel(over)
+        axes.xaxis.get_major_locator().set_params(integer=over != "hours")
+    for axes, key in zip(panels[4:], keys, strict=False):
+        assert results is not None
+        _over_key(axes, results, key)
+    for axes in panels[4 + len(keys) :]:
+        axes.set_axis_off()
+    if 1 < len(curves) <= MOST_LABELS:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.savefig(path, dpi=120)
+
+
+def _loss(axes: Axes, curves: Sequence[Curves], over: str) -> None:
+    for number, run in enumerate(curves):
+        axes.plot(*run.of("loss", over), color=f"C{number}", label=run.name, linewidth=1, marker=run.marker)
+        axes.plot(*run.of("val_loss", over), color=f"C{number}", linestyle="--", marker="o", markersize=3)
+    _titled(axes, "loss (dashed: validation)")
+
+
+def _throughput(axes: Axes, curves: Sequence[Curves], over: str) -> None:
+    """Counts tokens, or samples for models with one target per sample, whose tokens are their samples."""
+    lines = [line for run in curves for line in run.lines]
+    by_sample = all(line.get("tokens_per_s") == line.get("samples_per_s") for line in lines)
+    key = "samples_per_s" if by_sample else "tokens_per_s"
+    for number, run in enumerate(curves):
+        axes.plot(*run.of(key, over), color=f"C{number}", linewidth=1, marker=run.marker)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    _titled(axes, key.replace("_per_s", " per second"))
+
+
+def _memory(axes: Axes, curves: Sequence[Curves], over: str) -> None:
+    for number, run in enumerate(curves):
+        at, peak = run.of("peak_memory_bytes", over)
+        axes.plot(at, [value / GIB for value in peak], color=f"C{number}", linewidth=1, marker=run.marker)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    _titled(axes, "peak memory of a rank, GiB")
+
+
+def _shares(axes: Axes, curves: Sequence[Curves], over: str) -> None:
+    for key, (name, style) in SHARES.items():
+        for number, run in enumerate(curves):
+            axes.plot(*run.of(key, over), color=f"C{number}", linestyle=style, linewidth=1, marker=run.marker)
+        if any(run.has(key) for run in curves):
+            axes.plot([], [], color="black", linestyle=style, label=name)
+    axes.set_ylim(0, 1)
+    _titled(axes, "share of the time that ranks wait")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+
+
+def _over_key(axes: Axes, results: Results, key: str) -> None:
+    values = results.varied[key]
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) == len(values):
+        at = [float(value) for value in numbers]
+        if min(at) > 0 and max(at) >= WIDE * min(at):
+            axes.set_xscale("log")
+    else:
+        names = sorted({str(value) for value in values})
+        at = [float(names.index(str(value))) for value in values]
+        axes.set_xticks(range(len(names)), names)
+    axes.scatter(at, results.values, color="C0")
+    if results.best is not None:
+        axes.scatter(at[results.best], results.values[results.best], color="C3", marker="*", s=150, label="best")
+        axes.legend()
+    axes.set_xlabel(key)
+    _titled(axes, results.metric)
+
+
+def _titled(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan

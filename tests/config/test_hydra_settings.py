@@ -1,0 +1,154 @@
+"""Settings of Hydra's own: those that are followed, and those that are refused because they have no effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from hpc_train.config.arguments import CommandLine, expand, first_values, refuse_search, with_right_plus
+from hpc_train.config.compose import initialized, typed
+from hpc_train.config.hydra_settings import refuse_without_effect
+from hpc_train.config.other_launchers import SUBMITIT_KEYS
+from hpc_train.config.schema import Config
+from hpc_train.config.translate import translate
+from hpc_train.errors import UserError
+
+GRID = 'hydra.sweeper.params={optim.lr:"1e-3,3e-4",strategy:"dp,pp"}'
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with experiments as users of Hydra write them."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "experiment").mkdir()
+    files = {
+        "grid": "hydra: {mode: MULTIRUN, sweeper: {params: {optim.lr: '1e-3,3e-4', +strategy: 'dp,pp'}}}",
+        "over": "defaults:\n  - override /strategy: zero2\n  - override /optim: sgd",
+        "add": "defaults:\n  - /strategy: zero3",
+        "chdir": "hydra: {job: {chdir: true}}",
+        "dir": "hydra: {run: {dir: 'logs/${now:%Y}'}}",
+    }
+    for name, text in files.items():
+        (folder / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    return folder
+
+
+def jobs(*arguments: str) -> list[list[str]]:
+    return expand(CommandLine.parse(with_right_plus(arguments)).overrides)
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_params_of_the_sweeper_are_a_sweep_unless_the_command_line_sets_their_keys(plus: str) -> None:
+    found = jobs(plus + GRID, "-m")
+    assert [job[:2] for job in found] == [
+        [f"optim.lr={lr}", f"+strategy={name}"] for lr in ("0.001", "0.0003") for name in ("dp", "pp")
+    ]
+    assert len(jobs(GRID, "optim.lr=1e-2", "strategy=dp", "-m")) == 1
+    assert len(jobs(GRID)) == 1, "without -m Hydra does not sweep"
+
+
+def test_an_experiment_may_be_a_sweep_and_choose_the_mode(site: Path) -> None:
+    arguments = with_right_plus(["-cd", str(site), "+experiment=grid", "train.steps=3"])
+    assert arguments[-1] == "--multirun"
+    line = CommandLine.parse(arguments)
+    assert len(expand(line.overrides)) == 4
+    with line.composer() as compose:
+        config = typed(compose(expand(line.overrides)[3]))
+    assert (config.optim.lr, config.strategy.name, config.train.steps) == (3e-4, "pp", 3)
+    assert with_right_plus(["hydra.mode=MULTIRUN"])[-1] == "--multirun"
+    assert "--multirun" not in with_right_plus(["hydra.mode=MULTIRUN", "--cfg", "job"])
+
+
+def test_glob_lists_the_options_of_a_group(site: Path) -> None:
+    assert with_right_plus(["strategy=glob(zero*)", "-m"])[0] == "+strategy=zero1,zero2,zero3"
+    pattern = "+experiment=glob([a*,hybrid*],exclude=b*)"
+    assert with_right_plus([pattern, "-cd", str(site), "-m"])[0] == "experiment=add,hybrid_8gpu"
+    with pytest.raises(UserError, match="matches no file of conf/strategy"):
+        with_right_plus(["strategy=glob(nope*)", "-m"])
+
+
+@pytest.mark.parametrize(("arguments", "name"), [([], "zero2"), (["strategy=pp"], "pp"), (["+strategy=pp"], "pp")])
+def test_an_experiment_may_override_the_strategy(site: Path, arguments: list[str], name: str) -> None:
+    line = CommandLine.parse(with_right_plus(["experiment=over", "-cd", str(site), *arguments]))
+    with line.composer() as compose:
+        config = typed(compose(line.overrides))
+    assert (config.strategy.name, config.optim.name) == (name, "sgd")
+    assert with_right_plus(["strategy=dp"]) == ["+strategy=dp"]
+    plain = CommandLine.parse(with_right_plus(["experiment=add", "-cd", str(site), *arguments]))
+    with plain.composer() as compose:
+        assert compose(plain.overrides).strategy.name == (name if arguments else "zero3")
+
+
+def test_experiments_that_choose_a_strategy_in_different_ways_are_not_one_sweep(site: Path) -> None:
+    with pytest.raises(UserError, match="differ in how they choose a strategy"):
+        with_right_plus(["experiment=over,add", "-cd", str(site), "-m"])
+
+
+WITHOUT_EFFECT = [
+    ("run.dir", "logs/mine", "run.root=logs run.name=mine"),
+    ("run.dir", "logs/${now:%Y}", "run.root=DIR run.name=NAME"),
+    ("sweep.dir", "/x/y", "run.root=/x run.name=y"),
+    ("sweep.subdir", "${hydra.job.override_dirname}", "multirun.yaml"),
+    ("job.chdir", True, "HPC_TRAIN_RUN_DIR"),
+    ("verbose", True, "logging.basicConfig"),
+    ("verbose", ["torch"], "logging.basicConfig"),
+    ("job.env_set", {"A": "b"}, "+cluster.env.NAME=VALUE"),
+    ("output_subdir", ".hydra", "remove it"),
+]
+
+
+def test_a_setting_without_effect_is_refused_with_what_replaces_it() -> None:
+    with initialized():
+        settings = hydra.compose("config", return_hydra_config=True).hydra
+    refuse_without_effect(settings)
+    for key, value, fix in WITHOUT_EFFECT:
+        changed = settings.copy()
+        OmegaConf.set_readonly(changed, False)
+        with open_dict(changed):
+            OmegaConf.update(changed, key, value)
+        with pytest.raises(UserError) as caught:
+            refuse_without_effect(changed)
+        assert caught.value.where == f"hydra.{key}"
+        assert fix in caught.value.fix
+
+
+def test_so_is_one_that_a_file_sets_and_harmless_values_are_not(site: Path) -> None:
+    for name, key in (("chdir", "hydra.job.chdir"), ("dir", "hydra.run.dir")):
+        with pytest.raises(UserError, match=f"{key} has no effect"):
+            with_right_plus([f"experiment={name}", "-cd", str(site)])
+    assert with_right_plus(["hydra.job.chdir=false", "hydra.verbose=false"])
+
+
+def test_what_replaces_other_launchers_is_told() -> None:
+    wanted = {
+        "hydra/launcher=submitit_slurm": "cluster=slurm -m",
+        "hydra.launcher.timeout_min=60": "cluster.time=VALUE",
+        "hydra/sweeper=ax": "pip install hydra-ax-sweeper",
+    }
+    for argument, fix in wanted.items():
+        with pytest.raises((HydraException, OmegaConfBaseException)) as caught, initialized():
+            hydra.compose("config", [argument], return_hydra_config=True)
+        mistake = translate(caught.value)
+        assert mistake is not None and fix in mistake.fix, argument
+    schema = OmegaConf.structured(Config)
+    assert all(OmegaConf.select(schema, key, default=key) != key for key in SUBMITIT_KEYS.values())
+
+
+def test_the_jobs_of_a_search_are_not_listed_in_advance() -> None:
+    store = ConfigStore.instance()
+    node = {"_target_": "hydra_plugins.search.Sweeper", "params": {"optim.lr": "interval(1,2)"}}
+    store.store(group="hydra/sweeper", name="of_a_test", node=node)
+    try:
+        overrides = ["hydra/sweeper=of_a_test", "optim.lr=interval(1e-4,1e-2)", "model.n_layers=2,4", "strategy=dp"]
+        line = CommandLine.parse(with_right_plus([*overrides, "-m"]))
+        assert first_values(line.overrides)[1:] == ["optim.lr=0.0001", "model.n_layers=2", "+strategy=dp"]
+        with pytest.raises(UserError, match="freeze needs all jobs in advance"):
+            refuse_search(line, "freeze")
+    finally:
+        del store.repo["hydra"]["sweeper"]["of_a_test.yaml"]

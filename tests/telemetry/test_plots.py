@@ -1,0 +1,72 @@
+"""``plot`` draws the metrics of runs, and the result of a sweep over its varied keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import run
+from hpc_train.commands.plot import varied
+from hpc_train.run.files import append_line
+from hpc_train.run.freeze import freeze
+from tests.launch.jobs import make_job
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Three learning rates; the middle one is the best, and the last one diverges."""
+    for number, (rate, final) in enumerate([(1e-4, 2.0), (1e-3, 1.0), (1e-2, None)]):
+        job = make_job(tmp_path / "sweep", number)
+        job.config.optim.lr = rate
+        freeze(job.config, job.run)
+        for step in range(1, 6):
+            loss = None if final is None else final + 1 / step
+            times = {"step": step, "time": 60.0 * step, "attempt": 0, "samples": 8 * step, "tokens": 8 * step}
+            shares = {"data_wait_share": 0.1, "comm_share": 0.2, "peak_memory_bytes": 1 << 30}
+            speed = {"tokens_per_s": 100.0, "samples_per_s": 100.0}
+            append_line(job.run.metrics_file(0), {**times, **shares, **speed, "loss": loss})
+        append_line(job.run.metrics_file(0), {"step": 5, "time": 301.0, "attempt": 0, "loss": loss, "val_loss": final})
+    return tmp_path / "sweep"
+
+
+def labels(picture: Path) -> set[str]:
+    """Returns the texts of an SVG, which matplotlib writes as comments before their shapes."""
+    return {line.strip()[5:-4] for line in picture.read_text().splitlines() if line.strip().startswith("<!-- ")}
+
+
+def test_a_sweep_is_drawn_over_its_steps_and_its_key(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = sweep / "x.svg"
+    assert run(["plot", str(sweep), "--out", str(picture), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == str(sweep / "1")
+    curves = {"loss (dashed: validation)", "samples per second", "peak memory of a rank, GiB", "communication"}
+    assert labels(picture) >= {*curves, "step", "1: lr=0.001", "optim.lr", "val_loss", "best"}
+
+
+def test_one_run_is_drawn_over_hours_as_png(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plot", str(sweep / "0"), "-o", str(sweep / "x.png"), "--over", "hours"]) == 0
+    assert (sweep / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_is_told(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, message in (
+        (["--metric", "val_los"], "did you mean val_loss?"),
+        (["--out", "x.jpg"], "x.jpg is not an image file"),
+    ):
+        assert run(["plot", str(sweep), *options]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(["plot", str(sweep)]) == 2
+    assert "pip install 'hpc_train[plots]'" in capsys.readouterr().err
+
+
+def test_the_keys_that_follow_from_a_varied_group_are_not_varied() -> None:
+    configs = [
+        {"run": {"name": name}, "strategy": {"name": name, "pp": pp}, "optim": {"lr": 0.1, "kind": {"a": pp}}}
+        for name, pp in (("dp", 1), ("pp", 4))
+    ]
+    assert varied(configs) == {"strategy.name": ["dp", "pp"], "optim.kind.a": [1, 4]}

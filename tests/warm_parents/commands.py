@@ -1,0 +1,201 @@
+"""Runs commands of hpc_train in processes that are forked from one that has imported hpc_train.
+
+A command imports Hydra, rich and hpc_train for a second of CPU time, which is most of what it takes, and the tests run
+hundreds of commands. The server has imported these modules, and no torch. For each request it forks a process, which
+runs ``hpc_train/__main__.py`` as ``python -m hpc_train`` does, in the directory and the environment of the request.
+
+``run`` returns None where the server cannot reproduce a new process. The long forms start commands as users do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.warm_parents.server import become, close, receive
+from tests.warm_parents.sitecustomize import SOCKET, surroundings
+
+REPOSITORY = Path(__file__).parents[2]
+IMPORTED = ("hpc_train.cli", "hpc_train.commands.train", "hpc_train.commands.batch", "hpc_train.commands.submitted")
+READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG")  # variables that Python reads when it starts
+BYTES = 8  # of each number that the server sends
+
+
+def run(
+    arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Runs a command as ``subprocess.run`` does, with its output captured.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``timeout`` seconds, and was killed.
+    """
+    if SOCKET not in environment:  # also in the long forms
+        return None
+    deadline = time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX) as connection:
+        outputs = _Output(), _Output()
+        pid = _ask(connection, _request(cwd, arguments, environment), [output.write for output in outputs])
+        for output in outputs:
+            output.begin()
+        if not pid:
+            return None
+        try:
+            connection.settimeout(timeout)
+            code = connection.recv(BYTES)
+            assert code, "the server was killed"
+            texts = [output.read(deadline) for output in outputs]
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(["hpc_train", *arguments], timeout) from None
+    return subprocess.CompletedProcess(["hpc_train", *arguments], int.from_bytes(code, "big", signed=True), *texts)
+
+
+class _Output:
+    """A pipe that a thread reads until all processes that hold its other end have closed it."""
+
+    def __init__(self) -> None:
+        self._read, self.write = os.pipe()
+        self._text = ""
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+
+    def begin(self) -> None:
+        os.close(self.write)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        with open(self._read, encoding="utf-8") as pipe:  # noqa: PTH123
+            self._text = pipe.read()
+
+    def read(self, deadline: float) -> str:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            raise TimeoutError
+        return self._text
+
+
+def _request(cwd: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    status = Path("/proc/self/status").read_text()  # os.umask would change it, for other threads too
+    return {
+        "python": sys.executable,
+        "surroundings": surroundings(environment),
+        "at_start": _at_start(environment),
+        "arguments": list(arguments),
+        "descriptors": [0, 1, 2],
+        "search_path": [],  # the server completes it
+        "no_bytecode": sys.dont_write_bytecode,
+        "directory": str(cwd.resolve()),
+        "environment": dict(environment),
+        "umask": int(status.partition("Umask:")[2].split()[0], 8),
+        "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "pid": os.getpid(),
+    }
+
+
+def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
+def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) -> int:
+    """Returns the pid of the process that the server forked for ``request``; 0 if it did not."""
+    data = pickle.dumps(request)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        connection.connect(_address(request["environment"]))
+        socket.send_fds(connection, [len(data).to_bytes(8, "big")], [nothing, *writes])
+        connection.sendall(data)
+        return int.from_bytes(connection.recv(BYTES), "big")
+    except OSError:
+        return 0
+    finally:
+        os.close(nothing)
+
+
+_STARTING = threading.Lock()
+_SERVERS: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+
+def _address(environment: Mapping[str, str]) -> str:
+    """Returns the address of the server of this process, which the first call starts. The server ends with this one."""
+    with _STARTING:
+        if not _SERVERS:
+            address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/commands"
+            command = [sys.executable, "-m", "tests.warm_parents.commands", address]
+            own = {name: value for name, value in environment.items() if name != "SLURM_CONF"}
+            server = subprocess.Popen(
+                command, cwd=REPOSITORY, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            assert server.stdout is not None
+            server.stdout.readline()  # it listens
+            _SERVERS.append((address, server))
+        return _SERVERS[0][0]
+
+
+def main(address: str) -> None:
+    """Serves until standard input is closed. Returns in a forked process as well, which has run its command."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    print(flush=True)
+    own = sys.executable, surroundings(), _at_start(os.environ)
+    search_path = sys.path[1:]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert "torch" not in sys.modules
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
+    while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
+        assert ready == [listener]
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError, EOFError):  # the test was killed meanwhile
+            request, descriptors = receive(connection)
+            same = (request["python"], request["surroundings"], request["at_start"]) == own
+            if not same:
+                connection.sendall(bytes(BYTES))
+            elif os.fork() == 0:
+                listener.close()
+                _fork_and_report(connection, descriptors)
+                connection.close()
+                request["search_path"] = [request["directory"], *search_path]
+                break
+            close(descriptors)
+    else:
+        shutil.rmtree(Path(address).parent)
+        return
+    become(request, descriptors)
+    sys.argv[:] = ["hpc_train", *request["arguments"]]
+    runpy.run_module("hpc_train", run_name="__main__", alter_sys=True)
+
+
+def _fork_and_report(connection: socket.socket, descriptors: list[int]) -> None:
+    """Returns in a forked process; this one sends its pid and exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if not pid:
+        return
+    close(descriptors)
+    with contextlib.suppress(OSError):
+        connection.sendall(pid.to_bytes(BYTES, "big"))
+        _, status = os.waitpid(pid, 0)
+        connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(BYTES, "big", signed=True))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
