@@ -63,6 +63,7 @@ def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: 
     run.update_record(result={"steps": 40, "loss": 4.2})
     shown.finish()
     lines = output.getvalue().splitlines()
+    assert lines.pop(0).startswith("starting: importing torch")
     assert [line.split(" · ")[0] for line in lines[:2]] == ["step 30/100", "step 40/100"]
     assert lines[1].endswith("1 restart")
     assert lines[2:] == [f"run directory: {run.path}"], "the run is not done: no summary"
