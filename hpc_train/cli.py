@@ -15,17 +15,19 @@ from pathlib import Path
 from hpc_train.commands import COMMANDS, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
-from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_descriptors
+from hpc_train.run.streams import open_closed_streams, replace_unencodable
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
+    open_closed_streams()
+    replace_unencodable()
     keep_others_from_writing()
     try:
         here = str(Path.cwd())
@@ -49,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
+        from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
+
         mistake = translate(error) or out_of_descriptors(error)
         if mistake is None:
             raise

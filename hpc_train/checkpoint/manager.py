@@ -293,7 +293,8 @@ class CheckpointManager:
             if checkpoint.step > step:
                 moved = str(store.set_aside(checkpoint, self.events.attempt))
                 message = f"rolling back to a checkpoint of step {step} or earlier"
-                self._event("checkpoint_set_aside", step=checkpoint.step, path=moved, message=message)
+                details = {"path": moved, "message": message, "rolled_back": True}
+                self._event("checkpoint_set_aside", step=checkpoint.step, **details)
         return True
 
     def _perform(self, save: _Save) -> None:

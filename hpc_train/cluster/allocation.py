@@ -250,14 +250,16 @@ def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
             fix=f"use srun --ntasks={nodes} --ntasks-per-node=1",
         )
         return Misplaced(error, environment.get("SLURM_PROCID", "0") == "0")
-    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(environment):
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if by_torchrun or {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(environment):
         error = UserError(
             "torchrun or a similar launcher started this process as a rank, but hpc_train starts its ranks itself",
             where="RANK, LOCAL_RANK and WORLD_SIZE in the environment",
             fix="run python -m hpc_train … without torchrun, on several nodes through sbatch or -m. If the variables "
             "are left over from something else: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
         )
-        return Misplaced(error, environment.get("RANK", "0") == "0")
+        # without torchrun's own variable they may be left over, and then there is no process of rank 0
+        return Misplaced(error, not by_torchrun or environment.get("RANK", "0") == "0")
     return None
 
 

@@ -14,12 +14,15 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from hpc_train.cluster.amd_gpus import NODES
 from hpc_train.errors import UserError
@@ -107,6 +110,19 @@ def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0)
     return asked
 
 
+def refuse_unknown_interface(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError if gloo would find no interface by the name that its variable has on this node."""
+    names = environment.get(GLOO_INTERFACE, "")
+    present = psutil.net_if_addrs()
+    unknown = [name for name in names.split(",") if name and name not in present]
+    if unknown:
+        raise UserError(
+            f"{GLOO_INTERFACE}={names}, but {socket.gethostname()} has no network interface {unknown[0]}",
+            where=f"{GLOO_INTERFACE} in the environment, or cluster.env",
+            fix=f"unset {GLOO_INTERFACE}, or name one of {', '.join(sorted(present))}",
+        )
+
+
 REASON = "node-local, to save the quota of the home directory; removed at the end of the job"
 CACHES = {
     "TRITON_CACHE_DIR": "triton",
@@ -120,6 +136,7 @@ CACHES = {
 MIOPEN = {"MIOPEN_USER_DB_PATH": "miopen", "MIOPEN_CUSTOM_CACHE_DIR": "miopen"}
 HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
 LOCK = ".alive"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARED_MEMORY = Path("/dev/shm")
 TORCH = re.compile(r"torch_(\d+)_.*")
 NCCL_SETUP_S = 600.0  # NCCL removes its files as soon as all ranks have opened them

@@ -45,7 +45,7 @@ COMMANDS = {
     "bench": Command("bench:main", "benchmarks", _PREPARE),
     "script": Command("batch:print_script", "print a batch script", _SCRIPTS),
     "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS),
-    "agent": Command("batch:start_agent", "run the agent of a node on a frozen run", _SCRIPTS),
+    "agent": Command("agent:start_agent", "run the agent of a node on a frozen run", _SCRIPTS),
     "help": Command("help:main", "this page, or the options of a command", "Help"),
 }
 

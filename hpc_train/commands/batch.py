@@ -1,4 +1,4 @@
-"""The commands of batch scripts that users write or adapt: ``freeze``, ``agent`` and ``script``.
+"""The commands for batch scripts that users write or adapt: ``freeze`` and ``script``.
 
 A script calls ``freeze``, which writes a run directory and prints its path, and starts ``agent`` on every node with
 that path. ``script`` prints a complete script that trains the same run and requests the same resources as ``-m``.
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from hpc_train.checkpoint.space import stop_time
-from hpc_train.cluster.allocation import refuse_misplaced, workers_per_node
+from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_right_plus
 from hpc_train.config.compose import typed
@@ -25,7 +25,6 @@ from hpc_train.config.own_files import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes, node_range
-from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
@@ -35,13 +34,13 @@ from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import NO_SITE, options, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
 from hpc_train.plan.validate import validate
-from hpc_train.run.code import reexec_from_snapshot, snapshot_code
+from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
-from hpc_train.run.freeze import check_freeze, freeze, load
+from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.lease import add_submission
-from hpc_train.run.owner import TRUST, refuse_foreign, warn_if_open
+from hpc_train.run.owner import warn_if_open
 from hpc_train.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script
@@ -216,27 +215,3 @@ def _batch_script(config: Config, line: CommandLine) -> str:
         survives_node_loss=survives_node_loss(config.elastic),
     )
     return render(script)
-
-
-def start_agent(arguments: list[str]) -> int:
-    """Runs the agent of this node for a frozen run."""
-    refuse_misplaced()
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run."
-    )
-    parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
-    parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
-    parser.add_argument(
-        "--progress", action="store_true", help="print the training on the first node, as a run in the foreground does"
-    )
-    options = parser.parse_args(arguments)
-    run = RunDirectory(options.run_dir.absolute())
-    config = load(run)
-    if not options.trust_owner:
-        refuse_foreign(run, config)
-    reexec_from_snapshot(run)
-    if options.progress and os.environ.get("SLURM_NODEID", "0") == "0":
-        from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
-
-        return run_in_foreground(run, None)
-    return run_agent(run)

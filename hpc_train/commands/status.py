@@ -28,7 +28,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.telemetry.progress import failing, saves, spent_line
+from hpc_train.telemetry.notices import failing, saves
+from hpc_train.telemetry.progress import spent_line
 from hpc_train.units import counted, format_duration
 
 

@@ -25,7 +25,7 @@ from hpc_train.run.lease import is_live
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import request_stacks, stacks_answers
 from hpc_train.slurm.client import cancel as cancel_jobs
-from hpc_train.telemetry.progress import is_done
+from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.units import counted
 
 
@@ -44,8 +44,9 @@ def resume(arguments: list[str]) -> int:
         if options.json:
             print(outcome(found.run, found.view({})))
             return Exit.DONE
-        done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
-        print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
+        record = found.run.record()
+        done, total = record["result"]["steps"], record.get("total_steps")
+        print(f"already done: {done} of {total or done} steps; to train longer, {train_longer(record)}")
         return Exit.DONE
     return _resubmit([found], found.run.path, options)
 

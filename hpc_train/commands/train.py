@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     """
     refuse_misplaced()
     if len(arguments) == 1 and RunDirectory(Path(arguments[0])).config.is_file():
-        from hpc_train.commands.batch import start_agent
+        from hpc_train.commands.agent import start_agent
 
         return start_agent(arguments)
     register_launcher()

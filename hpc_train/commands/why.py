@@ -19,7 +19,7 @@ from hpc_train.launch.job_status import TO_BE_REQUEUED, SlurmStatuses
 from hpc_train.launch.job_table import common_directory, retry_lines
 from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.run.comparison import Comparison
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
 from hpc_train.units import counted, format_bytes, format_duration
 
@@ -99,7 +99,7 @@ def _sections(found: Diagnosis) -> Iterator[Section]:
     yield "Slurm", _slurm(found)
     yield "memory", _memory(found)
     yield "last checkpoint", _checkpoint(found)
-    yield "recovery actions", [_event(event) for event in found.done]
+    yield "recovery actions", [_event(event) for event in found.done if not _is_refusal(event, found)]
     yield "excluded nodes", [node.words for node in found.excluded_nodes]
     yield "time", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
     yield "what to do", list(found.advice)
@@ -119,12 +119,20 @@ def _cause(found: Diagnosis) -> list[str]:
     cause = found.cause
     if cause is None:
         return found.message.splitlines()[-TAIL_LINES:]
-    lines = [f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"]
-    lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
+    head = f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"
+    lines = head.splitlines()
+    if cause.kind != Failure.REFUSED:  # its traceback is the message
+        lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
     lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     lines += [f"NCCL: {cause.nccl_problem.meaning}"] if cause.nccl_problem else []
     return lines + ([f"stacks of all ranks: {shown(Path(cause.stacks))}"] if cause.stacks else [])
+
+
+def _is_refusal(event: dict[str, Any], found: Diagnosis) -> bool:
+    """Returns whether ``event`` only repeats why the run was refused."""
+    refused = found.cause is not None and found.cause.kind == Failure.REFUSED
+    return refused and event["event"] in ("worker_failed", "failed") and event.get("class") == Failure.REFUSED
 
 
 def _slurm(found: Diagnosis) -> list[str]:

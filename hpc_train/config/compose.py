@@ -1,7 +1,7 @@
 """Composes a typed config from overrides: registers the schema with Hydra, composes, and converts to dataclasses.
 
 OmegaConf resolves the values of every ``Config``, and the dataclasses read them. A composed config and a frozen file
-therefore pass the same checks.
+therefore pass the same checks. Only composition imports Hydra; agents and workers read frozen files without it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 import omegaconf
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -50,6 +48,8 @@ def register() -> None:
     """Registers the schema in Hydra's ConfigStore and the resolvers in OmegaConf. Further calls change nothing."""
     if OmegaConf.has_resolver("hpc_train.directory"):
         return
+    from hydra.core.config_store import ConfigStore
+
     store = ConfigStore.instance()
     store.store(name="hpc_train", node=Config)
     for kind in FAMILIES:
@@ -81,6 +81,8 @@ def put_strategy_in_defaults(wanted: bool) -> None:
 
     ``override /strategy: NAME`` in a file requires it there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it.
     """
+    from hydra.core.config_store import ConfigStore
+
     register()
     store, name, node = ConfigStore.instance(), "hpc_train", ConfigWithStrategy if wanted else Config
     if OmegaConf.get_type(store.load(f"{name}.yaml").node) is not node:
@@ -94,12 +96,16 @@ def _steps_unless(epochs: float | None, steps: int) -> int | None:
 
 def version_base() -> dict[str, str]:
     """Returns the argument ``version_base`` for the installed Hydra: 1.3 warns without it, 1.4 with it."""
+    import hydra
+
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
 
 @contextmanager
 def initialized(directory: Path | None = None) -> Iterator[None]:
     """Initializes Hydra's compose API with ``directory``, or with the packaged ``conf/``."""
+    import hydra
+
     register()
     with hydra.initialize_config_dir(
         config_dir=str(directory or config_directory()), job_name="hpc_train", **version_base()
@@ -113,6 +119,8 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY) -> DictConfig:
     Raises:
         hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
     """
+    import hydra
+
     with initialized():
         return hydra.compose(config_name, list(overrides))
 

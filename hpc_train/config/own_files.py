@@ -24,6 +24,7 @@ from hpc_train.errors import UserError
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 GROUPS = get_type_hints(Config)
+MISSING = "???"
 
 
 @contextmanager
@@ -33,8 +34,10 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
     Raises:
         UserError: a file is not valid YAML, or has a value of the wrong kind.
     """
-    for group, path in _chosen(line).items():
+    chosen = _chosen(line)
+    for group, path in chosen.items():
         _check(group, path)
+    _check_missing(chosen, line)
     try:
         yield
     except Exception as error:
@@ -103,6 +106,23 @@ def _check(group: str, path: Path) -> None:
                 where=f"{relative(path)}:{node.start_mark.line + 1}",
                 fix=KINDS_OF_NODES[kind][1],
             )
+
+
+def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
+    """Reports a value ``???`` in a user's file that nothing else sets. OmegaConf merges it as if it was not there."""
+    values = [(path, key, node) for group, path in chosen.items() for key, node in _full_leaves(group, path)]
+    present = {key for _, key, node in values if node.value != MISSING}
+    for path, key, node in values:
+        own = not path.is_relative_to(config_directory())
+        if own and node.value == MISSING and key not in present and not _is_overridden(key, line):
+            where = f"{key} in {relative(path)}:{node.start_mark.line + 1}"
+            raise UserError(f"{key} has no value", where=where, fix=f"{key}=VALUE on the command line, or in that file")
+
+
+def _full_leaves(group: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the keys that the file of ``group`` sets, with the name of their group, and the nodes of their values."""
+    prefix = "" if GLOBAL.search(path.read_text(encoding="utf-8")) else f"{group}."
+    yield from ((f"{prefix}{key}", node) for key, node in _leaves(_read(path)))
 
 
 def _read(path: Path) -> Any:

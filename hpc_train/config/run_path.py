@@ -11,6 +11,7 @@ from pathlib import Path
 from hpc_train.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
+LONGEST_NAME = 255  # bytes of a name on Linux file systems
 SCRATCH = ("SCRATCH", "PSCRATCH", "SCRATCHDIR", "MYSCRATCH", "CINECA_SCRATCH")  # variables that sites set
 
 
@@ -89,6 +90,13 @@ def _checked(name: str, key: str) -> str:
             where=key,
             fix=f"{key}=NAME of letters, digits and _-.+=,@; / separates two names, and no name starts with . or -",
         )
+    longest = max(name.split("/"), key=len)
+    if len(longest) > LONGEST_NAME:
+        raise UserError(
+            f"the name {longest[:40]}… has {len(longest)} characters, and a directory name at most {LONGEST_NAME}",
+            where=key,
+            fix=f"a shorter {key}",
+        )
     return name
 
 
@@ -102,7 +110,7 @@ def _check_writable(path: Path) -> None:
         raise UserError(
             f"{present} is not a directory", where="run.root", fix="run.root=DIR with a directory that you may write"
         )
-    if not os.access(present, os.W_OK | os.X_OK):
+    if not os.access(present, os.W_OK | os.X_OK) or present.parts[1:2] in (("proc",), ("sys",)):
         raise UserError(
             f"you have no permission to write to {present}",
             where="run.root",

@@ -8,14 +8,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
 from hpc_train.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from hydra.errors import MissingConfigException, OverrideParseException
 
 
 def translate(error: BaseException) -> UserError | None:
@@ -23,6 +26,8 @@ def translate(error: BaseException) -> UserError | None:
 
     OmegaConf drops the cause of its errors, so a ``UserError`` that a resolver raised is found as the context.
     """
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException  # only after an error
+
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, UserError):
@@ -60,6 +65,8 @@ def _of_override(error: OverrideParseException) -> UserError:
     override = str(error.override)
     key, _, value = override.partition("=")
     fix = "python -m hpc_train --help lists groups and keys"
+    if "=" not in override:
+        return UserError(f"{override} is no override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
     if value.strip() and value.strip()[0] not in "'\"":
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"

@@ -7,17 +7,12 @@ agent of the batch host, or of the only node, also runs the rendezvous server.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import (
-    LOOPBACK,
     Allocation,
     current_allocation,
     listening_at,
@@ -30,34 +25,17 @@ from hpc_train.cluster.environment import (
     export_job_environment,
     node_local_caches,
     own_environment,
+    refuse_unknown_interface,
     threads_per_rank,
 )
-from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
+from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
-from hpc_train.elastic.agent_loop import Agent
-from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.decision import Budget, History, over_budget
-from hpc_train.elastic.deletion import DeletionWatch
-from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.gpu_errors import GpuErrors
-from hpc_train.elastic.logs import nonfailing_streams
-from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
-from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
-from hpc_train.elastic.rendezvous.client import (
-    ServerLost,
-    requeue_after_server_loss,
-    wait_for_server,
-)
-from hpc_train.elastic.rendezvous.coordinator import Coordinator
-from hpc_train.elastic.rendezvous.server import RendezvousServer
-from hpc_train.elastic.rendezvous.store import Stores
+from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
+from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.script import Script, node_local_folder
-from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
-from hpc_train.fabric.node import this_node
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
@@ -68,8 +46,11 @@ from hpc_train.run.files import read_or, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
-from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
-from hpc_train.slurm.client import is_suspended
+from hpc_train.run.requests import StopRequests, watch_signals
+from hpc_train.run.streams import nonfailing_streams
+
+if TYPE_CHECKING:
+    from hpc_train.elastic.script import Script
 
 ENTRY = "hpc_train.train.worker:train"
 LOOP_ENTRY = "hpc_train.loop.worker:train"  # of run.entry
@@ -148,6 +129,8 @@ def _run(
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
+    if allocation.node_rank == 0:
+        _refuse_third_kill(run, config, allocation)
     node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
     output = FileWriter("the output of the workers")
@@ -155,61 +138,43 @@ def _run(
         closing(events),
         closing(output),
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
-        node_local_folder() as progress,
     ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
-        code = _code_of_workers(run, config, entry, store, progress)
-        server = stores = None
-        address: ServerAddress | None
-        try:
-            if allocation.node_rank == 0:
-                stores = Stores(None if isinstance(code, Script) else store)
-                attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
-                server, address = _start_server(run, config, allocation, attempts)
-            else:
-                limit_s = config.elastic.join_timeout_s
-                address = wait_for_server(run, allocation, lambda: stop.requested, lambda: _has_ended(end), limit_s)
-            if address is None:
-                return Exit.STOPPED
-            # runs while the warm parent imports
-            facts = this_node(allocation.node_name, _server_host(allocation, address), users)
-            node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
-            agent = Agent(
-                run=run,
-                config=config,
-                allocation=allocation,
-                node=node,
-                server=address,
-                stores=stores,
-                stop=stop,
-                watch=Watch.of(run, allocation.node_name, config),
-                gpu_errors=GpuErrors(node.facts, node.workers),
-                budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus),
-                on_tick=on_tick,
-                entry=code,
-                events=events,
-                output=output,
-                deletion=DeletionWatch(run),
-                stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
+        with _code_of_workers(run, config, entry, store) as code:
+            from hpc_train.elastic.agent_session import Session  # while the warm parent imports
+
+            session = Session(
+                run, config, allocation, node, end, stop, events, output, users, own, code, store, on_tick
             )
-            return agent.work()
-        except ServerLost as lost:
-            return requeue_after_server_loss(run, config, allocation, end, lost)
-        finally:
-            if stores is not None:
-                stores.stop()
-            if server is not None:
-                server.join()
+            return session.work()
 
 
-def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str, folder: Path) -> str | Script:
-    """Returns the command of the run, or the entry point of its workers after it has started their warm parent."""
-    if config.run.command is not None:
-        return Script.of(run, config, folder)
-    entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
-    start_warm_parent(_preload(config, entry, store))
-    return entry
+def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation) -> None:
+    """Raises UserError, and records it, if Slurm has killed the last two steps of this job for their memory."""
+    attempt = read_or(run.newest_attempt, -1)
+    killed = read_or(lambda: find_killed_step(run, allocation.launch_id, attempt), None)
+    try:
+        refuse_third_kill(run, killed, config.cluster.mem)
+    except UserError as error:
+        assert killed is not None
+        with closing(EventLog.open(run, f"agent-{allocation.node_name}", attempt)) as events:
+            events.write("failed", **end_event(killed, error))
+        raise
+
+
+@contextmanager
+def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str) -> Iterator[str | Script]:
+    """Yields the command of the run, or the entry point of its workers after it has started their warm parent."""
+    if config.run.command is None:
+        entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
+        start_warm_parent(_preload(config, entry, store))
+        yield entry
+        return
+    from hpc_train.elastic.script import Script, node_local_folder  # other runs do not need it yet
+
+    with node_local_folder() as progress:
+        yield Script.of(run, config, progress)
 
 
 def _on_the_network(config: Config, allocation: Allocation) -> Allocation:
@@ -226,26 +191,18 @@ def _on_the_network(config: Config, allocation: Allocation) -> Allocation:
 
 
 def _this_node(config: Config, allocation: Allocation) -> Node:
-    """Describes this node, or why it cannot take part; the server gets both in the same message."""
+    """Describes this node before the site's check, or why it cannot take part."""
     gpus = workers = 0
     unfit = refusal = None
     try:
+        refuse_unknown_interface()
         gpus, workers = workers_per_node(config.cluster)
-        unfit = check_health(config.cluster)
     except UnusableGpus as error:
         unfit = Unfit(error.reason, error.fix)
     except UserError as error:
         refusal = str(error)
     number, name, address = allocation.node_rank, allocation.node_name, allocation.address
-    # nvidia-smi takes up to seconds, and only the choice of pipeline ranks on several nodes needs the memory
-    memory = gpu_memory(None) if gpus and allocation.nodes > 1 and config.strategy.pp == "auto" else None
-    return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal, gpu_memory=memory)
-
-
-def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:
-    if allocation.nodes == 1:
-        return None
-    return allocation.address if allocation.node_rank == 0 else server.host
+    return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
 
 
 def _set_environment(
@@ -257,41 +214,6 @@ def _set_environment(
         workers = min(workers, resolve_layout(config, 1, workers).world_size)
     threads = threads_per_rank(config.train.threads, max(1, workers))
     return apply([*own_environment(threads), *caches])
-
-
-def _start_server(
-    run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts
-) -> tuple[RendezvousServer, ServerAddress]:
-    elastic = config.elastic
-    listener = bind(allocation, f"{allocation.launch_id}:server")
-    address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
-    newest = CheckpointStore(run.checkpoints).newest()
-    coordinator = Coordinator(
-        config,
-        expected=allocation.nodes,
-        history=History(
-            furthest=0 if newest is None else newest.step, attempts=0 if attempts.end is None else attempts.end.restart
-        ),
-        node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
-        join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: read_or(lambda: attempts.superseded() or over_budget(run, config), None),
-        superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
-        names=allocation.node_names,
-        elsewhere=attempts.end is not None,
-    )
-    suspended = None if attempts.end is None else is_suspended
-    server = RendezvousServer(
-        coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, attempts.leave, suspended
-    )
-    server.start()
-    if allocation.nodes > 1:
-        address.publish(run, allocation.launch_id)
-    return server, replace(address, host=allocation.listen_address or LOOPBACK)
-
-
-def _has_ended(end: JobEnd | None) -> bool:
-    """Returns whether the agent of node 0 ended before it had a rendezvous server."""
-    return end is not None and read_or(end.is_recorded, False)
 
 
 def _no_op() -> None:

@@ -18,8 +18,9 @@ import psutil
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.config.schema import Config
-from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary, root_cause
+from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.killed_step import KILLED, KilledStep, find_killed_step
 from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
@@ -31,7 +32,7 @@ from hpc_train.elastic.requeue import JobEnd, progress_of, request, request_from
 from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
-from hpc_train.elastic.workers import Workers
+from hpc_train.elastic.workers import Workers, cpu_limit
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -123,6 +124,8 @@ class Attempts:
         action, reason, end = leave.decision.action, leave.decision.reason, self.end
         if action is not Action.REQUEUE or end is None:
             return leave, EXITS[action]
+        if not reason and leave.stop == ANNOUNCEMENT:
+            reason = "Slurm announced the time limit or a preemption (USR2)"
         try:
             return leave, in_time(lambda: request(end, self.config, events, reason))
         except OSError as error:
@@ -179,6 +182,8 @@ class Attempts:
         )  # fmt: skip
         if start.before:
             self._report_change(start, events)
+        elif self.end is not None and (killed := self._killed_step(spec.attempt - 1)) is not None:
+            events.write(KILLED, **killed.details(self.config.cluster.mem))
         elif self.end is not None and self.end.was_requeued_externally():
             events.write("requeued_by_slurm", **self._why_requeued(spec.attempt))
         report_placement(start, self.config.cluster.switches, events)
@@ -187,6 +192,12 @@ class Attempts:
         """Returns the record of the run, which is rebuilt from the event if ``run.json`` and its copy are lost."""
         try:
             return in_time(lambda: with_digest(self.run.record()))
+        except (OSError, UserError):
+            return None
+
+    def _killed_step(self, attempt: int) -> KilledStep | None:
+        try:
+            return in_time(lambda: find_killed_step(self.run, self.allocation.launch_id, attempt))
         except (OSError, UserError):
             return None
 
@@ -335,7 +346,9 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -
         for spec in specs:
             workers.start(pid, spec, entry)
     except (EOFError, ConnectionError) as error:  # the warm parent died, and its workers with it
-        message = f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above"
+        message = (
+            f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above{cpu_limit()}"
+        )
         workers.fail(WorkerFailure(spec.rank, Failure.KILLED, message, message, time.time()))
 
 

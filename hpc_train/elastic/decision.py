@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import RESPONSES, Action, Exit, Failure
+from hpc_train.run.exits import RESPONSES, Action, Exit, Failure, advice_for
 from hpc_train.run.files import in_time
 from hpc_train.run.ledger import read_ledger
 
@@ -29,6 +29,7 @@ class Ended:
         stop: the signal that asked the run to stop; None if there was none.
         first: whether the run has not failed like this before and the node may be to blame.
         gpu_memory: whether it ended because the memory of a GPU was used up.
+        message: that of its cause.
     """
 
     exit: Exit
@@ -37,6 +38,7 @@ class Ended:
     stop: str | None = None
     first: bool = False
     gpu_memory: bool = False
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def decide(history: History, ended: Ended) -> RestartDecision:
     if ended.failure is None:
         stopped = Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.STOP
         return RestartDecision(Action.FINISH if ended.exit is Exit.DONE else stopped)
-    response, after = RESPONSES[ended.failure], history.after(ended.step)
-    action = response.action
+    after, advice = history.after(ended.step), advice_for(ended.failure, ended.message)
+    action = RESPONSES[ended.failure].action
     if action is Action.RESTART_IF_FURTHER:
         action = Action.FAIL if after.without_progress and not ended.first else Action.RESTART
     if action is Action.RESTART_ONCE:
@@ -85,13 +87,11 @@ def decide(history: History, ended: Ended) -> RestartDecision:
     if action is Action.RESTART_OR_REQUEUE:
         action, exhausted = Action.RESTART, Action.REQUEUE
     if action not in (Action.RESTART, Action.REPLACE):
-        return RestartDecision(action, response.advice)
+        return RestartDecision(action, advice)
     if ended.stop is not None:
         return RestartDecision(Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.FAIL)
     if after.without_progress >= ATTEMPTS_WITHOUT_A_STEP:
-        return RestartDecision(
-            exhausted, f"no new step in {after.without_progress} attempts. {response.advice}".strip()
-        )
+        return RestartDecision(exhausted, f"no new step in {after.without_progress} attempts. {advice}".strip())
     return RestartDecision(action)
 
 

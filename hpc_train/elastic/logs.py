@@ -1,22 +1,17 @@
-"""The output of a node's workers in one file per attempt, and agent output that survives a closed terminal.
+"""The output of a node's workers in one file per attempt.
 
 Workers write into pipes that the agent drains, and a thread of the agent writes the file (``run/file_writer.py``), so
-neither waits for a file system. Lines are prefixed by time and rank, and the file has a size limit. The agent's stdout
-and stderr must not raise BrokenPipeError when nobody reads them any more, or the first message about a failure would
-break the thread that restarts the workers.
+neither waits for a file system. Lines are prefixed by time and rank, and the file has a size limit.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
@@ -127,43 +122,3 @@ def _open(path: Path) -> BinaryIO:
 def _now() -> bytes:
     """Returns the time in UTC, so that files of several nodes can be merged: 2026-01-31T12:00:00.000."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]
-
-
-class _NonFailingStream:
-    """A stream whose writes and flushes never raise OSError."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            self._redirect_to_devnull()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            self._redirect_to_devnull()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _redirect_to_devnull(self) -> None:
-        """Redirects the stream and so discards its buffered output, which would fail at the end of the process."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-
-
-@contextmanager
-def nonfailing_streams() -> Iterator[None]:
-    """Makes stdout and stderr non-failing streams inside the ``with`` block."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _NonFailingStream(sys.stdout), _NonFailingStream(sys.stderr)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import resource
@@ -95,8 +96,14 @@ def _redirect(output: Connection) -> None:
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        old.reconfigure(line_buffering=True)  # handlers of loggers may hold it
+        # a new one, since the old one cannot change its errors if it was opened on a file: it would seek in the pipe
+        errors = "replace" if old.errors == "strict" else old.errors
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        new = io.TextIOWrapper(io.BufferedWriter(raw), encoding=old.encoding, errors=errors, line_buffering=True)
+        setattr(sys, name, new)
     faulthandler.enable()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -279,13 +280,20 @@ def class_of_end(
     if exit_code >= 0:
         return Failure.EXITED, f"exited early with code {exit_code}, without an exception"
     name = f"killed by {signal.Signals(-exit_code).name}"
-    if exit_code == -signal.SIGKILL:
-        return _killed(name, killed)
+    if exit_code in (-signal.SIGKILL, -signal.SIGXCPU):
+        failure, message = _killed(name, killed)
+        return failure, message if failure is Failure.OUT_OF_MEMORY else f"{message}{cpu_limit()}"
     if exit_code == -signal.SIGABRT:
         return _aborted(name, output)
     if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):
         return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does not use it)"
     return Failure.KILLED, name
+
+
+def cpu_limit() -> str:
+    """Returns what to add to a message about a killed process if the kernel limits its CPU time; empty without."""
+    seconds = resource.getrlimit(resource.RLIMIT_CPU)[0]
+    return "" if seconds == resource.RLIM_INFINITY else f"; a process may use {seconds} s of CPU time (ulimit -t)"
 
 
 def class_of_script_end(

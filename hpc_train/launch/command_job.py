@@ -14,7 +14,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.script import python
-from hpc_train.launch.shell import exports, own_lines, shell_word
+from hpc_train.launch.shell import exports, setup_lines, shell_word
 from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
@@ -145,7 +145,7 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
         "#!/bin/bash",
         "export SLURM_EXPORT_ENV=ALL",
         *exports(cluster.env),
-        *own_lines(cluster.setup, "cluster.setup"),
+        *setup_lines(cluster.setup),
         *([] if container is None else container.lines()),
         quoted([*command, *words]),
         "status=$?",

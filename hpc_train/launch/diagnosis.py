@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.elastic.killed_step import KILLED
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.launch.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import RESPONSES, Exit, Failure
+from hpc_train.run.exits import RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.slurm.client import query
 from hpc_train.telemetry.progress import ended_early
@@ -26,7 +27,8 @@ Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_retrying")
 STEPS = (  # reactions, besides the failures themselves
-    "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm",
+    KILLED, "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued",
+    "requeued_by_slurm",
     "resumed", "rolled_back",
     "file_system_failed", "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
     "unfit_node", "gpu_memory_awaited",
@@ -190,8 +192,8 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     only if nothing failed.
     """
     failed = [event for event in events if event["event"] in FAILURES]
-    # the attempt after a node loss that only Slurm noticed reports it
-    lost = [event for event in events if event["event"] == "requeued_by_slurm" and "class" in event]
+    # the attempt after a node loss that only Slurm noticed, or after the kill of all agents, reports it
+    lost = [event for event in events if event["event"] in ("requeued_by_slurm", KILLED) and "class" in event]
     failed += [event | {"attempt": event["attempt"] - 1} for event in lost]
     outages = [event for event in events if event["event"] == "file_system_failed"]
     failed = failed or outages[-1:]
@@ -266,7 +268,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run:
         return []
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
-        found.insert(0, RESPONSES[Failure(cause.kind)].advice)
+        found.insert(0, advice_for(Failure(cause.kind), cause.message))
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(run.path)

@@ -224,7 +224,25 @@ def view_of(
     if code == Exit.STOPPED and "class" in end.event:  # a node was lost, and Slurm has not requeued the job
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
-    return replace(known, state=state, exit=code, message=failure_text(run, end.event))
+    return replace(known, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
+
+
+def final_code(code: int, run: RunDirectory) -> int:
+    """Returns the exit code of a command for a run that has ended with ``code``.
+
+    75 says that the same command continues from a checkpoint. Without one it is 1, or a script that repeats the command
+    as long as it returns 75 would never end. A command of the user's own (``run.command``) saves where only it knows.
+    """
+    if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")):
+        return code
+    return code if run.record().get("own_code") == "command" else Exit.FAILED
+
+
+def how_stopped(code: int, state: str = "stopped") -> str:
+    """Returns how a run was stopped and what the command that follows does, by the exit code that the run has."""
+    if code != Exit.STOPPED:
+        return f"{state} before the first checkpoint; start again with"
+    return f"{'cancelled' if state == 'cancelled' else 'stopped after a checkpoint'}; resume with"
 
 
 def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
@@ -288,9 +306,10 @@ def _cancelled(status: JobStatus | None) -> bool:
 def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path) -> View:
     """Returns the view of a job that ended without a record: its last output and its state in the scheduler."""
     if _cancelled(status):
-        return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
+        exit_code = Exit.STOPPED if not known.metrics else Exit.FAILED
+        return replace(known, state="cancelled", exit=final_code(exit_code, run))
     if stop_was_requested(run) and not known.metrics:
-        return replace(known, state="cancelled", exit=Exit.STOPPED)
+        return replace(known, state="cancelled", exit=final_code(Exit.STOPPED, run))
     if not run.path.exists():  # and with it what the agent has written
         message = f"the run directory {run.path} was deleted while the job was running"
         return replace(known, state="failed", exit=Exit.FAILED, message=message)

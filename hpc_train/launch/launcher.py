@@ -62,6 +62,9 @@ class HpcTrainLauncher(Launcher):
         self._code: FrozenCode | None = None
         self._trials: Trials | None = None
         if is_search(config.hydra):
+            if config.launch.detach:
+                what = "the sweeper reads the result of each job, so the jobs cannot be left running"
+                raise UserError(what, where="launch.detach", fix="launch.detach=false")
             compose = self._composer(2)
             self._trials = Trials(self._sweep, lambda *job: self._trial(compose, *job), self._run)
 
@@ -100,9 +103,6 @@ class HpcTrainLauncher(Launcher):
 
     def _trial(self, compose: Callable[[Sequence[str]], DictConfig], number: int, overrides: Sequence[str]) -> Job:
         (job,) = prepare_all(compose, [overrides], number, max(number + 1, 2), self._sweep, self._console)
-        if job.config.launch.detach:
-            what = "the sweeper reads the result of each trial, so it cannot leave the jobs running"
-            raise UserError(what, where="launch.detach", fix="launch.detach=false")
         return job
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import View, attempt_end, resume_command
+from hpc_train.launch.job_status import View, attempt_end, how_stopped, resume_command
 from hpc_train.launch.job_table import JobTable, common_directory, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
@@ -165,9 +165,8 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
         print_results(queue.jobs, queue.views, console, comparison)
         return worst(queue.views)
     (job,), (view,) = queue.jobs, queue.views
-    if view.exit == Exit.STOPPED:
-        how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
-        print(f"{how}; resume with:\n  {_resume_hint(job)}")
+    if view.state in ("cancelled", "stopped") and view.exit is not None:
+        print(f"{how_stopped(view.exit, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
 
 

@@ -23,7 +23,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.container import IN_SHELL, Container, quoted
 from hpc_train.launch.gpus import gpu_export_lines
 from hpc_train.launch.sbatch import Options, arguments
-from hpc_train.launch.shell import comment, exports, own_lines, shell_word
+from hpc_train.launch.shell import comment, exports, own_lines, setup_lines, shell_word
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 
@@ -105,7 +105,7 @@ def render(script: Script) -> str:
     blocks = [
         ["#!/bin/bash", *map(comment, [script.title, *script.notes]), *_header(script.header)],
         [*_environment(cluster), *_frozen(script.code)],
-        ["# setup", *own_lines(cluster.setup, "cluster.setup")] if cluster.setup else [],
+        setup_lines(cluster.setup),
         [] if script.container is None else script.container.lines(),
         gpu_export_lines(),
         script.run,

@@ -63,6 +63,17 @@ def own_lines(lines: Iterable[str], key: str) -> list[str]:
     return text
 
 
+def setup_lines(lines: Iterable[str]) -> list[str]:
+    """Returns the lines of ``cluster.setup``. Bash goes on after a line that fails, and so the line is named.
+
+    Raises:
+        UserError: as ``own_lines``.
+    """
+    own = own_lines(lines, "cluster.setup")
+    report = """trap 'echo "cluster.setup: a line failed with status $?: $BASH_COMMAND" >&2' ERR"""
+    return ["# setup", report, *own, "trap - ERR"] if own else []
+
+
 def _escaped(char: str) -> str:
     if char.isprintable() and char not in "'\\":
         return char

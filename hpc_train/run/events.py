@@ -28,6 +28,7 @@ EVENTS = (
     "stop_requested",
     "worker_failed",
     "node_lost",
+    "agents_killed",  # by a signal, with the whole step of the job; the next step writes it
     "hang_detected",
     "file_system_failed",  # after it, with its seconds: the run directory could not be written
     "suspended",  # after Slurm has resumed the job: the seconds during which its processes were stopped
@@ -53,6 +54,7 @@ EVENTS = (
     "stopped_retrying",
     "step_skipped",  # skipped on all ranks because the gradient was not finite
     "rolled_back",  # restored a checkpoint within the attempt, skipping some samples
+    "evaluation_started",
     "stream_ended",  # the data ended before train.steps
     "first_step",  # of a restarted attempt or one that compiles: its seconds, and whether artifacts were loaded
     "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time

@@ -21,8 +21,13 @@ class Exit(IntEnum):
 
 
 def worst_exit(codes: Iterable[int | None]) -> Exit:
-    """Returns the exit code for several jobs, the worst of theirs; None stands for a job that was not started."""
-    found = {Exit.STOPPED if code is None else code for code in codes}
+    """Returns the exit code for several jobs, the worst of theirs.
+
+    None stands for a job that was not started. It counts as failed, unless other jobs were stopped and can continue.
+    """
+    given = list(codes)
+    ended = {code for code in given if code is not None}
+    found = ended if Exit.STOPPED in ended or None not in given else {*ended, Exit.FAILED}
     return next((code for code in (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED) if code in found), Exit.DONE)
 
 
@@ -138,6 +143,22 @@ RESPONSES: dict[Failure, Response] = {
     ),
     Failure.NAN: Response(Action.FAIL, "use a lower optim.lr or more optim.warmup_steps, or inspect the data"),
 }
+
+
+# Advice for causes that a message names, which takes precedence over that for the class of the failure.
+NAMED_CAUSES: dict[str, str] = {
+    r"ulimit -t": "raise the limit of CPU time: `ulimit -t unlimited` in the shell that starts the run, or in "
+    "cluster.setup. If the hard limit is as low, ask the site's support or submit a job",
+    r"/dev/shm|/torch_\d+_\d+|out of shared memory|through shared memory": "make room in the shared memory of the "
+    "node: df -h /dev/shm, a larger --shm-size for a container, or batch.loader_workers=0, which needs none",
+    r"Slurm killed .* for exceeding its memory": "set the larger cluster.mem that the message names",
+}
+
+
+def advice_for(failure: Failure, message: str) -> str:
+    """Returns the next step for the user after a failure with ``message``."""
+    named = (advice for pattern, advice in NAMED_CAUSES.items() if re.search(pattern, message))
+    return next(named, RESPONSES[failure].advice)
 
 
 SHELL_SIGNALS = 128  # a shell exits with this plus the number of the signal that killed its command

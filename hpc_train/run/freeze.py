@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import platform
 import secrets
 import shutil
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,13 @@ def _damaged(run: RunDirectory, what: str) -> UserError:
 
 def text_of(config: Config) -> str:
     """Returns the frozen form: plain YAML without interpolations. Equal configs give equal text."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+    return "".join(_yaml(pickle.dumps({name: values})) for name, values in asdict(config).items())
+
+
+@lru_cache(maxsize=256)
+def _yaml(group: bytes) -> str:
+    """Returns a pickled group as YAML. Most runs of a sweep share most groups, which are written once."""
+    return yaml.safe_dump(pickle.loads(group), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _resolve_fork(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:

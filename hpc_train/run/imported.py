@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.arguments import CommandLine
 from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
@@ -51,6 +50,8 @@ def with_imported_model(arguments: Sequence[str]) -> list[str]:
     They come first, so that overrides of single keys replace them: ``check_start`` then names those that differ. A
     model that is chosen with ``model=`` stays.
     """
+    from hpc_train.config.arguments import CommandLine  # imports Hydra, which agents do not need
+
     values = dict(override.partition("=")[::2] for override in CommandLine.parse(arguments).overrides)
     name = values.get("run.name")
     if not name or "," in name or not values.get("run.fork") or values.keys() & {"model", "+model"}:

@@ -80,6 +80,12 @@ def run(
     Raises:
         SlurmError: it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
     """
+    return _completed(command, timeout_s=timeout_s, stdin=stdin, environment=environment).stdout
+
+
+def _completed(
+    command: Sequence[str], *, timeout_s: float, stdin: str | None, environment: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
     name = command[0]
     try:
         done = subprocess.run(
@@ -97,7 +103,7 @@ def run(
     except OSError as error:
         raise SlurmError(name, Problem.MISSING, str(error)) from error
     if done.returncode == 0:
-        return done.stdout
+        return done
     said = done.stderr.strip() or f"exit code {done.returncode}"
     unreachable = any(text in said for text in UNREACHABLE)
     problem = Problem.SILENT if unreachable else Problem.REFUSED
@@ -272,22 +278,29 @@ def submit(options: Sequence[str], script: str) -> str:
     Raises:
         SlurmError: Slurm does not take it.
     """
-    printed = _sbatch(["--parsable", *options], script)
+    printed = _sbatch(["--parsable", *options], script).stdout
     return printed.strip().partition(";")[0]
 
 
-def check_submission(options: Sequence[str]) -> None:
+ESTIMATE = re.compile(r"sbatch: Job \S+ to start at ")
+
+
+def check_submission(options: Sequence[str]) -> list[str]:
     """Asks the controller whether it would take a job with these options.
+
+    Returns:
+        The lines that sbatch and the submit plugins of the site print, without the expected start.
 
     Raises:
         SlurmError: it would not.
     """
-    _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n")
+    done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n")
+    return [line for line in done.stderr.splitlines() if line.strip() and not ESTIMATE.match(line)]
 
 
-def _sbatch(options: Sequence[str], script: str) -> str:
+def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in inherited_variables()}
-    return run(["sbatch", *options], stdin=script, environment=environment, timeout_s=PATIENT_S)
+    return _completed(["sbatch", *options], stdin=script, environment=environment, timeout_s=PATIENT_S)
 
 
 def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str]:

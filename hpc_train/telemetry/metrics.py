@@ -15,7 +15,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -136,6 +136,8 @@ class TensorBoard:
 
 
 SERVICE = "https://api.wandb.ai"
+OFFLINE = "recording offline, upload later with wandb sync"
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
 QUEUED_LINES = 10_000
 FINISH_S = 30.0
@@ -164,13 +166,22 @@ class WandbIdentity:
 class WandbRun:
     """Sends metrics to W&B in a separate thread; a ``metrics.Sink`` on rank 0 only.
 
+    The thread imports wandb when it has the first line of metrics. The import and the start of a W&B run take more than
+    a second of processor time, which would otherwise delay the first step of every attempt.
+
+    Args:
+        tell: called with each message for the user.
+
     Attributes:
         mode: online, offline or disabled; None until the thread has determined it.
+        problem: why the metrics were not recorded to the end; None if they were.
     """
 
-    def __init__(self, settings: WandbConfig, identity: WandbIdentity) -> None:
+    def __init__(self, settings: WandbConfig, identity: WandbIdentity, tell: Callable[[str], object] = print) -> None:
         self._settings = settings
         self._identity = identity
+        self._tell = tell
+        self.problem: str | None = None
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUED_LINES)
         self._checkpoint: Path | None = None
         self._inactive = False
@@ -208,7 +219,7 @@ class WandbRun:
 
     def _work(self) -> None:
         try:
-            self.mode = resolve_mode(self._settings.mode)
+            self.mode = resolve_mode(self._settings.mode, self._tell)
             if self.mode == "disabled":
                 self._inactive = True
                 return
@@ -217,10 +228,11 @@ class WandbRun:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _session(self) -> None:
+        line = self._queue.get()
         import wandb
 
         if self.mode == "offline" and (old := _loses_attempts(wandb.__version__)):
-            print(old)
+            self._tell(old)
         identity = self._identity
         run = wandb.init(
             id=identity.run_id,
@@ -239,8 +251,9 @@ class WandbRun:
         # use a custom step, because W&B drops lines with a smaller step, which a resume produces
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        while (line := self._queue.get()) is not None:
+        while line is not None:
             run.log({key: _as_html(value) if isinstance(value, str) else value for key, value in line.items()})
+            line = self._queue.get()
         if self._checkpoint is not None:
             artifact = wandb.Artifact(f"checkpoint-{identity.run_id}", type="model")
             artifact.add_dir(str(self._checkpoint))
@@ -250,7 +263,8 @@ class WandbRun:
     def _give_up(self, reason: str) -> None:
         if not self._inactive:
             self._inactive = True
-            print(f"W&B: {reason}; continuing without it, the metrics are in {self._identity.directory}/metrics")
+            self.problem = reason
+            self._tell(f"W&B: {reason}; continuing without it, the metrics are in {self._identity.directory}/metrics")
 
 
 def _as_html(text: str) -> Any:
@@ -272,24 +286,26 @@ def _loses_attempts(version: str) -> str | None:
     )
 
 
-def resolve_mode(asked: str) -> str:
-    """Resolves ``auto`` to WANDB_MODE, else to online if a key is set and the service responds, else to offline."""
-    if asked != "auto":
-        return asked
-    chosen = os.environ.get("WANDB_MODE", "")
-    if chosen in ("online", "offline", "disabled"):
+def resolve_mode(asked: str, tell: Callable[[str], object] = print) -> str:
+    """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else it is
+    offline, which is told unless there is no key and ``auto`` was asked.
+    """
+    chosen = os.environ.get("WANDB_MODE", "") if asked == "auto" else asked
+    if chosen in ("offline", "disabled") or (asked == "auto" and chosen == "online"):
         return chosen
     service = os.environ.get("WANDB_BASE_URL") or SERVICE
     if not _has_key(service):
+        if asked == "online":
+            tell(f"W&B: there is no API key for {service}; {OFFLINE}. Before the next run: wandb login")
         return "offline"
     if not _answers(service):
-        print(f"W&B: {service} did not respond within {ANSWER_S:g} s; logging offline, upload later with wandb sync")
+        tell(f"W&B: {service} did not respond within {ANSWER_S:g} s; {OFFLINE}")
         return "offline"
     return "online"
 
 
 def _has_key(service: str) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+    if any(os.environ.get(name) for name in KEYS):
         return True
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(service).hostname or "") is not None

@@ -1,4 +1,4 @@
-"""Shows the progress of a run from its run directory: a live line, failed saves, and a summary; without torch.
+"""Shows the progress of a run from its run directory: a live line, notices, and a summary; without torch.
 
 Each look reads only what was written since the last one.
 """
@@ -6,15 +6,16 @@ Each look reads only what was written since the last one.
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -22,6 +23,7 @@ from rich.text import Text
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
 from hpc_train.run.ledger import Account, read_ledger
+from hpc_train.telemetry.notices import Event, Notices, saves
 from hpc_train.units import format_duration
 
 LOOK_EVERY_S = 0.5
@@ -29,7 +31,6 @@ LOOK_S = 1.0  # the agent waits at most this long for the file system
 PLAIN_LINE_EVERY_S = 5.0  # interval of lines if the output is not a terminal
 WINDOW = 20  # number of logged steps from which the remaining time is estimated
 
-Event = dict[str, Any]
 Look = tuple[list[dict[str, Any]], list[Event]]  # new lines of metrics, new events
 
 
@@ -50,11 +51,12 @@ class Progress:
         self._look = BackgroundCall(self._read)
         self._total: int | None = None
         self._restarts = 0
-        self._saves = Saves()
+        self._notices = Notices()
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._live: Live | None = None
         self._looked = self._printed = float("-inf")
-        self._shown: dict[str, Any] | None = None
+        self._shown: tuple[Any, ...] | None = None
+        self._built = self._announced = False
 
     def tick(self) -> None:
         """Updates the display; it is cheap and meant to be called several times per second."""
@@ -65,7 +67,10 @@ class Progress:
         self._take(self._look.poll, LOOK_S)
         if self._console.is_terminal:
             self._update_live()
-        elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
+        elif not self._announced and not self._recent:
+            self._announced = True
+            self._say(self._line())
+        elif self._recent and self._state != self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
             self._print()
 
     def finish(self, failed: bool = False) -> None:
@@ -76,7 +81,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif self._recent and self._recent[-1] is not self._shown:
+        elif self._recent and self._state != self._shown:
             self._print()
         self._say(self._end(failed))
 
@@ -96,8 +101,10 @@ class Progress:
             if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
                 self._recent.clear()
             self._recent.append(line)
+        # rank 0 records the number of steps when it has built a new run, and an event when it has resumed one
+        self._built |= bool(events) or (self._first_attempt == 0 and self._total is not None)
         for event in events:
-            if (message := self._saves.message(event)) is not None:
+            if (message := self._notices.message(event)) is not None:
                 self._say(message)
 
     def _read(self) -> Look:
@@ -114,26 +121,42 @@ class Progress:
 
     def _print(self) -> None:
         self._printed = time.monotonic()
-        self._shown = self._recent[-1]
+        self._shown = self._state
         self._say(self._line())
+
+    @property
+    def _state(self) -> tuple[Any, ...]:
+        """What distinguishes the line that is shown from the one before."""
+        return self._recent[-1]["attempt"], self._recent[-1]["step"], self._evaluating
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> str:
-        return progress_line(list(self._recent), self._total, self._restarts, self._saves.failed)
+        line = progress_line(list(self._recent), self._total, self._restarts, self._notices.failed, self._built)
+        return line if self._evaluating is None else f"{line} · evaluating after step {self._evaluating}"
+
+    @property
+    def _evaluating(self) -> int | None:
+        """The step after which an evaluation runs; None if its line of metrics was read."""
+        step = self._notices.evaluating
+        return None if step is None or (self._recent and self._recent[-1]["step"] >= step) else step
 
 
-def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0) -> str:
-    """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves."""
+def progress_line(
+    recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0, built: bool = False
+) -> str:
+    """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves.
+
+    Without a line it says what the run is waiting for; ``built``: the model is built and has its weights.
+    """
     if not recent:
-        return "starting"
+        return f"starting: {'first step' if built else 'importing torch, connecting the ranks and building the model'}"
     line = recent[-1]
     parts = [f"step {line['step']}" + (f"/{total}" if total else "")]
     if line.get("loss") is not None:
         parts.append(f"loss {line['loss']:.4f}")
-    if line.get("tokens_per_s") is not None:
-        parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
+    parts += speed(line)
     if total and line["step"] < total:
         parts.append(f"{format_duration((total - line['step']) * _seconds_per_step(recent))} left")
     if restarts:
@@ -149,7 +172,24 @@ def is_done(run: RunDirectory) -> bool:
     return "result" in record and record["result"]["steps"] >= record.get("total_steps", 0)
 
 
-NEXT = "+strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
+def speed(line: dict[str, Any]) -> list[str]:
+    """Returns the speed in ``line``, a line of metrics or a result, in samples if each has one target; [] without."""
+    if line.get("tokens_per_s") is None:
+        return []
+    single = line.get("tokens") is not None and line["tokens"] == line.get("samples")
+    return [f"{line['tokens_per_s']:,.0f} {'samples' if single else 'tokens'}/s"]
+
+
+NEXT = "+strategy={strategies} optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
+WHOLE = ("custom", "hf")  # kinds of models that have no pipeline stages
+
+
+def _next(run: RunDirectory) -> str:
+    """Returns a sweep over strategies that the model of the run can have."""
+    kind = None
+    with suppress(OSError, yaml.YAMLError, KeyError, TypeError):
+        kind = yaml.safe_load(run.config.read_text(encoding="utf-8"))["model"]["kind"]
+    return NEXT.format(strategies="dp,zero1,zero3" if kind in WHOLE else "dp,pp,hybrid")
 
 
 def ended_early(run: RunDirectory) -> str | None:
@@ -170,15 +210,15 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     losses = [f"training loss {metrics[0]['loss']:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
     losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
     losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
+    done = f"done: {result.get('steps', 0)} steps"
     reason = result.get("ended_early")
-    speed = f", {result['tokens_per_s']:,.0f} tokens/s" if result.get("tokens_per_s") is not None else ""
     chart = loss_chart(metrics)
     spent = read_ledger(run).total
     name = f"run.name={run.path.name}"
     own = record.get("own_code")
-    command = resume_command or f"python -m hpc_train (the overrides of {run.config}) {name}"
+    command = resume_command or _command(record, name)
     lines = [
-        "; ".join(filter(None, [f"done: {result.get('steps', 0)} steps{speed}", ", ".join(filter(None, losses))])),
+        "; ".join(filter(None, [", ".join([done, *speed(result)]), ", ".join(filter(None, losses))])),
         *([f"ended early:     {reason}"] if reason else []),
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
         *([f"time:            {spent_line(spent)}"] if spent.held_s and own != "command" else []),
@@ -186,8 +226,8 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
         *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
         *([] if own == "command" else [f"W&B:             {_wandb(run, record)}"]),
-        *([] if own == "command" else [f"train longer:    {twice_as_long(command, result.get('steps', 0))}"]),
-        *([] if own else [f"next:            {NEXT}"]),
+        *([] if own == "command" else [f"train longer:    {train_longer(record, command)}"]),
+        *([] if own else [f"next:            {_next(run)}"]),
     ]
     return "\n".join(lines)
 
@@ -201,12 +241,41 @@ def _profiled(run: RunDirectory) -> str:
     return f"steps {found['first']} to {found['last']}: {breakdown}; traces in {run.profile}"
 
 
+def _command(record: dict[str, Any], name: str) -> str | None:
+    """Returns the command that started the run, by its overrides; None if they are not recorded."""
+    overrides = record.get("overrides")
+    if overrides is None:
+        return None
+    kept = [override for override in overrides if not override.startswith(("run.name=", "run.fork="))]
+    return shlex.join(["python", "-m", "hpc_train", name, *kept])
+
+
+def train_longer(record: dict[str, Any], command: str | None = None) -> str:
+    """Returns how a run that is done can train longer: by ``command``, unless a hook or its data has ended it.
+
+    Args:
+        record: the contents of ``run.json``.
+        command: the command line that started the run; None if it is not known.
+    """
+    result: dict[str, Any] = record.get("result", {})
+    steps: int = result.get("steps", 0)
+    if result.get("ended_early"):
+        return "change or remove the hook that has ended the run"
+    if record.get("stream_ended") == steps and steps:
+        return "add items to the stream, which has none left"
+    if command is None:
+        return f"repeat the command that started the run, with train.steps={2 * steps}"
+    return twice_as_long(command, steps)
+
+
 def twice_as_long(command: str, steps: int) -> str:
     """Returns ``command`` with twice the length, in epochs if it sets ``train.epochs``, else in steps."""
     epochs = re.search(r"(?<= train\.epochs=)[\d.]+", command)
     if epochs:
         return f"{command[: epochs.start()]}{2 * float(epochs[0]):g}{command[epochs.end() :]}"
-    return re.sub(r" train\.steps=\S+", "", command) + f" train.steps={2 * steps}"
+    command, length = re.sub(r" train\.steps=\S+", "", command), f" train.steps={2 * steps}"
+    name = re.search(r" run\.name=\S+", command)  # beside it, as Hydra's parser requires overrides to be adjacent
+    return f"{command}{length}" if name is None else f"{command[: name.end()]}{length}{command[name.end() :]}"
 
 
 def _has(metrics: list[dict[str, Any]], result: dict[str, Any]) -> bool:
@@ -217,6 +286,8 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     found = record.get("wandb") or {}
     if found.get("url"):
         return str(found["url"])
+    if found.get("problem"):
+        return f"not recorded: {found['problem']}"
     if found.get("mode") == "offline":
         return f"recorded offline; wandb sync {run.wandb}/offline-run-*   uploads all attempts (wandb 0.29 or newer)"
     return "disabled; enable it with telemetry.wandb.mode=online and WANDB_API_KEY"
@@ -310,68 +381,3 @@ def _columns(points: Sequence[Point], first: int, last: int, width: int) -> list
     for step, value in points:
         columns.setdefault(round((step - first) / max(1, last - first) * (width - 1)), []).append(value)
     return [(column, sum(values) / len(values)) for column, values in columns.items()]
-
-
-_KIND_OF_ERROR = re.compile(r"OSError: \[Errno \d+\] ")
-
-
-@dataclass
-class Saves:
-    """Follows the saves of a run; reports the first failure of a series and counts the others.
-
-    Attributes:
-        kept: the step of the newest checkpoint; 0 before the first.
-        failed: number of consecutive failed saves up to now.
-    """
-
-    kept: int = 0
-    failed: int = 0
-
-    def message(self, event: Event) -> str | None:
-        """Returns the line that the console shows for ``event``; None for most kinds of event."""
-        name = event["event"]
-        step = int(event.get("step") or 0)
-        if name in ("resumed", "rolled_back"):
-            self.kept = int(event.get("to_step", step))
-            self.failed = 0 if name == "resumed" else self.failed
-        elif name == "checkpoint_saved":
-            before = self.failed
-            self.failed = 0
-            self.kept = step
-            if before:
-                return f"saving works again: checkpoint of step {step} is saved after {saves(before)} failed"
-        elif name == "checkpoint_failed":
-            self.failed += 1
-            if self.failed == 1 and not event.get("final"):
-                return (
-                    f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
-                    f"lose {self._at_stake}"
-                )
-        elif name == "save_deferred":
-            return (
-                f"the last save, of step {step}, failed: {reason(event)}\n"
-                f"  retrying for up to {event['seconds']:.0f} s: free some space in {event['path']}; "
-                f"otherwise the run fails and loses {self._at_stake}"
-            )
-        return None
-
-    @property
-    def _at_stake(self) -> str:
-        return f"the steps after checkpoint {self.kept}" if self.kept else "all steps"
-
-
-def saves(count: int) -> str:
-    return f"{count} save{'s' if count > 1 else ''}"
-
-
-def reason(event: Event) -> str:
-    """Returns the event's message without the name of the Python exception."""
-    return _KIND_OF_ERROR.sub("", str(event["message"]))
-
-
-def failing(events: Iterable[Event]) -> int:
-    """Returns the number of consecutive failed saves at the end of ``events``."""
-    found = Saves()
-    for event in events:
-        found.message(event)
-    return found.failed

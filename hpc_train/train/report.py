@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, Sink, TensorBoard, WandbIdentity, WandbRun, finite_or_none
-from hpc_train.telemetry.progress import spent_line
+from hpc_train.telemetry.progress import speed, spent_line
 from hpc_train.train.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 from hpc_train.units import format_duration
@@ -95,6 +96,11 @@ class Report:
         found = {"seconds": round(seconds, 3), "compiled": compiled, "reused": reused, "cache_loaded": loaded}
         self.events.write("first_step", step=step, **found)
 
+    def evaluation_started(self, step: int) -> None:
+        """Tells those who watch the run that it evaluates, which may take longer than many steps."""
+        if self.metrics is not None:
+            self.events.write("evaluation_started", step=step)
+
     def warning(self, step: int, message: str) -> None:
         if self.metrics is not None:
             print(message)
@@ -119,7 +125,7 @@ class Report:
         if self.metrics is not None:
             print(f"the stream has ended: step {step} is the last one")
             self.total_steps = step
-            self.events.record(self.run, total_steps=step)
+            self.events.record(self.run, total_steps=step, stream_ended=step)
             self.events.write("stream_ended", step=step)
 
     def data_seen(self, step: int, seen: Mapping[str, SourceSeen]) -> None:
@@ -140,7 +146,11 @@ class Report:
         if self.metrics is None:
             return
         if ended_early is None:
-            print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
+            ended = self.run.record().get("stream_ended") == step
+            if ended:
+                self.events.record(self.run, total_steps=step)  # the run is complete
+            fix = "add items to the stream, which has none left," if ended else "increase train.steps"
+            print(f"already at step {step} of {step if ended else self.total_steps}; {fix} to continue")
         else:
             print(f"the run has ended at step {step} of {self.total_steps}: {ended_early}; change the hook to continue")
             self.events.record(self.run, total_steps=step)
@@ -214,7 +224,8 @@ class Report:
         if self.wandb is not None:
             newest = CheckpointStore(self.run.checkpoints).newest() if self.log_checkpoint else None
             self.wandb.finish(None if newest is None else newest.path)
-            self.events.record(self.run, wandb={"mode": self.wandb.mode, "url": self.wandb.url})
+            problem = {} if self.wandb.problem is None else {"problem": self.wandb.problem}
+            self.events.record(self.run, wandb={"mode": self.wandb.mode, "url": self.wandb.url, **problem})
 
 
 def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, start: int, total: int) -> Report:
@@ -231,11 +242,17 @@ def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog,
         report.tensorboard = TensorBoard(run, start)
         sinks.append(report.tensorboard)
     if config.telemetry.wandb.mode != "disabled":
-        report.wandb = WandbRun(config.telemetry.wandb, _identity(config, run))
+        report.wandb = WandbRun(config.telemetry.wandb, _identity(config, run), partial(_tell, events))
         report.log_checkpoint = config.telemetry.wandb.log_checkpoint
         sinks.append(report.wandb)
     report.metrics = MetricsLog(run, events.attempt, sinks, events)
     return report
+
+
+def _tell(events: EventLog, message: str) -> None:
+    """Prints a message about W&B in the log of the worker and, by an event, on the console."""
+    print(message, flush=True)
+    events.write("warning", message=message)
 
 
 def _identity(config: Config, run: RunDirectory) -> WandbIdentity:
@@ -260,7 +277,7 @@ def _log_line(line: dict[str, Any], total: int) -> str:
     parts = [f"step {line['step']}/{total}", f"loss {line['loss']:.4f}"]
     if "val_loss" in line:
         parts.append(f"val_loss {line['val_loss']:.4f}")
-    parts += [f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", f"{line['tokens_per_s']:,.0f} tokens/s"]
+    parts += [f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", *speed(line)]
     return "  ".join(parts)
 
 

@@ -366,6 +366,7 @@ class Trainer:
         A stop request interrupts the evaluation, except at the end of the run.
         """
         began, last = time.monotonic(), self.step == self._end
+        self.report.evaluation_started(self.step)
         with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step), self.hooks.evaluating(self.step):
             found = self.evaluation.run(self.engine, None if last else Control(self.mesh), self.stop)
             line |= (found or {}) | {"eval_s": time.monotonic() - began}

@@ -123,6 +123,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["run.name='a b'"], "run name"),
     (["run.name=taken"], "is a file"),
     (["run.root=empty/../outputs/taken"], "not a directory"),
+    ([f"run.name={'x' * 300}"], "has 300 characters"),
+    (["run.root=/proc/x"], "no permission to write to /proc"),
     (["run.fork=x"], "run.name=OLD"),
     (["run.name=none", "run.fork=x"], "the run to fork does not exist"),
     (["run.name=a,b", "-m"], "one value"),
@@ -134,10 +136,12 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["-cd", "site", "cluster=env"], "env must be NAME: VALUE pairs"),
     (["-cd", "site", "cluster=setup"], "setup must be a list of lines"),
     (["-cd", "site", "cluster=typo"], "set in: cluster.partion in site/cluster/typo.yaml:2"),
+    (["-cd", "site", "cluster=blank"], "has no value\n  set in: cluster.account in site/cluster/blank.yaml:2"),
     (["-cd", "site", "cluster=cores"], "set in: cluster.cpus_per_gpu in site/cluster/cores.yaml:2"),
     (["-cd", "site", "cluster=nested"], "start the file with `# @package _global_`"),
     (["freeze", "-cd", "site", "cluster=typo"], "site/cluster/typo.yaml:2"),
     (["optim.lr=interval(0,1)", "-m"], "commas"),
+    (["script", "nosuch"], "KEY=VALUE"),
     (["freeze", "optim.lr=1,2"], "one run"),
     (["freeze", "data.path=nope"], "does not exist"),
 ]  # fmt: skip
@@ -145,6 +149,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
 
 SITES = {  # lines after the defaults
     "time": "time: 24:00:00",
+    "blank": "account: ???",
     "broken": "partition gpu\naccount: x",
     "env": "env: [A=1]",
     "setup": "setup: module load cuda",

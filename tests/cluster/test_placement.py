@@ -8,10 +8,13 @@ import pytest
 
 from hpc_train import cli
 from hpc_train.cluster.allocation import misplaced, refuse_misplaced
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import TINY, environment, hpc_train
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+BY_TORCHRUN = TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}
 
 
 @pytest.mark.parametrize(
@@ -24,12 +27,20 @@ def test_one_process_per_node_is_right(variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"}, TORCHRUN | {"RANK": "1"}],
+    [
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"},
+        TORCHRUN | {"RANK": "1", "TORCHELASTIC_RUN_ID": "x"},
+    ],
 )
 def test_the_others_leave_without_a_word(variables: dict[str, str]) -> None:
     with pytest.raises(SystemExit) as end:
         refuse_misplaced(variables)
     assert end.value.code == 2
+
+
+def test_variables_that_something_else_has_left_are_named_whatever_the_rank() -> None:
+    with pytest.raises(UserError, match="left over from something else: unset RANK"):
+        refuse_misplaced(TORCHRUN | {"RANK": "3"})
 
 
 def test_a_config_for_a_step_of_several_nodes_is_refused(tmp_path: Path) -> None:

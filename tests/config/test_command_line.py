@@ -81,6 +81,23 @@ def test_neither_freezing_nor_a_dry_run_imports_torch_or_wandb(arguments: list[s
     assert done.returncode == 0, done.stderr
 
 
+def imported(statement: str, cwd: Path) -> set[str]:
+    """Returns the packages among these that a process imports that runs ``statement``."""
+    packages = {"torch", "wandb", "hydra", "submitit", "omegaconf", "rich", "hpc_train.elastic.agent_loop"}
+    script = f"import sys\n{statement}\nprint(*({packages!r} & set(sys.modules)), file=sys.stderr)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=True)
+    return set(done.stderr.split("\n")[-2].split())
+
+
+def test_commands_import_only_what_they_need(tmp_path: Path) -> None:
+    assert imported("import hpc_train.cli", tmp_path) == set()
+    assert imported("import hpc_train.commands.status", tmp_path) == {"omegaconf", "rich"}
+    assert imported("import hpc_train.commands.train", tmp_path) == {"hydra", "omegaconf", "rich"}
+    # the agent imports the rest while its warm parent imports torch
+    assert imported("import hpc_train.commands.agent", tmp_path) == {"omegaconf"}
+
+
 def test_a_working_directory_that_has_been_removed_is_one_message(tmp_path: Path) -> None:
     here = tmp_path / "here"
     script = f"mkdir {here} && cd {here} && rmdir {here} && exec {sys.executable} -m hpc_train status"

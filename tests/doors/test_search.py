@@ -92,6 +92,8 @@ def test_failed_trials_are_failed_and_the_search_goes_on(tmp_path: Path) -> None
     assert f"run.name={sweep.name}" in kept.hydra.overrides.task
     assert kept.model.dim == 16
     assert "secret-word" not in (sweep / "multirun.yaml").read_text()
+    detached = hpc_train(*search, "launch.detach=true", cwd=tmp_path, env=env)
+    assert detached.returncode == 2 and "cannot be left running" in detached.stderr, detached.stderr
 
 
 @pytest.fixture

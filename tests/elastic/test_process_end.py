@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint.writer import SaveFailed
+from hpc_train.cluster.environment import refuse_unknown_interface
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.decision import ended_without_report, is_secondary
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
-from hpc_train.run.exits import FILE_SYSTEM, Failure, classify
+from hpc_train.run.exits import FILE_SYSTEM, Failure, advice_for, classify
 
 
 @pytest.mark.parametrize(
@@ -188,3 +189,30 @@ def test_both_versions_of_control_groups(tmp_path: Path, membership: str, file: 
     assert OomKills.now(tmp_path / "groups", tmp_path / "proc") == OomKills(0, 9)
     counters.write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
     assert OomKills.now(tmp_path / "groups", tmp_path / "proc") - OomKills(1, 9) == OomKills(2, 0)
+
+
+@pytest.mark.parametrize("exit_code", [-signal.SIGKILL, -signal.SIGXCPU])
+def test_a_limit_of_cpu_time_is_named(exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (3, 3))
+    failure, message = class_of_end(exit_code, OomKills({}))
+    assert failure is Failure.KILLED
+    assert message.endswith("a process may use 3 s of CPU time (ulimit -t)")
+    assert "ulimit -t unlimited" in advice_for(failure, message)
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/torch_12_34'", "batch.loader_workers=0"),
+        ("unable to write to file </torch_12_34_0>: No space left on device (28)", "batch.loader_workers=0"),
+        ("rank 0: [Errno 28] No space left on device: '/scratch/run'", "set another run.root"),
+    ],
+)
+def test_the_advice_for_a_full_disk_fits_the_disk(message: str, advice: str) -> None:
+    assert advice in advice_for(Failure.DISK_FULL, message)
+
+
+def test_an_interface_that_no_node_has_is_refused() -> None:
+    refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo"})
+    with pytest.raises(UserError, match="has no network interface nope"):
+        refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo,nope"})

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -147,7 +147,15 @@ def full_disk_in_the_next_save() -> None:
 
 
 def agent() -> int:
-    return psutil.Process(os.getppid()).ppid()
+    """Returns the pid of the agent. A warm parent that the server of the tests has forked is no child of it."""
+    parent = psutil.Process(os.getppid()).parent()
+    if parent is not None and _is_agent(parent.cmdline()):
+        return parent.pid
+    return next(one.pid for one in psutil.process_iter(["cmdline"]) if _is_agent(one.info["cmdline"] or []))
+
+
+def _is_agent(command: Sequence[str]) -> bool:
+    return os.environ[MARK] in command and any("tests.faults.agent" in part for part in command)
 
 
 def ask_to_stop(stop: StopFlag) -> None:

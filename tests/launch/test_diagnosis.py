@@ -77,6 +77,15 @@ def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.Ca
     assert "time\n  useful" in text
 
 
+def test_a_refusal_is_told_once(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "data.path has no item\n  set in: data.path\n  fix:    data.path=DIR"
+    fail(run, 0, 0, Failure.REFUSED, message=message, traceback=f"UserError: {message}")
+    text = page(run, capsys)
+    assert text.count("data.path has no item") == 1
+    assert text.count("fix:") == 1
+    assert RESPONSES[Failure.REFUSED].advice in text
+
+
 def test_json_has_all_of_it(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     fail(run, 1, 3, Failure.OUT_OF_MEMORY, traceback=TRACEBACK)
     found = json.loads(page(run, capsys, "--json"))

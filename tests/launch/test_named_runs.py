@@ -22,7 +22,7 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path / "sw"
 
 
-@pytest.mark.parametrize("command", ["why", "logs", "resume", "stacks", "checkpoint list"])
+@pytest.mark.parametrize("command", ["logs", "resume", "stacks", "checkpoint list"])
 def test_a_sweep_is_refused_with_the_command_for_one_run(
     sweep: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,13 +119,44 @@ def test_inside_a_job_nothing_of_it_is_handed_down(
     assert handed == ["SLURM_CONF=7"]
 
 
-def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None:
-    command(slurm, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+REFUSALS = [  # what sbatch prints, and what the user must read, set in and fix
+    (["invalid partition specified: gpu", "Batch job submission failed: Invalid partition name specified"],
+     "cluster.partition", "sinfo -s"),
+    (["Jobs with constraint rack1 need a project code: use --wckey=PROJECT",
+      "Batch job submission failed: Unspecified error"], "cluster.wckey", "cluster.wckey=VALUE"),
+    (["Ask the help desk for a budget", "Batch job submission failed: Unspecified error"],
+     "cluster.partition, cluster.account", "explains the refusal in the lines above"),
+    (["Batch job submission failed: Requested node configuration is not available"], "cluster.mem", "sinfo -o"),
+    (["If munged is up, restart with --num-threads=10", "Munge encode failed: Failed to access socket",
+      "Batch job submission failed: Protocol authentication error"], "munge", "report it"),
+    (["Batch job submission failed: Unable to contact slurm controller"], "cluster.kind", "cluster=local"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "where", "fix"), REFUSALS, ids=lambda value: value if type(value) is str else "")
+def test_a_refusal_shows_every_line_and_a_fix_that_fits(
+    lines: list[str], where: str, fix: str, slurm: Path, tmp_path: Path
+) -> None:
+    said = "".join(f"sbatch: error: {line}\n" for line in lines)
+    (tmp_path / "said").write_text(said)
+    command(slurm, "sbatch", f"cat {tmp_path}/said >&2; exit 1")
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
-    with pytest.raises(UserError, match="invalid partition"):
-        SlurmJobExecutor().submit([job], tmp_path / "sweep", 1)
-    with pytest.raises(UserError, match="invalid partition"):
-        SlurmJobExecutor().check([job])
+    ways = [lambda: SlurmJobExecutor().submit([job], tmp_path / "sweep", 1)]
+    ways += [] if "Unable to contact" in said else [lambda: SlurmJobExecutor().check([job])]
+    for way in ways:
+        with pytest.raises(UserError) as error:
+            way()
+        assert all(line in error.value.what for line in lines)
+        assert where in error.value.where
+        assert fix in error.value.fix
+
+
+def test_what_a_submit_plugin_says_of_a_job_that_it_takes_is_shown(slurm: Path, tmp_path: Path) -> None:
+    estimate = "sbatch: Job 7 to start at 2026-01-31T12:00:00 using 4 processors on nodes n1 in partition gpu"
+    command(slurm, "sbatch", f"echo 'sbatch: lua: moved to the partition long' >&2; echo '{estimate}' >&2")
+    found = SlurmJobExecutor().check([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)])
+    assert "sbatch: lua: moved to the partition long" in found
+    assert not any("to start at" in line for line in found)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,6 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     queue: JobQueue,
     place: FakePlace,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     answer: str,
     cancelled: bool,
 ) -> None:
@@ -149,14 +148,27 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     assert (place.cancelled if cancelled else place.stopped) == ["0", "1"]
     assert (place.stopped if cancelled else place.cancelled) == []
     assert place.order == [0, 1]
-    assert monitor.report(queue, queue._console) == 75
-    assert "python -m hpc_train -m run.name=sweep/0 +strategy=dp" in capsys.readouterr().out
+    assert monitor.report(queue, queue._console) == 1
+    assert "python -m hpc_train retry --failed " in printed(queue)
 
 
-def test_what_is_said_of_a_cancelled_job(queue: JobQueue, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_of_cancelled_jobs(queue: JobQueue) -> None:
     queue._views = {job.number: View("cancelled", {}, exit=75) for job in queue.jobs}
     assert monitor.report(queue, queue._console) == 75
-    assert capsys.readouterr().out.count("cancelled; resume with:") == len(queue.jobs)
+    assert "4 jobs: 4 cancelled" in printed(queue)
+    assert "python -m hpc_train retry --failed " in printed(queue)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(75, "cancelled; resume with:"), (1, "cancelled before the first checkpoint; start again with:")]
+)
+def test_what_is_said_of_a_cancelled_job(
+    tmp_path: Path, place: FakePlace, capsys: pytest.CaptureFixture[str], code: int, how: str
+) -> None:
+    queue = JobQueue([make_job(tmp_path / "sweep", 0)], place, tmp_path / "sweep", Console(file=io.StringIO()))
+    queue._views = {0: View("cancelled", {}, exit=code)}
+    assert monitor.report(queue, queue._console) == code
+    assert capsys.readouterr().out.startswith(f"{how}\n  python -m hpc_train -m run.name=sweep/0 +strategy=dp")
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", ""])

@@ -34,6 +34,8 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
+    assert (item.view(None).state, item.view(None).exit) == ("stopped", 1), "75 needs a checkpoint"
+    (run.checkpoints / "step-00000003").mkdir()
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
 
 
@@ -42,7 +44,7 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
     run = item.job.run
     add_submission(run, "this machine", pid=1)
     record_stop_request(run)
-    assert (item.view(None).state, item.view(None).exit) == ("cancelled", 75)
+    assert (item.view(None).state, item.view(None).exit) == ("cancelled", 1)
     add_submission(run, "this machine", pid=1)
     assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
 

@@ -18,7 +18,7 @@ import pytest
 
 from hpc_train import cli
 from hpc_train.checkpoint.store import furthest_saved
-from hpc_train.commands import batch
+from hpc_train.commands import agent
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.errors import UserError
@@ -110,8 +110,8 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunDirectory]]:
     """The runs for which an agent was started."""
     started: list[RunDirectory] = []
     monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
-    monkeypatch.setattr(batch, "reexec_from_snapshot", lambda run: None)
-    monkeypatch.setattr(batch, "run_agent", lambda run: started.append(run) or 0)
+    monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
+    monkeypatch.setattr(agent, "run_agent", lambda run: started.append(run) or 0)
     yield started
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train import cli
-from hpc_train.commands import batch
+from hpc_train.commands import agent
 from hpc_train.errors import UserError
 from hpc_train.launch import monitor
 from hpc_train.launch.script import Script, one_run, render
@@ -72,8 +72,8 @@ def test_a_run_of_another_user_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     done = []
-    monkeypatch.setattr(batch, "reexec_from_snapshot", lambda run: None)
-    monkeypatch.setattr(batch, "run_agent", lambda run: done.append("agent") or 0)
+    monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
+    monkeypatch.setattr(agent, "run_agent", lambda run: done.append("agent") or 0)
     monkeypatch.setattr(monitor, "refuse_live", lambda run: done.append("submitted") or sys.exit(0))
     refuse_foreign(run, load(run))
     for path in what(run):

@@ -34,12 +34,15 @@ def log(run: RunDirectory, attempt: int, *steps: int) -> None:
 
 
 def test_the_line() -> None:
-    assert progress_line([], 100) == "starting"
+    assert "importing torch" in progress_line([], 100)
+    assert progress_line([], 100, built=True) == "starting: first step"
     first = {"time": 0.0, "step": 10, "loss": 4.25, "tokens_per_s": 12345.6, "step_s": 3.0}
     assert progress_line([first], 100) == "step 10/100 · loss 4.2500 · 12,346 tokens/s · 4:30 left"
     last = first | {"time": 40.0, "step": 20, "loss": None}
     assert progress_line([first, last], 100, 2) == "step 20/100 · 12,346 tokens/s · 5:20 left · 2 restarts"
     assert progress_line([last | {"step": 100}], 100) == "step 100/100 · 12,346 tokens/s"
+    images = last | {"step": 100, "tokens": 800, "samples": 800}
+    assert progress_line([images], 100) == "step 100/100 · 12,346 samples/s"
 
 
 def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +146,35 @@ def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatc
     assert "failed" not in ends[0] and "failed" not in ends[-1]
 
 
+def test_events_are_told_in_a_line_each(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
+    output = io.StringIO()
+    shown = Progress(run, Console(file=output, width=200))
+    events = EventLog.open(run, "rank-0000", run.claim_attempt(), 0)
+    events.write("checkpoint_set_aside", step=6, path="/run/checkpoints/bad", message="model.bin has 3 bytes, not 4")
+    events.write("resumed", step=4)
+    events.write("warning", message="W&B: there is no API key")
+    log(run, 0, 5)
+    shown.tick()
+    events.write("evaluation_started", step=6)
+    shown.tick()
+    log(run, 0, 6)
+    shown.tick()
+    events.write("checkpoint_set_aside", step=6, path="x", message="rolling back", rolled_back=True)
+    events.write("rolled_back", step=6, to_step=4, reason="the loss was not finite")
+    shown.tick()
+    assert [line.split(" · ")[-1] if "step 5" in line else line for line in output.getvalue().splitlines()] == [
+        "the checkpoint of step 6 is damaged and set aside as /run/checkpoints/bad: model.bin has 3 bytes, not 4",
+        "resumed from the checkpoint of step 4",
+        "warning: W&B: there is no API key",
+        "1:35 left",
+        "evaluating after step 6",
+        "step 6/100 · loss 4.8800 · 1,234 tokens/s · 3:08 left",
+        "rolled back to step 4: the loss was not finite",
+    ]
+
+
 def test_a_live_line_in_a_terminal(run: RunDirectory) -> None:
     output = io.StringIO()
     shown = Progress(run, Console(file=output, force_terminal=True, width=80))
@@ -171,7 +203,25 @@ def test_the_summary_says_where_how_and_what_next(run: RunDirectory) -> None:
     assert "https://example.org/run" in summary(run) and "warning:         the results depend" in summary(run)
 
 
+def test_hints_at_the_end_fit_the_run(run: RunDirectory) -> None:
+    run.update_record(result={"steps": 7})
+    run.config.write_text("model: {kind: custom}\n")
+    assert "+strategy=dp,zero1,zero3 " in summary(run)
+    assert "repeat the command that started the run, with train.steps=14" in summary(run), "of a run that was resumed"
+    run.config.write_text("model: {kind: transformer}\n")
+    run.update_record(overrides=["+strategy=dp", "run.name=old", "train.steps=7", "model._target_=a b"])
+    assert "+strategy=dp,pp,hybrid " in summary(run)
+    assert "python -m hpc_train run.name=run train.steps=14 +strategy=dp 'model._target_=a b'" in summary(run)
+    run.update_record(stream_ended=7)
+    assert "train longer:    add items to the stream" in summary(run)
+    run.update_record(result={"steps": 7, "ended_early": "no better loss"})
+    assert "train longer:    change or remove the hook" in summary(run)
+    run.update_record(wandb={"mode": "online", "url": None, "problem": "CommError"})
+    assert "W&B:             not recorded: CommError" in summary(run)
+
+
 def test_going_on_for_twice_as_long() -> None:
+    assert twice_as_long("hpc_train run.name=x a=1 -cd d", 5) == "hpc_train run.name=x train.steps=10 a=1 -cd d"
     assert twice_as_long("hpc_train a=1", 300) == "hpc_train a=1 train.steps=600"
     assert twice_as_long("hpc_train train.steps=10 a=1", 10) == "hpc_train a=1 train.steps=20"
     assert twice_as_long("hpc_train train.epochs=1.5 a=1", 10) == "hpc_train train.epochs=3 a=1"

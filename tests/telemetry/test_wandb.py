@@ -74,6 +74,9 @@ def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypat
 
     install(monkeypatch, init)
     run = WandbRun(WandbConfig(mode="offline", project="p"), identity(tmp_path))
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        assert not asked, "W&B starts before the first step"
     for step in (1, 2, 3, 2, 3):
         run.log({"step": step, "loss": float(step)})
     run.finish(checkpoint=tmp_path)
@@ -128,18 +131,16 @@ def leave(**settings: Any) -> None:
 
 
 @pytest.mark.parametrize(("init", "word"), [(fail, "no such project"), (leave, "SystemExit")])
-def test_a_failure_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], init: Any, word: str
-) -> None:
+def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: Any, word: str) -> None:
     install(monkeypatch, init)
-    run = WandbRun(WandbConfig(mode="online"), identity(tmp_path))
+    told: list[str] = []
+    run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path), told.append)
     for step in range(5):
         run.log({"step": step})
     run.finish()
     run.log({"step": 6})
-    output = capsys.readouterr().out
-    assert output.count("W&B") == 1
-    assert word in output
+    assert len(told) == 1
+    assert word in told[0] and run.problem is not None and word in run.problem
 
 
 def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +186,9 @@ def service() -> Iterator[str]:
 def test_auto_is_offline_without_a_key() -> None:
     assert resolve_mode("auto") == "offline"
     assert resolve_mode("disabled") == "disabled"
+    told: list[str] = []
+    assert resolve_mode("online", told.append) == "offline"
+    assert "there is no API key for https://api.wandb.ai; recording offline" in told[0]
 
 
 @pytest.mark.usefixtures("no_account")

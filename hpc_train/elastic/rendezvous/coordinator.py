@@ -285,7 +285,8 @@ class Coordinator:
         failure = cause.failure.failure if cause else None
         first = failure is Failure.KERNEL and not seen_on
         gpu_memory = failure is Failure.OUT_OF_MEMORY and cause is not None and concerns_gpu(cause.failure.message)
-        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory)
+        message = "" if cause is None else cause.failure.message
+        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory, message)
         decision, before = decide(self.history, ended), self.history
         self.history = before.after(step, gpu_memory)
         self._has_stepped |= self.history.furthest > before.furthest

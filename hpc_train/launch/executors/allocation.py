@@ -15,13 +15,12 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
-from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.job_status import resume_command
+from hpc_train.launch.job_status import final_code, how_stopped, resume_command
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
 from hpc_train.launch.storage import check_room
@@ -116,10 +115,15 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int
     console = Console()
     again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
     progress = Progress(run, console, again)
+    progress.tick()  # says that the run starts, while the agent is imported
+    from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
+
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
-    if code == Exit.STOPPED:
-        go_on = again or shlex.join(["python", "-m", "hpc_train", "resume", str(run.path)])
-        print(f"stopped after a checkpoint; resume with:\n  {go_on}")
+    if code != Exit.STOPPED:
+        return code
+    code = final_code(code, run)
+    go_on = again or shlex.join(["python", "-m", "hpc_train", "resume", str(run.path)])
+    print(f"{how_stopped(code)}:\n  {go_on}")
     return code

@@ -27,7 +27,6 @@ from hpc_train.cluster.amd_gpus import restrict_to
 from hpc_train.cluster.gpus import Machine, visible_devices
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range, runs_own_code
-from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import JobStatus, View, view_of
 from hpc_train.plan.layout import Layout
@@ -165,6 +164,8 @@ class RunAgent:
     def __call__(self) -> None:
         run = RunDirectory(Path(self.path))
         reexec_from_snapshot(run)
+        from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
+
         reserved = None if self.share is None else partial(_reserve, self.share)
         # exits instead of returning, so that a failed run is a failed job
         sys.exit(run_agent(run, reserve=reserved))

@@ -1,4 +1,4 @@
-"""Selects the executor of jobs: the surrounding allocation, Slurm, or this machine."""
+"""Selects the executor of jobs: the surrounding allocation, Slurm, or this machine; imports only the selected one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.allocation import AllocationExecutor
 from hpc_train.launch.executors.executor import Executor
-from hpc_train.launch.executors.local import LocalJobExecutor
-from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.slurm.client import controller_responds
 
 
@@ -22,8 +19,12 @@ def select_executor(cluster: ClusterConfig) -> Executor:
         UserError: Slurm is requested, and ``sbatch`` is missing.
     """
     if cluster.kind == "auto" and in_allocation():
+        from hpc_train.launch.executors.allocation import AllocationExecutor
+
         return AllocationExecutor()
     if cluster.kind == "local" or (cluster.kind == "auto" and not controller_answers()):
+        from hpc_train.launch.executors.local import LocalJobExecutor
+
         return LocalJobExecutor()
     if shutil.which("sbatch") is None:
         raise UserError(
@@ -31,6 +32,8 @@ def select_executor(cluster: ClusterConfig) -> Executor:
             where="cluster.kind",
             fix="submit from a login node, or cluster=local",
         )
+    from hpc_train.launch.executors.slurm import SlurmJobExecutor
+
     return SlurmJobExecutor()
 
 

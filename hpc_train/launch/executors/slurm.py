@@ -28,6 +28,7 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.array_turns import Turn, divide
 from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
@@ -46,11 +47,9 @@ from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import write_text
 from hpc_train.slurm import client
-from hpc_train.slurm.client import UNREACHABLE, Problem, SlurmError, inherited_variables, on_clusters
+from hpc_train.slurm.client import Problem, SlurmError, inherited_variables, on_clusters
 from hpc_train.slurm.site import Site, read_site
 
-NO_CONFIGURATION = "Could not establish a configuration source"  # sbatch finds neither slurm.conf nor a controller
-TOO_FEW_NOW = "Requested node configuration is not available"  # also for impossible requests
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
@@ -295,7 +294,7 @@ def _submit(executor: ScriptExecutor) -> str:
     try:
         return executor.submit_script()
     except (FailedJobError, FailedSubmissionError) as error:
-        raise _refusal(str(error)) from error
+        raise refusal(str(error)) from error
 
 
 def _test_only(job: Job, asked: Options) -> list[str]:
@@ -305,14 +304,13 @@ def _test_only(job: Job, asked: Options) -> list[str]:
     an error, since the job may wait for them.
     """
     try:
-        client.check_submission(arguments(asked))
+        return client.check_submission(arguments(asked))
     except SlurmError as error:
         if error.problem is Problem.SILENT:
             return []
         if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster)):
             return [f"note: the job may have to wait for nodes that are down or drained now: {', '.join(sorted(away))}"]
-        raise _refusal(error.said) from error
-    return []
+        raise refusal(error.said) from error
 
 
 def _away(cluster: ClusterConfig) -> set[str]:
@@ -321,18 +319,3 @@ def _away(cluster: ClusterConfig) -> set[str]:
     command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
     states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
     return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
-
-
-def _refusal(said: str) -> UserError:
-    words = said.strip().splitlines()[-1] if said.strip() else "no reason given"
-    if any(text in said for text in (*UNREACHABLE, NO_CONFIGURATION)):
-        return UserError(
-            f"no Slurm controller answers: {words}",
-            where="cluster.kind",
-            fix="submit from a login node, when `scontrol ping` says that the controller is up; or cluster=local",
-        )
-    return UserError(
-        f"sbatch refused the job: {words}",
-        where="cluster",
-        fix="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
-    )

@@ -1,0 +1,43 @@
+"""The command ``agent RUN_DIR`` of batch scripts: runs the agent of this node for a frozen run, without Hydra."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from hpc_train.cluster.allocation import refuse_misplaced
+from hpc_train.elastic.agent import run_agent
+from hpc_train.run.code import reexec_from_snapshot
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.run.owner import TRUST, refuse_foreign
+
+
+def start_agent(arguments: list[str]) -> int:
+    """Runs the agent of this node for a frozen run."""
+    refuse_misplaced()
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run."
+    )
+    parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
+    parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
+    parser.add_argument(
+        "--progress", action="store_true", help="print the training on the first node, as a run in the foreground does"
+    )
+    options = parser.parse_args(arguments)
+    run = RunDirectory(options.run_dir.absolute())
+    config = load(run)
+    if not options.trust_owner:
+        refuse_foreign(run, config)
+    reexec_from_snapshot(run)
+    if options.progress and os.environ.get("SLURM_NODEID", "0") == "0":
+        from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
+
+        return run_in_foreground(run, None)
+    code = run_agent(run)
+    if "SLURM_JOB_ID" in os.environ:
+        return code  # the batch script asks the agents' records
+    from hpc_train.launch.job_status import final_code
+
+    return final_code(code, run)

@@ -1,0 +1,172 @@
+"""Runs an agent while its warm parent imports: opens or finds the rendezvous server, and works through the attempts.
+
+``hpc_train.elastic.agent`` imports this module after it has started the warm parent, so that both import at the same
+time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.cluster.allocation import LOOPBACK, Allocation
+from hpc_train.cluster.gpus import gpu_memory
+from hpc_train.config.schema import Config
+from hpc_train.elastic.agent_loop import Agent
+from hpc_train.elastic.attempts import Attempts
+from hpc_train.elastic.decision import Budget, History, over_budget
+from hpc_train.elastic.deletion import DeletionWatch
+from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.gpu_errors import GpuErrors
+from hpc_train.elastic.nodes import Node, NodeFailures, check_health
+from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
+from hpc_train.elastic.rendezvous.client import ServerLost, requeue_after_server_loss, wait_for_server
+from hpc_train.elastic.rendezvous.coordinator import Coordinator
+from hpc_train.elastic.rendezvous.server import RendezvousServer
+from hpc_train.elastic.rendezvous.store import Stores
+from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.script import Script
+from hpc_train.elastic.watch import Watch
+from hpc_train.errors import UserError
+from hpc_train.fabric.node import this_node
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit
+from hpc_train.run.file_writer import FileWriter
+from hpc_train.run.files import read_or
+from hpc_train.run.requests import StacksRequests, StopRequests
+from hpc_train.slurm.client import is_suspended
+
+
+@dataclass(frozen=True)
+class Session:
+    """What an agent has prepared for the attempts of its run.
+
+    Attributes:
+        end: where the end of the job is recorded; None outside a job that can be requeued.
+        users: the environment before hpc_train has changed it.
+        own: the variables that hpc_train has set for all workers, with reasons.
+        entry: the entry point of the workers, or the command of the run.
+        store: the entry point of an attempt's store.
+        on_tick: called a few times per second while workers run.
+    """
+
+    run: RunDirectory
+    config: Config
+    allocation: Allocation
+    node: Node
+    end: JobEnd | None
+    stop: StopRequests
+    events: EventLog
+    output: FileWriter
+    users: dict[str, str]
+    own: list[dict[str, str]]
+    entry: str | Script
+    store: str
+    on_tick: Callable[[], None]
+
+    def work(self) -> int:
+        """Runs the attempts to their end; returns the exit code."""
+        run, config, allocation, end = self.run, self.config, self.allocation, self.end
+        server = stores = None
+        address: ServerAddress | None
+        try:
+            if allocation.node_rank == 0:
+                stores = Stores(None if isinstance(self.entry, Script) else self.store)
+                attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, self.own), self.events)
+                server, address = _start_server(run, config, allocation, attempts)
+            else:
+                limit_s = config.elastic.join_timeout_s
+                address = wait_for_server(
+                    run, allocation, lambda: self.stop.requested, lambda: _has_ended(end), limit_s
+                )
+            if address is None:
+                return Exit.STOPPED
+            return self._agent(_examined(self.node, config, allocation), address, stores).work()
+        except ServerLost as lost:
+            return requeue_after_server_loss(run, config, allocation, end, lost)
+        finally:
+            if stores is not None:
+                stores.stop()
+            if server is not None:
+                server.join()
+
+    def _agent(self, node: Node, address: ServerAddress, stores: Stores | None) -> Agent:
+        run, config, allocation = self.run, self.config, self.allocation
+        facts = this_node(allocation.node_name, _server_host(allocation, address), self.users)
+        node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
+        return Agent(
+            run=run,
+            config=config,
+            allocation=allocation,
+            node=node,
+            server=address,
+            stores=stores,
+            stop=self.stop,
+            watch=Watch.of(run, allocation.node_name, config),
+            gpu_errors=GpuErrors(node.facts, node.workers),
+            budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus),
+            on_tick=self.on_tick,
+            entry=self.entry,
+            events=self.events,
+            output=self.output,
+            deletion=DeletionWatch(run),
+            stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
+        )
+
+
+def _examined(node: Node, config: Config, allocation: Allocation) -> Node:
+    """Returns ``node`` with its memory and after the site's check, which may find it unfit; both may take seconds."""
+    if node.unfit is not None or node.refusal is not None:
+        return node
+    # only the choice of pipeline ranks on several nodes needs the memory
+    asks = node.gpus > 0 and allocation.nodes > 1 and config.strategy.pp == "auto"
+    node = replace(node, gpu_memory=gpu_memory(None) if asks else None)
+    try:
+        return replace(node, unfit=check_health(config.cluster))
+    except UserError as error:
+        return replace(node, refusal=str(error))
+
+
+def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:
+    if allocation.nodes == 1:
+        return None
+    return allocation.address if allocation.node_rank == 0 else server.host
+
+
+def _start_server(
+    run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts
+) -> tuple[RendezvousServer, ServerAddress]:
+    elastic = config.elastic
+    listener = bind(allocation, f"{allocation.launch_id}:server")
+    address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
+    newest = CheckpointStore(run.checkpoints).newest()
+    coordinator = Coordinator(
+        config,
+        expected=allocation.nodes,
+        history=History(
+            furthest=0 if newest is None else newest.step, attempts=0 if attempts.end is None else attempts.end.restart
+        ),
+        node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
+        join_until=time.monotonic() + elastic.join_timeout_s,
+        refusal=lambda: read_or(lambda: attempts.superseded() or over_budget(run, config), None),
+        superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
+        names=allocation.node_names,
+        elsewhere=attempts.end is not None,
+    )
+    suspended = None if attempts.end is None else is_suspended
+    server = RendezvousServer(
+        coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, attempts.leave, suspended
+    )
+    server.start()
+    if allocation.nodes > 1:
+        address.publish(run, allocation.launch_id)
+    return server, replace(address, host=allocation.listen_address or LOOPBACK)
+
+
+def _has_ended(end: JobEnd | None) -> bool:
+    """Returns whether the agent of node 0 ended before it had a rendezvous server."""
+    return end is not None and read_or(end.is_recorded, False)
