@@ -70,7 +70,9 @@ def setup_lines(lines: Iterable[str]) -> list[str]:
         UserError: as ``own_lines``.
     """
     own = own_lines(lines, "cluster.setup")
-    report = """trap 'echo "cluster.setup: a line failed with status $?: $BASH_COMMAND" >&2' ERR"""
+    # the line of the script and not BASH_COMMAND, which is a command inside of a function such as `module`
+    report = """failed=$? line=$(sed -n "${LINENO}p" "$0" 2> /dev/null)"""
+    report = f"""trap '{report}; echo "cluster.setup: a line failed with status $failed: $line" >&2' ERR"""
     return ["# setup", report, *own, "trap - ERR"] if own else []
 
 

@@ -21,7 +21,7 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import arguments, identity, options
 from hpc_train.launch.script import Script, freezing, one_run, render, run_of_task
-from hpc_train.launch.shell import comment, shell_word
+from hpc_train.launch.shell import comment, setup_lines, shell_word
 from hpc_train.run.code import FrozenCode
 from tests.launch.jobs import make_job
 
@@ -181,3 +181,12 @@ def test_what_sbatch_refuses_in_setup_is_refused_before(job: Job, line: str) -> 
     job.config.cluster.setup.append(line)
     with pytest.raises(UserError, match=r"cluster\.setup"):
         scripts(job)
+
+
+def test_a_line_of_the_setup_that_fails_is_named_and_the_script_goes_on(tmp_path: Path) -> None:
+    lines = ["module() {\n  return 3\n}", "module load nope\ntrue", "export A=1"]
+    script = tmp_path / "job.sbatch"
+    script.write_text("\n".join([*setup_lines(lines), "false", "echo $A"]))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert done.stderr == "cluster.setup: a line failed with status 3: module load nope\n"
+    assert done.stdout == "1\n"
