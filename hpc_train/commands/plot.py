@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os.path import commonpath
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from hpc_train.config.evaluation import highest_is_best
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.lookup import RunHandle, find_runs
+from hpc_train.run.comparison import DEFAULT, settings_of, varied
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.plots import Curves, Results, check_plot, draw
@@ -94,7 +95,7 @@ def _results(items: Sequence[RunHandle], curves: Sequence[Curves], metric: str |
         known = sorted({key for run in curves for line in run.lines for key in line} - set(NOT_RESULTS))
         raise UserError(f"no run has a value of {name}", where="--metric", fix=nearest(name, known))
     best = _best({index: values[index] for index in finite}, name, checkpoint)
-    return Results(name, values, varied([item.plain_config for item in items]), best)
+    return Results(name, values, _varied(items), best)
 
 
 def _words(results: Results, index: int) -> str:
@@ -119,34 +120,14 @@ def _final(item: RunHandle, run: Curves, name: str) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-IDENTITY = ("run", "launch", "telemetry")  # groups whose keys do not change what is trained
-NAMES = ("name", "kind", "_target_")  # keys that stand for their group, such as strategy.name
+def _varied(items: Sequence[RunHandle]) -> dict[str, list[float | str]]:
+    """Returns the values of each override that differs between the runs, one per run."""
+    settings = [settings_of(item.run) for item in items]
+    return {key: [_number_or_text(each.get(key, DEFAULT)) for each in settings] for key in varied(settings)}
 
 
-def varied(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the values of each key that differs between ``configs``.
-
-    If the name of a group differs, as with ``strategy=dp,pp``, the other keys of the group follow from it.
-    """
-    flat = [dict(_flattened(config)) for config in configs]
-    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key.split(".")[0] not in IDENTITY]
-    found = {key: [each.get(key) for each in flat] for key in keys}
-    found = {key: values for key, values in found.items() if any(value != values[0] for value in values)}
-    named = {key.rpartition(".")[0]: key for key in found if key.rpartition(".")[2] in NAMES}
-    return {key: values for key, values in found.items() if all(key == own for own in _above(key, named))}
-
-
-def _above(key: str, named: Mapping[str, str]) -> Iterator[str]:
-    """Yields the keys that stand for the groups of ``key``."""
-    parts = key.split(".")
-    for length in range(1, len(parts)):
-        if (group := ".".join(parts[:length])) in named:
-            yield named[group]
-
-
-def _flattened(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flattened(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value

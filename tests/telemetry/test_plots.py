@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import run
-from hpc_train.commands.plot import varied
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job
@@ -21,7 +20,7 @@ def sweep(tmp_path: Path) -> Path:
     for number, (rate, final) in enumerate([(1e-4, 2.0), (1e-3, 1.0), (1e-2, None)]):
         job = make_job(tmp_path / "sweep", number)
         job.config.optim.lr = rate
-        freeze(job.config, job.run)
+        freeze(job.config, job.run, overrides=[f"optim.lr={rate}"])
         for step in range(1, 6):
             loss = None if final is None else final + 1 / step
             times = {"step": step, "time": 60.0 * step, "attempt": 0, "samples": 8 * step, "tokens": 8 * step}
@@ -62,11 +61,3 @@ def test_what_cannot_be_drawn_is_told(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["plot", str(sweep)]) == 2
     assert "pip install 'hpc_train[plots]'" in capsys.readouterr().err
-
-
-def test_the_keys_that_follow_from_a_varied_group_are_not_varied() -> None:
-    configs = [
-        {"run": {"name": name}, "strategy": {"name": name, "pp": pp}, "optim": {"lr": 0.1, "kind": {"a": pp}}}
-        for name, pp in (("dp", 1), ("pp", 4))
-    ]
-    assert varied(configs) == {"strategy.name": ["dp", "pp"], "optim.kind.a": [1, 4]}
