@@ -19,6 +19,7 @@ CLUSTERS: dict[str, tuple[str, ...]] = {  # options of each cluster
     "cluster": (),
     "plain": ("--no-accounting",),
     "contended": ("--no-accounting",),  # a test may remove the nodes of its own jobs, but not those of other jobs
+    "quiet": ("--no-accounting",),  # has the jobs of one test only
     "network": ("--network", "--no-accounting"),  # its nodes are connected by a network
     "uneven": ("--network", "--no-accounting"),  # likewise; the link of its node n2 is slow
 }
@@ -45,6 +46,11 @@ def plain(clusters: dict[str, Future[Cluster]]) -> Cluster:
 @pytest.fixture(scope="session")
 def contended(clusters: dict[str, Future[Cluster]]) -> Cluster:
     return clusters["contended"].result()
+
+
+@pytest.fixture(scope="session")
+def quiet(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    return clusters["quiet"].result()
 
 
 @pytest.fixture(scope="session")

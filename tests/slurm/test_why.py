@@ -18,28 +18,29 @@ def why(cluster: Cluster, cwd: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_job_that_waits_for_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    busy = cluster.call("sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+@pytest.mark.beside
+def test_a_job_that_waits_for_nodes(quiet: Cluster, tmp_path: Path) -> None:
+    busy = quiet.call("sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     other = busy.stdout.strip()
     try:
-        cluster.wait_for_state(other, "RUNNING")
+        quiet.wait_for_state(other, "RUNNING")
         case = ["cluster.nodes=2", "cluster.cpu_workers=1", "launch.detach=true", "run.name=run"]
-        submitted = cluster.hpc_train(*FAULTY, *case, "-m", cwd=tmp_path)
+        submitted = quiet.hpc_train(*FAULTY, *case, "-m", cwd=tmp_path)
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        wait_for("a reason", lambda: why(cluster, tmp_path)["waiting"]["reason"] in ("Resources", "Priority"), 90)
-        fewer = "cluster.nodes=1-2: 1 of the "  # once the jobs of other tests have left it
-        wait_for(fewer, lambda: any(one.startswith(fewer) for one in why(cluster, tmp_path)["waiting"]["sooner"]), 200)
-        found = why(cluster, tmp_path)
+        wait_for("a reason", lambda: why(quiet, tmp_path)["waiting"]["reason"] in ("Resources", "Priority"), 90)
+        fewer = "cluster.nodes=1-2: 1 of the "
+        wait_for(fewer, lambda: any(one.startswith(fewer) for one in why(quiet, tmp_path)["waiting"]["sooner"]), 200)
+        found = why(quiet, tmp_path)
         assert "nodes" in found["waiting"]["words"]
         assert found["ledger"]["queue_s"] > 0
-        held = cluster.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
+        held = quiet.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
         assert held.returncode == 0, held.stderr
-        waiting = why(cluster, tmp_path)["waiting"]
+        waiting = why(quiet, tmp_path)["waiting"]
         assert waiting["reason"] == "JobHeldUser"
         assert waiting["fix"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')}"
     finally:
-        cluster.call("scancel", other)
-        cluster.call("scancel", "--name=hpc_train-run")
+        quiet.call("scancel", other)
+        quiet.call("scancel", "--name=hpc_train-run")
 
 
 @pytest.mark.beside

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,7 +31,12 @@ def with_server(environment: Mapping[str, str]) -> dict[str, str]:
     if os.environ.get("HPC_TRAIN_LONG"):
         return dict(environment)
     path = os.pathsep.join([str(HERE), environment["PYTHONPATH"]] if "PYTHONPATH" in environment else [str(HERE)])
-    return {**environment, "PYTHONPATH": path, SOCKET: _server()[0]}
+    with _STARTING:
+        address, _ = _server()
+    return {**environment, "PYTHONPATH": path, SOCKET: address}
+
+
+_STARTING = threading.Lock()  # clusters are started in threads
 
 
 @functools.cache

@@ -11,7 +11,8 @@ import sys
 
 SOCKET = "TESTS_WARM_PARENTS"
 READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHASHSEED")
-SET_LATER = "OMP_NUM_THREADS"  # a worker sets its number of threads before its first operation
+# A worker sets its number of threads before its first operation, and torch looks for the folder when it compiles.
+SET_LATER = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 JOINABLE = ("net", "uts", "mnt")  # namespaces that a process of root can enter
@@ -21,7 +22,7 @@ def surroundings(environment=os.environ) -> tuple[int, list[str], dict[str, str]
     """Returns what a fork cannot change: the user, the namespaces, and the variables that imports read."""
     kinds = ("pid", "user") if os.getuid() == 0 else ("pid", "user", *JOINABLE)
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]  # noqa: PTH115
-    read = {n: value for n, value in environment.items() if n.startswith(READ_BY_IMPORTS) and n != SET_LATER}
+    read = {n: value for n, value in environment.items() if n.startswith(READ_BY_IMPORTS) and n not in SET_LATER}
     return os.getuid(), namespaces, read
 
 
