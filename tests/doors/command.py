@@ -60,13 +60,20 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def hpc_train(
-    *arguments: str, cwd: Path, timeout: float = 300, env: dict[str, str] | None = None
+    *arguments: str, cwd: Path, timeout: float = 300, env: dict[str, str] | None = None, warm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one command and waits for it."""
+    """Runs one command and waits for it.
+
+    Args:
+        warm: fork the process of the command from one that has imported torch and Hydra, instead of starting it.
+    """
+    env = env or environment()
+    if warm and (done := warm_parents.run("hpc_train", arguments, cwd, env, timeout)) is not None:
+        return done
     return subprocess.run(
         [sys.executable, "-m", "hpc_train", *arguments],
         cwd=cwd,
-        env=env or environment(),
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout,

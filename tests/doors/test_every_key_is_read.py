@@ -31,7 +31,7 @@ def every_key() -> set[str]:
 def make_tokens(folder: Path) -> None:
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
-    done = hpc_train("prepare", str(text), "--out", str(folder / "tokens"), "--validation-share", "0.3", cwd=folder)
+    done = hpc_train("prepare", str(text), "--out", str(folder / "tokens"), "--validation-share", "0.3", cwd=folder, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -51,7 +51,7 @@ def make_images(folder: Path) -> None:
             target.mkdir(parents=True)
             for number in range(8):
                 Image.fromarray(pixels.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(target / f"{number}.png")
-    done = hpc_train("prepare", "--images", "images", "--out", "shards", cwd=folder)
+    done = hpc_train("prepare", "--images", "images", "--out", "shards", cwd=folder, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -138,7 +138,7 @@ def run_in_own_folder(folder: Path, env: dict[str, str], number: int) -> None:
     arguments = runs(folder)[number]
     own = folder / str(number)
     own.mkdir()
-    done = hpc_train(*arguments, cwd=own, env=env)
+    done = hpc_train(*arguments, cwd=own, env=env, warm=True)
     assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
 
 

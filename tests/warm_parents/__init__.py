@@ -6,6 +6,9 @@ tests start some hundred agents, and this import was two thirds of their CPU tim
 nothing of hpc_train, forks a process, and that process runs the command that the agent would have executed.
 ``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
 
+``run`` forks a command of the command line from the same server: without it, each command imports Hydra, and those that
+read checkpoints or train import torch, for half a second to four seconds of CPU time.
+
 The long forms, and the tests that inject faults into an agent and its processes, start warm parents as users do.
 """
 
@@ -13,13 +16,15 @@ from __future__ import annotations
 
 import functools
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.warm_parents.sitecustomize import SOCKET
+from tests.warm_parents.sitecustomize import SOCKET, send, surroundings
 
 HERE = Path(__file__).parent
 
@@ -38,3 +43,48 @@ def _server() -> tuple[str, subprocess.Popen[bytes]]:
     address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/warm_parents"
     command = [sys.executable, "-m", "tests.warm_parents.server", address]
     return address, subprocess.Popen(command, cwd=HERE.parents[1], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def run(
+    module: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Runs ``python -m MODULE ARGUMENTS`` in a process that the server forks; returns None if the server cannot.
+
+    The process has a session of its own and the environment and working directory that are given.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; it and its session have been killed.
+    """
+    if SOCKET not in environment:
+        return None
+    request = {
+        "python": sys.executable,
+        "surroundings": surroundings(environment),
+        "module": module,
+        "arguments": list(arguments),
+        "descriptors": [0, 1, 2, 3],
+        "search_path": [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part],
+        "no_bytecode": sys.dont_write_bytecode,
+        "directory": str(cwd.resolve()),
+        "environment": dict(environment),
+    }
+    status, told = os.pipe()
+    with (
+        open(status, "rb") as ends,  # noqa: PTH123
+        open(os.devnull, "rb") as nothing,  # noqa: PTH123
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        pid = send(environment[SOCKET], request, [nothing.fileno(), out.fileno(), err.fileno(), told])
+        os.close(told)
+        if pid is None:
+            return None
+        if not select.select([ends], [], [], timeout)[0]:
+            os.killpg(pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired([module, *arguments], timeout)
+        code = int(ends.read() or -signal.SIGKILL)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess([module, *arguments], code, *texts)

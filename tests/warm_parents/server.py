@@ -1,7 +1,11 @@
-"""Imports torch, and forks a process that runs the command line of a forkserver for each request of an agent."""
+"""Imports torch, and forks a process for each request.
+
+An agent asks for the command line of a forkserver, and a test for ``python -m MODULE ARGUMENTS``.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -9,16 +13,22 @@ import os
 import pickle
 import random
 import resource
+import runpy
 import select
 import shutil
 import signal
 import socket
 import sys
+import tempfile
+import threading
 import types
 from pathlib import Path
 from typing import Any
 
 from tests.warm_parents.sitecustomize import SOCKET, surroundings
+
+BEGIN = next(number for number, path in enumerate(sys.path) if path.endswith(".zip"))  # python311.zip
+INSTALLED = sys.path[BEGIN:]  # after the working directory and PYTHONPATH
 
 
 def main(address: str) -> None:
@@ -38,8 +48,13 @@ def main(address: str) -> None:
 
 
 def import_torch() -> None:
-    """Imports what the warm parents of all agents import, other than hpc_train itself."""
+    """Imports what the warm parents of all agents and the commands import, other than hpc_train itself."""
     gc.disable()
+    import hydra.core.override_parser.overrides_parser
+    import omegaconf
+    import psutil
+    import rich.console
+    import submitit
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
@@ -87,12 +102,49 @@ def fork(request: dict[str, Any], descriptors: list[int], own: list[socket.socke
         for each in own:
             each.close()
         become(request, descriptors)
+        if "module" in request:
+            os._exit(supervise(request))
         exec(request["command"], sys.modules["__main__"].__dict__)
     except SystemExit:
         os._exit(0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     os._exit(1)
+
+
+def supervise(request: dict[str, Any]) -> int:
+    """Forks the process of ``python -m MODULE ARGUMENTS`` and writes its exit code, when it ends, to descriptor 3."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        os.write(3, str(os.waitstatus_to_exitcode(status)).encode())
+        return 0
+    os.close(3)
+    sys.orig_argv[:] = [sys.executable, "-m", request["module"], *request["arguments"]]
+    sys.argv[:] = ["-m", *request["arguments"]]
+    sys.path.insert(0, request["directory"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream is sys.stderr)  # type: ignore[union-attr]
+    code = run_module(request["module"])
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run_module(name: str) -> int:
+    """Runs a module as ``python -m`` does and returns the exit code."""
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return int(end.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
 
 
 def become(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -114,7 +166,9 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.path[:] = request["search_path"]
+    sys.path[:] = request["search_path"] + (INSTALLED if "module" in request else [])
+    sys.path_importer_cache.clear()
+    tempfile.tempdir = None  # it may be that of the server's environment
     sys.argv[:] = ["-c"]
     sys.dont_write_bytecode = request["no_bytecode"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
