@@ -231,7 +231,7 @@ def test_a_live_run_and_changed_identity_keys_are_told(place: Path, capsys: pyte
 )
 def test_every_door_refuses_alike_and_leaves_nothing(arguments: list[str], place: Path) -> None:
     before = everything(place)
-    done = hpc_train(*arguments, cwd=place)
+    done = hpc_train(*arguments, cwd=place, warm=True)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("set in:") == 1

@@ -52,7 +52,7 @@ def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirector
     (run.checkpoints / "step-00000003/manifest.json").unlink()
     shutil.copytree(run.checkpoints / "step-00000002", run.checkpoints / "bad.step-00000001.attempt-000")
     before = everything(tmp_path)
-    listed = hpc_train("checkpoint", "list", "mine", cwd=tmp_path)
+    listed = hpc_train("checkpoint", "list", "mine", cwd=tmp_path, warm=True)
     assert listed.returncode == 0, listed.stderr
     _, *lines = listed.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "1"]
@@ -95,7 +95,7 @@ def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:
 
 def test_the_imported_weights_start_a_run(tmp_path: Path, called: Callable[..., Any]) -> None:
     """A run, its export, the import of that and a run that starts there, each by its command."""
-    trained = hpc_train("+strategy=pp", *HERE, "run.name=mine", cwd=tmp_path)
+    trained = hpc_train("+strategy=pp", *HERE, "run.name=mine", cwd=tmp_path, warm=True)
     assert trained.returncode == 0, trained.stderr
     exported = called("checkpoint", "export", "mine", "--to", "llama")
     assert exported.returncode == 0, exported.stderr
@@ -114,7 +114,7 @@ def test_the_imported_weights_start_a_run(tmp_path: Path, called: Callable[..., 
     refused = called(*first, "run.fork=tuned", "model=gpt_124m")
     assert refused.returncode == 2 and "model.vocab_size: 64 in the import" in refused.stderr
     without = [override for override in first if not override.startswith("model.")]  # the import knows its model
-    tuned = hpc_train(*without, "run.fork=tuned", "optim=sgd", cwd=tmp_path)
+    tuned = hpc_train(*without, "run.fork=tuned", "optim=sgd", cwd=tmp_path, warm=True)
     assert tuned.returncode == 0, tuned.stderr
     events = RunDirectory(tmp_path / "outputs/tuned").read_events()
     assert [event["step"] for event in events if event["event"] == "resumed"] == [0]

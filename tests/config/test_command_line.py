@@ -22,7 +22,7 @@ def site(tmp_path: Path) -> Path:
 
 def test_config_is_printed_with_either_form_of_strategy(tmp_path: Path) -> None:
     shown = [
-        hpc_train(form, "experiment=hybrid_8gpu", "--cfg", "job", "--package", "strategy", cwd=tmp_path)
+        hpc_train(form, "experiment=hybrid_8gpu", "--cfg", "job", "--package", "strategy", cwd=tmp_path, warm=True)
         for form in ("strategy=zero2", "+strategy=zero2")
     ]
     assert [done.returncode for done in shown] == [0, 0]
@@ -32,24 +32,24 @@ def test_config_is_printed_with_either_form_of_strategy(tmp_path: Path) -> None:
 
 def test_directories_of_the_user_are_searched(site: Path, tmp_path: Path) -> None:
     for where in (["-cd", str(site)], [f"hydra.searchpath=[file://{site}]"]):
-        shown = hpc_train("model=mine", "strategy=dp", *where, "--cfg", "job", cwd=tmp_path)
+        shown = hpc_train("model=mine", "strategy=dp", *where, "--cfg", "job", cwd=tmp_path, warm=True)
         assert "n_layers: 6" in shown.stdout, shown.stderr
-        planned = hpc_train("model=mine", "strategy=dp", *where, "launch.dry_run=true", cwd=tmp_path)
+        planned = hpc_train("model=mine", "strategy=dp", *where, "launch.dry_run=true", cwd=tmp_path, warm=True)
         assert "can be submitted" in planned.stdout, planned.stderr
-        frozen = hpc_train("freeze", "model=mine", *where, "run.name=x", cwd=tmp_path)
+        frozen = hpc_train("freeze", "model=mine", *where, "run.name=x", cwd=tmp_path, warm=True)
         assert "n_layers: 6" in (Path(frozen.stdout.strip()) / "config.yaml").read_text()
 
 
 def test_help_and_info_and_completion(tmp_path: Path) -> None:
     assert "strategy: dp, hsdp, hybrid" in hpc_train("--help", cwd=tmp_path).stdout
-    assert "conf" in hpc_train("--info", "searchpath", cwd=tmp_path).stdout
+    assert "conf" in hpc_train("--info", "searchpath", cwd=tmp_path, warm=True).stdout
     typed = environment(COMP_LINE="hpc-train +strategy=hyb")
     assert "+strategy=hybrid3d" in hpc_train("-sc", "query=bash", cwd=tmp_path, env=typed).stdout
     assert list(tmp_path.iterdir()) == []
 
 
 def test_freeze_makes_one_run_and_finds_it_again(tmp_path: Path) -> None:
-    calls = [hpc_train("freeze", "+strategy=hybrid", "run.name=x", cwd=tmp_path) for _ in range(2)]
+    calls = [hpc_train("freeze", "+strategy=hybrid", "run.name=x", cwd=tmp_path, warm=True) for _ in range(2)]
     assert [done.returncode for done in calls] == [0, 0]
     assert [done.stdout for done in calls] == [f"{tmp_path}/outputs/x\n"] * 2
 
@@ -57,11 +57,11 @@ def test_freeze_makes_one_run_and_finds_it_again(tmp_path: Path) -> None:
 def test_a_restarted_batch_script_finds_the_frozen_config(site: Path, tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"}
     command = ["freeze", "model=mine", "-cd", str(site)]
-    first = hpc_train(*command, cwd=tmp_path, env=environment(**job))
+    first = hpc_train(*command, cwd=tmp_path, env=environment(**job), warm=True)
     assert first.stdout == f"{tmp_path}/outputs/slurm-17\n", first.stderr
     before = (tmp_path / "outputs" / "slurm-17" / "config.yaml").read_bytes()
     (site / "model" / "mine.yaml").write_text("defaults: [gpt_tiny, _self_]\nn_layers: 8\n")
-    again = hpc_train(*command, cwd=tmp_path, env=environment(**job, SLURM_RESTART_COUNT="1"))
+    again = hpc_train(*command, cwd=tmp_path, env=environment(**job, SLURM_RESTART_COUNT="1"), warm=True)
     assert again.stdout == first.stdout, again.stderr
     assert (tmp_path / "outputs" / "slurm-17" / "config.yaml").read_bytes() == before
 

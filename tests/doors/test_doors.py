@@ -62,7 +62,7 @@ def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> 
 def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     rates = "1e-3,3e-4" if LONG else "1e-3"
     axes = ["+strategy=single,dp", f"optim.lr={rates}", "cluster.cpu_workers=2"]
-    done = hpc_train(*axes, *TINY, "run.name=sweep", "-m", cwd=tmp_path)
+    done = hpc_train(*axes, *TINY, "run.name=sweep", "-m", cwd=tmp_path, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
     assert len(runs) == (4 if LONG else 2)
@@ -93,7 +93,7 @@ def test_a_failing_rank_is_named_with_its_own_traceback(
 
 
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
-    done = hpc_train("+strategy=dp", *FAULTY, "+model.args.call=3,99", "run.name=sweep", "-m", cwd=tmp_path)
+    done = hpc_train("+strategy=dp", *FAULTY, "+model.args.call=3,99", "run.name=sweep", "-m", cwd=tmp_path, warm=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
 
@@ -103,7 +103,7 @@ def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
 ) -> None:
     fast = ["optim=sgd", "optim.clip_norm=0", "train.steps=20", "optim.lr=1e-3,1e8", "run.name=sweep", "-m"]
     fast += ["cluster.cpu_workers=2"]
-    done = hpc_train("+strategy=dp", *[value for value in TINY if "steps" not in value], *fast, cwd=tmp_path)
+    done = hpc_train("+strategy=dp", *[value for value in TINY if "steps" not in value], *fast, cwd=tmp_path, warm=True)
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
     assert re.search(r"^job 0 · dp · done", done.stdout, re.MULTILINE), output
@@ -143,9 +143,9 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     assert "run.name=run" in output
     stopped_at = losses(run)[-1][0]
     assert 3 <= stopped_at < 20
-    resumed = hpc_train(*command, "+model.args.seconds=0", "cluster=local", cwd=tmp_path)
+    resumed = hpc_train(*command, "+model.args.seconds=0", "cluster=local", cwd=tmp_path, warm=True)
     assert resumed.returncode == 2, "the model is part of a run's identity"
-    resumed = hpc_train(*command, "cluster=local", cwd=tmp_path)
+    resumed = hpc_train(*command, "cluster=local", cwd=tmp_path, warm=True)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [step for step, _ in losses(run)] == list(range(losses(run)[0][0], losses(run)[0][0] + 20))
 
@@ -169,9 +169,13 @@ def test_dry_run_writes_nothing_and_imports_neither_torch_nor_wandb(tmp_path: Pa
 
 
 def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
-    first = hpc_train("+strategy=hybrid", *TINY, "train.steps=4", "cluster=local", "run.name=run", cwd=tmp_path)
+    first = hpc_train(
+        "+strategy=hybrid", *TINY, "train.steps=4", "cluster=local", "run.name=run", cwd=tmp_path, warm=True
+    )
     assert first.returncode == 0, first.stdout + first.stderr
-    second = hpc_train("+strategy=zero2", *TINY, "train.steps=8", "cluster=local", "run.name=run", cwd=tmp_path)
+    second = hpc_train(
+        "+strategy=zero2", *TINY, "train.steps=8", "cluster=local", "run.name=run", cwd=tmp_path, warm=True
+    )
     assert second.returncode == 0, second.stdout + second.stderr
     run = RunDirectory(tmp_path / "outputs" / "run")
     assert [line["step"] for line in run.read_metrics()][-1] - run.read_metrics()[0]["step"] == 7
@@ -180,12 +184,12 @@ def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
 
 def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> None:
     command = ["+strategy=dp", *TINY, "train.steps=2", "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
-    done = hpc_train(*command, cwd=tmp_path)
+    done = hpc_train(*command, cwd=tmp_path, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "outputs" / "run"
     shutil.rmtree(run / "checkpoints")
     for door in (command, ["resume", "run"], ["agent", str(run)]):
-        refused = hpc_train(*door, cwd=tmp_path)
+        refused = hpc_train(*door, cwd=tmp_path, warm=True)
         assert refused.returncode == 2, refused.stdout + refused.stderr
         gone = "this run had saved a checkpoint of step 2, but none of its checkpoints is left"
         assert refused.stderr.count(gone) == 1
@@ -194,14 +198,14 @@ def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
             assert "done: 2 steps" not in refused.stdout, "the summary is of a run that went well"
     assert [step for step, _ in losses(run)] == [1, 2], "nothing was trained again"
     shutil.rmtree(run)  # as the message says
-    again = hpc_train(*command, cwd=tmp_path)
+    again = hpc_train(*command, cwd=tmp_path, warm=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert [step for step, _ in losses(run)] == [1, 2]
 
 
 def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile(tmp_path: Path) -> None:
     purging = ["+model.args.how=purge", "checkpoint.every=2", "cluster=local", "run.name=run"]
-    done = hpc_train("+strategy=dp", *FAULTY, *purging, cwd=tmp_path)
+    done = hpc_train("+strategy=dp", *FAULTY, *purging, cwd=tmp_path, warm=True)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "this run had saved a checkpoint of step 2, but none of its checkpoints is left" in done.stderr
     run = RunDirectory(tmp_path / "outputs" / "run")

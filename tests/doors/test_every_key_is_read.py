@@ -31,7 +31,9 @@ def every_key() -> set[str]:
 def make_tokens(folder: Path) -> None:
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
-    done = hpc_train("prepare", str(text), "--out", str(folder / "tokens"), "--validation-share", "0.3", cwd=folder, warm=True)
+    done = hpc_train(
+        "prepare", str(text), "--out", str(folder / "tokens"), "--validation-share", "0.3", cwd=folder, warm=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -25,13 +25,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps under dp with checkpoints after every second step."""
     folder = tmp_path_factory.mktemp("trained")
     kept = ["checkpoint.every=2", "checkpoint.keep=9", "run.name=base"]
-    done = hpc_train("+strategy=dp", *ASKED, *kept, cwd=folder)
+    done = hpc_train("+strategy=dp", *ASKED, *kept, cwd=folder, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def evaluated(trained: Path, *arguments: str) -> dict[str, Any]:
-    done = hpc_train("evaluate", "base", "--json", "cluster=local", *arguments, cwd=trained)
+    done = hpc_train("evaluate", "base", "--json", "cluster=local", *arguments, cwd=trained, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    done = hpc_train("evaluate", "base", "cluster=local", "--checkpoint", "2", cwd=trained)
+    done = hpc_train("evaluate", "base", "cluster=local", "--checkpoint", "2", cwd=trained, warm=True)
     assert done.returncode == 2
     assert "the checkpoint is damaged" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

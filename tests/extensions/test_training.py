@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(place: Path, *arguments: str) -> str:
     env = environment(PYTHONPATH=f"{place / 'lib'}:{REPOSITORY}")
-    done = hpc_train(*arguments, cwd=place, env=env)
+    done = hpc_train(*arguments, cwd=place, env=env, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -76,7 +76,7 @@ def test_the_command_continues_as_a_bare_loop_does(base: Path) -> None:
     prompts = [" ".join(map(str, row)) for row in ROWS]
     asked = ["--tokenizer", "ids", "--max-tokens", str(NEW), "--json"]
     workers = ["+strategy=zero3", "cluster.cpu_workers=2", "cluster=local"]
-    done = hpc_train("generate", str(base), *prompts, *asked, *workers, cwd=base.parent)
+    done = hpc_train("generate", str(base), *prompts, *asked, *workers, cwd=base.parent, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     model = bare_model(base)

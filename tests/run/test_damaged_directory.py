@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run of one attempt, whose checkpoint of step 4 continues with another number of steps."""
     folder = tmp_path_factory.mktemp("trained")
     for steps in (4, 6):
-        done = hpc_train("+strategy=dp", *HERE, f"train.steps={steps}", f"run.root={folder}", cwd=folder)
+        done = hpc_train("+strategy=dp", *HERE, f"train.steps={steps}", f"run.root={folder}", cwd=folder, warm=True)
         assert done.returncode == 0, done.stderr
     return RunDirectory(folder / "one")
 

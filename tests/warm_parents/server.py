@@ -50,11 +50,8 @@ def main(address: str) -> None:
 def import_torch() -> None:
     """Imports what the warm parents of all agents and the commands import, other than hpc_train itself."""
     gc.disable()
-    import hydra.core.override_parser.overrides_parser
-    import omegaconf
-    import psutil
-    import rich.console
-    import submitit
+    for name in ("hydra.core.override_parser.overrides_parser", "omegaconf", "psutil", "rich.console", "submitit"):
+        importlib.import_module(name)
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
