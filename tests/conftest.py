@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,10 +20,32 @@ from unittest import mock
 import pytest
 
 from hpc_train import cli
-from tests.doors.command import TEMPORARY, environment
+from tests.doors.command import REPOSITORY, TEMPORARY, environment
 
-# The tests of these folders run first, in this order.
-HEAVY = ("tests/slurm/", "tests/faults/", "tests/layouts/", "tests/doors/", "tests/checkpoint/")
+# The tests of these files and folders run first, in this order: the files of more than 40 seconds, so that no process
+# runs one of them alone at the end, then the folders whose files take several seconds.
+HEAVY = (
+    "tests/slurm/",
+    "tests/doors/test_readme.py",
+    "tests/faults/test_nodes.py",
+    "tests/layouts/test_pipeline.py",
+    "tests/faults/test_faults.py",
+    "tests/doors/test_doors.py",
+    "tests/layouts/test_layouts.py",
+    "tests/layouts/test_hf.py",
+    "tests/train/test_resume.py",
+    "tests/faults/",
+    "tests/notebooks/",
+    "tests/elastic/test_agent.py",
+    "tests/elastic/test_hub.py",
+    "tests/data/test_prepare.py",
+    "tests/layouts/",
+    "tests/doors/",
+    "tests/checkpoint/",
+    "tests/train/",
+    "tests/config/",
+)
+SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")
 LONG_FORMS = {  # the long forms that --long-share draws from, with the seconds that a case takes on two cores
     "tests/faults/test_faults.py::test_twenty_trials[": 120,
     "tests/faults/test_nodes.py::": 90,
@@ -57,7 +81,8 @@ def called(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Creates a temporary directory for this session, and ensures that started processes receive SIGINT and SIGHUP.
+    """Creates a temporary directory for this session, compiles the sources for the many processes that the tests start,
+    and ensures that started processes receive SIGINT and SIGHUP.
 
     A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Child processes inherit ignored
     signals, but not handlers, so this hook installs handlers.
@@ -70,19 +95,33 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="hpc_train-")
         Path(os.environ[TEMPORARY]).chmod(0o1777)
         config.add_cleanup(partial(shutil.rmtree, os.environ[TEMPORARY], ignore_errors=True))
+        if sys.dont_write_bytecode:  # otherwise the first process keeps what it compiles
+            for folder in SOURCES:
+                compileall.compile_dir(REPOSITORY / folder, quiet=2)
+    config.stash[KEEPS_NO_BYTECODE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Stops keeping bytecode: that of the test modules, whose assertions pytest rewrites, is kept."""
+    sys.dont_write_bytecode = session.config.stash[KEEPS_NO_BYTECODE]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the longest folders first, so that with ``-n`` no process runs one of them alone at the end."""
-    items.sort(key=lambda item: next((place for place, head in enumerate(HEAVY) if item.nodeid.startswith(head)), 9))
+    """Puts the longest files first, so that with ``-n`` no process runs one of them alone at the end."""
+    items.sort(key=_place)
     if config.getoption("--long-share") is not None:
         items[:] = _long_share(items, config.getoption("--long-share"))
         print("\nlong forms of this share:", *(item.nodeid for item in items), sep="\n  ")
         config.stash[BEGAN] = time.monotonic()
 
 
+def _place(item: pytest.Item) -> int:
+    return next((place for place, head in enumerate(HEAVY) if item.nodeid.startswith(head)), len(HEAVY))
+
+
 BEGAN = pytest.StashKey[float]()
+KEEPS_NO_BYTECODE = pytest.StashKey[bool]()
 
 
 def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:

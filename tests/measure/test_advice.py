@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,40 +54,44 @@ def test_advice_comes_after_several_lines_and_once() -> None:
     assert advice.details()["overrides"][1] == ["strategy.data_parallel=zero2"]
 
 
-CASES: list[tuple[str, SuggestedSetting, list[str]]] = [
-    ("data", setting("+strategy=dp"), ["batch.loader_workers=2"]),
-    ("data", setting("+strategy=dp", "data=synthetic", cores=1), ["cluster.cpus_per_gpu=2"]),
+# Composed when a case runs: every process of ``pytest -n`` collects all of them.
+CASES: list[tuple[str, Callable[[], SuggestedSetting], list[str]]] = [
+    ("data", partial(setting, "+strategy=dp"), ["batch.loader_workers=2"]),
+    ("data", partial(setting, "+strategy=dp", "data=synthetic", cores=1), ["cluster.cpus_per_gpu=2"]),
     (
         "communication",
-        setting("+strategy=zero3", "batch.micro_size=2", nodes=2),
+        partial(setting, "+strategy=zero3", "batch.micro_size=2", nodes=2),
         ["batch.micro_size=4 batch.micro_batches=auto", "strategy.data_parallel=zero2", "strategy.shard=node",
          "strategy.pp=2", "batch.global_size=64 run.fork=NAME"],
     ),
     (
         "communication",
-        setting("+strategy=tp"),
+        partial(setting, "+strategy=tp"),
         ["strategy.tp=1", "strategy.pp=2", "batch.global_size=64 batch.micro_batches=2 run.fork=NAME"],
     ),
-    ("communication", setting("+strategy=dp", "model=custom", "model._target_=a.b"), ["batch.global_size=64"]),
+    ("communication", partial(setting, "+strategy=dp", "model=custom", "model._target_=a.b"), ["batch.global_size=64"]),
     (
         "bubble",
-        setting("+strategy=pp", "batch.micro_size=4"),
+        partial(setting, "+strategy=pp", "batch.micro_size=4"),
         ["batch.micro_batches=16 batch.micro_size=auto", "strategy.pp_split=measured", "strategy.pp=2"],
     ),
-    ("host", setting("+strategy=single", "batch.micro_size=8"), ["train.compile=true", "batch.micro_size=16"]),
-    ("host", setting("+strategy=single", "train.compile=true"), []),
-    ("imbalance", setting("+strategy=dp"), []),
-    ("imbalance", setting("+strategy=pp"), ["strategy.pp_split=measured"]),
-    ("memory", setting("+strategy=hybrid"), ["strategy.pp_split=measured", "strategy.tp=2"]),
+    ("host", partial(setting, "+strategy=single", "batch.micro_size=8"), ["train.compile=true", "batch.micro_size=16"]),
+    ("host", partial(setting, "+strategy=single", "train.compile=true"), []),
+    ("imbalance", partial(setting, "+strategy=dp"), []),
+    ("imbalance", partial(setting, "+strategy=pp"), ["strategy.pp_split=measured"]),
+    ("memory", partial(setting, "+strategy=hybrid"), ["strategy.pp_split=measured", "strategy.tp=2"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("limit", "given", "expected"), CASES)
-def test_the_fix_of_a_config_can_be_pasted(limit: str, given: SuggestedSetting, expected: list[str]) -> None:
-    found = [str(fix) for fix in fixes(limit, given)]
+def test_the_fix_of_a_config_can_be_pasted(
+    limit: str, given: Callable[[], SuggestedSetting], expected: list[str]
+) -> None:
+    asked = given()
+    found = [str(fix) for fix in fixes(limit, asked)]
     places = [next(i for i, fix in enumerate(found) if fix.startswith(text)) for text in expected]
     assert places == sorted(places), found
     assert bool(found) == bool(expected), found
-    for fix in fixes(limit, given):
+    for fix in fixes(limit, asked):
         arguments: list[Any] = [f"{key}={value}" for key, value in fix.overrides.items()]
         CommandLine.parse(arguments)

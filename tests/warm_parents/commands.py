@@ -1,8 +1,9 @@
 """Runs commands of hpc_train in processes that are forked from one that has imported hpc_train.
 
 A command imports Hydra, rich and hpc_train for a second of CPU time, which is most of what it takes, and the tests run
-hundreds of commands. The server has imported these modules, and no torch. For each request it forks a process, which
-runs ``hpc_train/__main__.py`` as ``python -m hpc_train`` does, in the directory and the environment of the request.
+hundreds of commands. The server has imported these modules, and no torch; a second one, for the commands that need it,
+has imported torch too. For each request a server forks a process, which runs ``hpc_train/__main__.py`` as ``python -m
+hpc_train`` does, in the directory and the environment of the request.
 
 ``run`` returns None where the server cannot reproduce a new process. The long forms start commands as users do.
 """
@@ -33,6 +34,7 @@ from tests.warm_parents.sitecustomize import SOCKET, surroundings
 
 REPOSITORY = Path(__file__).parents[2]
 IMPORTED = ("hpc_train.cli", "hpc_train.commands.train", "hpc_train.commands.batch", "hpc_train.commands.submitted")
+NEED_TORCH = ("bench", "checkpoint", "evaluate", "generate")
 READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG")  # variables that Python reads when it starts
 BYTES = 8  # of each number that the server sends
 
@@ -117,7 +119,7 @@ def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) 
     data = pickle.dumps(request)
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:
-        connection.connect(_address(request["environment"]))
+        connection.connect(_address(request["environment"], request["arguments"][:1]))
         socket.send_fds(connection, [len(data).to_bytes(8, "big")], [nothing, *writes])
         connection.sendall(data)
         return int.from_bytes(connection.recv(BYTES), "big")
@@ -128,26 +130,27 @@ def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) 
 
 
 _STARTING = threading.Lock()
-_SERVERS: list[tuple[str, subprocess.Popen[bytes]]] = []
+_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # by the module that it imports besides
 
 
-def _address(environment: Mapping[str, str]) -> str:
-    """Returns the address of the server of this process, which the first call starts. The server ends with this one."""
+def _address(environment: Mapping[str, str], command_name: Sequence[str]) -> str:
+    """Returns the address of the server for a command, which the first call starts. It ends with this process."""
+    module = "torch.distributed.checkpoint" if {*command_name} & {*NEED_TORCH} else ""
     with _STARTING:
-        if not _SERVERS:
+        if module not in _SERVERS:
             address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/commands"
-            command = [sys.executable, "-m", "tests.warm_parents.commands", address]
+            command = [sys.executable, "-m", "tests.warm_parents.commands", address, module]
             own = {name: value for name, value in environment.items() if name != "SLURM_CONF"}
             server = subprocess.Popen(
                 command, cwd=REPOSITORY, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
             assert server.stdout is not None
             server.stdout.readline()  # it listens
-            _SERVERS.append((address, server))
-        return _SERVERS[0][0]
+            _SERVERS[module] = address, server
+        return _SERVERS[module][0]
 
 
-def main(address: str) -> None:
+def main(address: str, module: str) -> None:
     """Serves until standard input is closed. Returns in a forked process as well, which has run its command."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -155,9 +158,9 @@ def main(address: str) -> None:
     print(flush=True)
     own = sys.executable, surroundings(), _at_start(os.environ)
     search_path = sys.path[1:]
-    for name in IMPORTED:
+    for name in (*IMPORTED, *([module] if module else [])):
         importlib.import_module(name)
-    assert "torch" not in sys.modules
+    assert module or "torch" not in sys.modules
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
@@ -198,4 +201,4 @@ def _fork_and_report(connection: socket.socket, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False  # each process of a test imports this: without typing
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
 SOCKET = "TESTS_WARM_PARENTS"
 READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHASHSEED")
 # A worker sets its number of threads before its first operation, and torch looks for the folder when it compiles.
 SET_LATER = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
-
-
 JOINABLE = ("net", "uts", "mnt")  # namespaces that a process of root can enter
 
 
-def surroundings(environment=os.environ) -> tuple[int, list[str], dict[str, str]]:  # type: ignore[no-untyped-def]
+def surroundings(environment: Mapping[str, str] = os.environ) -> tuple[int, list[str], dict[str, str]]:
     """Returns what a fork cannot change: the user, the namespaces, and the variables that imports read."""
     kinds = ("pid", "user") if os.getuid() == 0 else ("pid", "user", *JOINABLE)
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]  # noqa: PTH115
@@ -66,32 +69,34 @@ def is_alive(pid: int) -> bool:
 
 def ask(python: str, command: str, descriptors: list[int], search_path: list[str]) -> int | None:
     """Returns the pid of the process that the server forked to run ``command``; None if it did not."""
+    request = {
+        "python": os.fsdecode(python),
+        "surroundings": surroundings(),
+        "command": command,
+        "descriptors": [0, 1, 2, *descriptors],
+        "search_path": search_path,
+        "no_bytecode": sys.dont_write_bytecode,
+        "directory": os.getcwd(),  # noqa: PTH109
+        "environment": dict(os.environ),
+    }
+    return send(os.environ[SOCKET], request, [0, 1, 2, *descriptors])
+
+
+def send(address: str, request: dict[str, Any], descriptors: list[int]) -> int | None:
+    """Sends a request with ``descriptors``, in the order of those of the request; returns the pid, or None."""
     import pickle
     import signal
     import socket
 
     mask = os.umask(0)
     os.umask(mask)
-    request = pickle.dumps(
-        {
-            "python": os.fsdecode(python),
-            "surroundings": surroundings(),
-            "command": command,
-            "descriptors": [0, 1, 2, *descriptors],
-            "search_path": search_path,
-            "no_bytecode": sys.dont_write_bytecode,
-            "directory": os.getcwd(),  # noqa: PTH109
-            "environment": dict(os.environ),
-            "umask": mask,
-            "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
-            "pid": os.getpid(),
-        }
-    )
+    blocked = [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    data = pickle.dumps({**request, "umask": mask, "blocked": blocked, "pid": os.getpid()})
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(os.environ[SOCKET])
-            socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2, *descriptors])
-            connection.sendall(request)
+            connection.connect(address)
+            socket.send_fds(connection, [len(data).to_bytes(8, "big")], descriptors)
+            connection.sendall(data)
             return int.from_bytes(connection.recv(8), "big") or None
     except OSError:
         return None
