@@ -151,7 +151,7 @@ def _free_ports(place: int) -> int:
     """Returns the first of ``PORTS`` consecutive free ports."""
     for block in range(100):
         # Sessions and clusters that start at the same time try different blocks.
-        first = 30000 + PORTS * ((os.getpid() + 25 * place + block) % 100)
+        first = 30000 + PORTS * ((os.getpid() + 16 * place + block) % 100)  # for six clusters
         with ExitStack() as held:
             try:
                 for port in range(first, first + PORTS):
