@@ -63,7 +63,7 @@ def arguments(project: Path) -> list[str]:
 
 
 def test_edits_while_a_job_waits_have_no_effect(shell: Cluster, project: Path) -> None:
-    options = ["cluster=slurm", "cluster.begin=now+3600", "launch.detach=true", "-m"]
+    options = ["cluster=slurm", "cluster.begin=now+3600", "cluster.nodes=2", "launch.detach=true", "-m"]
     submitted = shell.hpc_train(*arguments(project), "run.name=run", *options, cwd=project)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     run = RunDirectory(project / "outputs" / "run")
