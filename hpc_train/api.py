@@ -266,6 +266,4 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
         jobs = prepare_all(compose, listed, 0, len(listed), sweep, console)
     queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()
-    for job in jobs:
-        job.run.update_record(claimed_by={})  # from now on the run belongs to its job and not to this process
     return [job.run.path for job in jobs]

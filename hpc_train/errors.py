@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -27,6 +28,45 @@ class UserError(Exception):
         where = f"\n  set in: {self.where}" if self.where else ""
         fix = f"\n  fix:    {self.fix}" if self.fix else ""
         return f"{self.what}{where}{fix}"
+
+
+class UserErrors(UserError):
+    """Reports several mistakes that do not depend on each other, in one message.
+
+    Attributes:
+        found: the mistakes, none of which is a ``UserErrors``.
+    """
+
+    def __init__(self, found: Iterable[UserError]) -> None:
+        self.found = tuple(found)
+        super().__init__("\n".join([f"{len(self.found)} mistakes:", *map(str, self.found)]))
+
+
+class Mistakes:
+    """Collects the mistakes that several checks find, so that one message reports them all."""
+
+    def __init__(self) -> None:
+        self._found: list[UserError] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collects a ``UserError`` that is raised inside the ``with`` block, and continues after it."""
+        try:
+            yield
+        except UserErrors as error:
+            self._found += error.found
+        except UserError as error:
+            self._found.append(error)
+
+    def report(self) -> None:
+        """
+        Raises:
+            UserError: something was collected. Several mistakes are a ``UserErrors``.
+        """
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            raise UserErrors(self._found)
 
 
 class UserCodeError(RuntimeError):

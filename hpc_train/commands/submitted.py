@@ -23,7 +23,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
 from hpc_train.run.lease import is_live
 from hpc_train.run.owner import TRUST
-from hpc_train.run.requests import request_stacks, stacks_answers
+from hpc_train.run.requests import record_stop_request, request_stacks, stacks_answers
 from hpc_train.slurm.client import cancel as cancel_jobs
 from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.units import counted
@@ -133,6 +133,8 @@ def cancel_runs(found: Sequence[RunHandle], *, save: bool) -> int:
     in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
     local = [item for item in found if item.lives_here()]
     stop_runs(local)
+    for item in in_slurm:
+        record_stop_request(item.run)
     for clusters in {item.clusters for item in in_slurm}:
         ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
         states = slurm.of(ids, clusters)

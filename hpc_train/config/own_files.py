@@ -20,7 +20,7 @@ from hpc_train.config.arguments import CommandLine
 from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, UserErrors
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 GROUPS = get_type_hints(Config)
@@ -50,6 +50,8 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
 
 def with_file(mistake: UserError, line: CommandLine) -> UserError:
     """Returns ``mistake`` with the chosen file that sets its key, if there is one."""
+    if isinstance(mistake, UserErrors):
+        return UserErrors(with_file(each, line) for each in mistake.found)
     group, _, key = mistake.where.partition(".")
     path = _chosen(line).get(group)
     if path is None or path.is_relative_to(config_directory()) or _is_overridden(mistake.where, line):

@@ -18,7 +18,11 @@ from hpc_train.errors import UserError, nearest
 
 IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
 
-_EXTRAS = {"torchmetrics": "pip install 'hpc_train[metrics]'"}  # module -> how to install it
+_EXTRAS = {  # module -> the extra of hpc_train that installs it
+    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "peft": "lora", "safetensors": "hf",
+    "tensorboard": "tensorboard", "tokenizers": "tokenizers", "torchao": "8bit", "torchmetrics": "metrics",
+    "transformers": "hf",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Definition:
     Attributes:
         place: file and line for messages; empty if ``statement`` is None.
         statement: the statement that defines the name; None if the file does not show it.
+        tree: the file; None if ``statement`` is None.
     """
 
     path: str
     place: str = ""
     statement: ast.stmt | None = None
+    tree: ast.Module | None = None
 
     @property
     def is_function(self) -> bool:
@@ -56,6 +62,17 @@ class Definition:
         if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
             return None
         return set().union(*(_bound(statement) for statement in found.body)) | {"__class__"}
+
+    @property
+    def bases(self) -> set[str] | None:
+        """Returns the full names of the classes of other files from which a class derives, or the class of the same
+        file that a function returns by its annotation; None if the file does not show it.
+        """
+        found = self.statement
+        if isinstance(found, ast.FunctionDef) and not found.decorator_list and isinstance(found.returns, ast.Name):
+            assert self.tree is not None
+            found = _statement(self.tree, found.returns.id)
+        return _bases(self.tree, found) if self.tree is not None and isinstance(found, ast.ClassDef) else None
 
 
 @dataclass(frozen=True)
@@ -113,20 +130,58 @@ def find_definition(path: str, where: str) -> Definition:
     spec = module_spec(".".join(parts[:cut]))
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return Definition(path)
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    tree = _parsed(spec.origin, path, where)
     found = _statement(tree, parts[cut])
     if found is None and not _may_define(tree, parts[cut]):
         raise not_imported(path, f"{spec.origin} defines no {parts[cut]}", where)
     if found is None or len(parts) > cut + 1:
         return Definition(path)
-    return Definition(path, f"{spec.origin}:{found.lineno}", found)
+    return Definition(path, f"{spec.origin}:{found.lineno}", found, tree)
+
+
+def _parsed(file: str, path: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f"{file}:{line}" if line else file
+        what = f"{path!r} cannot be imported: {place}: {getattr(error, 'msg', error)}"
+        raise UserError(what, where=f"{where}, {place}", fix=f"correct {place}") from error
+
+
+def check_imports(path: str, where: str) -> None:
+    """Checks that the packages which the module of ``path`` imports are installed, as far as its file shows that.
+
+    Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, and
+    installed packages.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    try:
+        found = find_definition(path, where)
+    except UserError:  # check_call reports it
+        return
+    own = found.tree is not None and "site-packages" not in found.place
+    for statement in found.tree.body if found.tree is not None and own else ():
+        for package in dict.fromkeys(full.partition(".")[0] for full in _imported(statement).values()):
+            if module_spec(package) is None:
+                place = f"{found.place.rpartition(':')[0]}:{statement.lineno}"
+                what = f"{place} imports {package}, which is not installed here"
+                raise UserError(what, where=where, fix=how_to_install(package))
+
+
+def how_to_install(package: str) -> str:
+    """Returns the command that installs the extra of hpc_train with ``package``, or a hint for any other package."""
+    extra = _EXTRAS.get(package)
+    return f"pip install 'hpc_train[{extra}]'" if extra else f"install {package}, or correct the import"
 
 
 def not_imported(path: str, reason: object, where: str) -> UserError:
     """Returns the error for an import path that cannot be imported."""
     detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
-    missing = reason.name if isinstance(reason, ModuleNotFoundError) else None
-    fix = _EXTRAS.get(missing or "", IMPORTABLE)
+    package = re.split("[.:]", reason.name or "" if isinstance(reason, ModuleNotFoundError) else path)[0]
+    fix = how_to_install(package) if package in _EXTRAS and module_spec(package) is None else IMPORTABLE
     return UserError(f"{path!r} cannot be imported: {detail}", where=where, fix=fix)
 
 
@@ -241,6 +296,33 @@ def _statement(tree: ast.Module, name: str) -> ast.stmt | None:
         if name in _bound(statement) or "*" in _bound(statement):
             return statement
     return None
+
+
+def _bases(tree: ast.Module, found: ast.ClassDef) -> set[str] | None:
+    imported = {name: full for statement in tree.body for name, full in _imported(statement).items()}
+    bases: set[str] = set()
+    classes = [found]
+    for each in classes:
+        for base in each.bases:
+            name, _, attributes = ast.unparse(base).partition(".")
+            own = _statement(tree, name)
+            if name in imported:
+                bases.add(".".join(filter(None, [imported[name], attributes])))
+            elif isinstance(own, ast.ClassDef) and not attributes:
+                classes += [own] if own not in classes else []
+            else:
+                return None
+    return bases
+
+
+def _imported(statement: ast.stmt) -> dict[str, str]:
+    """Returns the full names of what an import statement binds; nothing for relative imports."""
+    if isinstance(statement, ast.ImportFrom) and not statement.level:
+        return {each.asname or each.name: f"{statement.module}.{each.name}" for each in statement.names}
+    if isinstance(statement, ast.Import):
+        pairs = ((each.asname or each.name.partition(".")[0], each) for each in statement.names)
+        return {name: each.name if each.asname else name for name, each in pairs}
+    return {}
 
 
 def _bound(statement: ast.stmt) -> set[str]:

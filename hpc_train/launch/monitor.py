@@ -28,6 +28,7 @@ from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.processes import this_process
+from hpc_train.run.requests import stop_was_requested
 from hpc_train.telemetry.progress import Progress
 
 POLL_S = 0.5
@@ -181,7 +182,7 @@ def _resume_hint(job: Job) -> str:
     return resume_command(job.overrides, job.run, job.config.run.root, submits=True)
 
 
-LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended
+LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first
 POLL_LIVE_S = 3.0
 
 
@@ -212,8 +213,7 @@ def resubmit(
     console = Console(stderr=as_json)
     until = time.monotonic() + LEAVING_S
     for item in found:
-        while time.monotonic() < until and find_live(item.run) and _has_ended(item):
-            time.sleep(POLL_LIVE_S)
+        wait_if_ending(item.run, until, console)
         refuse_live(item.run)
     jobs = [item.job(trust_owner) for item in found]
     executor = select_executor(jobs[0].config.cluster)
@@ -241,6 +241,21 @@ def outcome(run: RunDirectory, view: View) -> str:
     return json.dumps({"run": str(run.path), "state": view.state, "exit_code": view.exit})
 
 
-def _has_ended(item: RunHandle) -> bool:
-    end = attempt_end(item.run, item.run.newest_attempt())
-    return end is not None and end.final
+def wait_if_ending(run: RunDirectory, until: float, console: Console) -> None:
+    """Waits until the job of a run leaves if it has ended or was stopped, at most until ``until``, and reports this.
+
+    Args:
+        until: of ``time.monotonic()``.
+    """
+    reported = False
+    while (live := find_live(run)) and _is_ending(run) and time.monotonic() < until:
+        if not reported:
+            console.print(f"waiting until the stopped job has ended: {live}", markup=False, highlight=False)
+        reported = True
+        time.sleep(POLL_LIVE_S)
+
+
+def _is_ending(run: RunDirectory) -> bool:
+    """Returns whether a user has stopped the job, or its newest attempt has ended for good."""
+    end = attempt_end(run, run.newest_attempt())
+    return stop_was_requested(run) or (end is not None and end.final)

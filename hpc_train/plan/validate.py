@@ -32,12 +32,13 @@ from hpc_train.config.values import (
     preflight_actions,
     runs_own_code,
 )
-from hpc_train.errors import UserError
+from hpc_train.errors import Mistakes, UserError
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
 from hpc_train.plan.optimizers import check_optimizers, own_code, own_targets
 from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
+from hpc_train.plan.requirements import check_own_model, check_packages
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
@@ -50,33 +51,59 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
         device_bytes: the memory of the smallest GPU, for ``strategy.pp=auto`` on several nodes; None if unknown.
 
     Raises:
-        UserError: the config is invalid. The message reports the first problem.
+        UserError: the config is invalid. The message reports all problems of the values; if there are none, all
+            problems of input files, packages, the user's code and the layout; else the first that is left.
     """
     check_values(config)
     check_own_code(config)
     if runs_own_code(config):
         return _validate_own_code(config, nodes, workers_per_node)
-    _check_length(config)
-    family, source = family_of(config.model), source_of(config.data)
-    if family.check is not None:
-        family.check(config.model, config.data)
-    if source.check_inputs is not None:
-        source.check_inputs(config.data)
-    if config.data.collate is not None:
-        check_call(config.data.collate, "data.collate", positional=1, optional=("random",))
-    layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
+    layout = _check_parts(config, nodes, workers_per_node, device_bytes)
     check_declared_mixing(config, layout)
-    _check_tensor_parallel(config, family, layout.tp)
-    _check_stages(config, family, layout.pp)
+    _check_tensor_parallel(config, family_of(config.model), layout.tp)
     _check_pieces(config, layout)
     check_savers(config, layout)
-    check_evaluation(config)
-    check_targets(config, layout)
     check_profiled_steps(config.telemetry.profile, layout.world_size)
     if is_extension(config.model.kind):
         check_built_model(config)
     if own_code(config.optim) or config.optim.groups:
         check_tried_optimizer(config)
+    return layout
+
+
+def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None) -> Layout:
+    """Checks what can be wrong independently of each other, and returns the layout.
+
+    Raises:
+        UserError: something is wrong. The message reports all problems.
+    """
+    family, source = family_of(config.model), source_of(config.data)
+    mistakes = Mistakes()
+    with mistakes.collected():
+        _check_length(config)
+    with mistakes.collected():
+        if family.check is not None:
+            family.check(config.model, config.data)
+    with mistakes.collected():
+        if source.check_inputs is not None:
+            source.check_inputs(config.data)
+    with mistakes.collected():
+        if config.data.collate is not None:
+            check_call(config.data.collate, "data.collate", positional=1, optional=("random",))
+    with mistakes.collected():
+        check_evaluation(config)
+    layout = None
+    with mistakes.collected():
+        layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
+    with mistakes.collected():
+        check_own_model(config, 1 if layout is None else layout.pp)
+    for check in (_check_stages, check_targets) if layout is not None else ():
+        with mistakes.collected():
+            check(config, layout)
+    with mistakes.collected():
+        check_packages(config)
+    mistakes.report()
+    assert layout is not None
     return layout
 
 
@@ -90,7 +117,7 @@ def check_values(config: Config) -> None:
     """Checks each value by itself.
 
     Raises:
-        UserError: a key does not accept its value. The message reports the first one.
+        UserError: keys do not accept their values. The message reports all of the schema, then the first other one.
     """
     check_keys(config)
     _check_lists(config)
@@ -175,7 +202,8 @@ def _check_tensor_parallel(config: Config, family: ModelFamily, tp: int) -> None
         check_divides(tp, length, "strategy.tp", "data.sequence_length")
 
 
-def _check_stages(config: Config, family: ModelFamily, pp: int) -> None:
+def _check_stages(config: Config, layout: Layout) -> None:
+    family, pp = family_of(config.model), layout.pp
     reason = family.why_not_stages(config.model) if pp > 1 and family.why_not_stages is not None else ""
     if reason:
         raise UserError(

@@ -109,11 +109,14 @@ def _is_live_error(path: Path, who: str) -> UserError:
 def add_submission(
     run: RunDirectory, executor: str, *, pid: int | None = None, job_id: str | None = None, **details: Any
 ) -> None:
-    """Appends a submission to ``run.json``: a Slurm ``job_id``, or the ``pid`` of a process on this host."""
+    """Appends a submission to ``run.json``: a Slurm ``job_id``, or the ``pid`` of a process on this host.
+
+    From then on the run belongs to its job, and not to the process that has submitted it and may wait for its end.
+    """
     entry: dict[str, Any] = {"executor": executor, "time": time.time(), "job_id": job_id}
     if pid is not None:
         entry |= process(pid)
-    run.update_record(submissions=[*run.record().get("submissions", []), entry | details])
+    run.update_record(submissions=[*run.record().get("submissions", []), entry | details], claimed_by={})
 
 
 def refuse_live(run: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,52 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert output.count("set in:") == 1
     assert output.count("fix:") == 1
     assert everything(place) == before
+
+
+OWN = """
+import nonesuch
+from torch import nn
+class Base(nn.Module):
+    pass
+class Net(Base):
+    def __init__(self, width, depth=2):
+        pass
+def built(width: int) -> Net:
+    return Net(width)
+def undeclared(width: int):
+    return Net(width)
+"""
+
+
+def test_an_own_model_and_missing_packages_are_told_at_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "own_net.py").write_text(OWN)
+    (place / "own_bad.py").write_text("\ndef f(:\n")
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    def refused(target: str, *arguments: str) -> str:
+        given = ["model=custom", f"model._target_={target}", *arguments, "launch.dry_run=true"]
+        assert run(given) == 2
+        return "".join(capsys.readouterr())
+
+    told = refused(
+        "own_net.Net", "+model.args.widht=3", "telemetry.tensorboard=true", "data.path=nope", "strategy.dp=9"
+    )
+    assert "5 mistakes:" in told
+    assert told.count("set in:") == told.count("fix:") == 5
+    for part in ("did you mean width?", "hpc_train[tensorboard]", "nope does not exist", "9 workers", "own_net.py:2"):
+        assert part in told
+    for target in ("own_net.Net", "own_net.built"):
+        assert "only a hpc_train.models.model.Model" in refused(target, "+model.args.width=3", "strategy=pp")
+    assert "Model can be cut" not in refused("own_net.undeclared", "+model.args.width=3", "strategy=pp")
+    assert "own_bad.py:2: invalid syntax" in refused("own_bad.f")
+    assert "there is no module nope" in refused("nope.Net")
+    told = refused("own_net.Net", "+model.args.width=3", "optim.lr=-1", "train.steps=0")
+    assert "2 mistakes" in told
+    assert "set in: optim.lr" in told
+    assert "set in: train.steps" in told
 
 
 def test_an_unreadable_file_is_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.run import lease
+from hpc_train.run import lease, processes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_freeze, config_hash, freeze, load
 from tests.config.composing import config_of
@@ -148,6 +149,7 @@ def test_slurm_is_asked_about_its_jobs(run: RunDirectory, tmp_path: Path, monkey
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
     freeze(config(run), run)
+    run.update_record(claimed_by=processes.process(os.getppid()))  # which waits for the job that it submits
     lease.add_submission(run, "Slurm", job_id="16")
     freeze(config(run), run)
     lease.add_submission(run, "Slurm", job_id="17")

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import errno
+import io
+import math
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from rich.console import Console
 
 from hpc_train.launch.executors.executor import Submitted
 from hpc_train.launch.job_status import PRESENT, JobStatus, View, resume_command, time_left
 from hpc_train.launch.job_table import JobTable, plain_line
+from hpc_train.launch.monitor import wait_if_ending
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
-from hpc_train.run.lease import add_submission
+from hpc_train.run.lease import add_submission, find_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested
 from tests.launch.jobs import make_job
 
@@ -47,6 +54,21 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
     assert (item.view(None).state, item.view(None).exit) == ("cancelled", 1)
     add_submission(run, "this machine", pid=1)
     assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
+
+
+def test_a_stopped_job_is_given_the_time_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.launch.monitor.POLL_LIVE_S", 0.05)
+    run = submitted(tmp_path).job.run
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    add_submission(run, "this machine", pid=process.pid)
+    out = io.StringIO()
+    wait_if_ending(run, math.inf, Console(file=out))
+    assert out.getvalue() == "", "nobody has stopped it"
+    record_stop_request(run)
+    threading.Timer(0.2, process.communicate, [b"\n"]).start()
+    wait_if_ending(run, math.inf, Console(file=out, width=200))
+    assert out.getvalue().startswith("waiting until the stopped job has ended: process")
+    assert find_live(run) is None
 
 
 def test_a_job_whose_run_directory_was_deleted_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hpc_train.errors import UserError, nearest
+from hpc_train.errors import Mistakes, UserError, nearest
 
 _METADATA = "hpc_train"
 
@@ -90,12 +90,19 @@ def check_keys(node: Any, path: str = "") -> None:
     """Checks every value below ``node`` against the choices and the range of its key.
 
     Raises:
-        UserError: the first value that is neither one of its key's choices nor in its key's range.
+        UserError: values are neither one of their key's choices nor in their key's range. The message reports all.
     """
+    mistakes = Mistakes()
     for name, value, info in keys(node, path):
-        if isinstance(value, str) and info.choices and value not in info.choices:
-            numbers = f"a number {info.range}, or " if info.range else ""
-            words = nearest(value, info.choices)
-            raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{words}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
-            raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
+        with mistakes.collected():
+            _check_key(name, value, info)
+    mistakes.report()
+
+
+def _check_key(name: str, value: Any, info: KeyInfo) -> None:
+    if isinstance(value, str) and info.choices and value not in info.choices:
+        numbers = f"a number {info.range}, or " if info.range else ""
+        words = nearest(value, info.choices)
+        raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{words}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
+        raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
