@@ -32,6 +32,7 @@ TAKEN_AS_THEY_ARE = (
     "status",
     "logs",
     "why",
+    "compare",
     "plot",
     "doctor",
     "--help",

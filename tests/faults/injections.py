@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hpc_train.checkpoint import disk
 from hpc_train.run.requests import StopFlag
 from tests.faults.plan import MARK
+from tests.faults.surroundings import leave_little_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 PIECE = 64 << 20
@@ -80,6 +81,7 @@ def too_much_memory() -> None:
 
 def more_than_the_group_may_have() -> None:
     """Allocates more memory than the limit of the group; the kernel kills the process without a message."""
+    leave_little_memory()
     taken = [bytearray(os.urandom(1)) * PIECE for _ in range(MOST_PIECES)]
     raise AssertionError(f"the memory group allows at least {len(taken) * PIECE} bytes")
 

@@ -16,6 +16,9 @@ from pathlib import Path
 
 GROUP = "HPC_TRAIN_TEST_MEMORY_GROUP"
 MEMORY_BYTES = 1536 << 20
+SPARE_BYTES = (
+    256 << 20
+)  # enough that the process which uses them up is the largest of the group, which the kernel kills
 SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m shm /dev/shm && exec "$@"', "sh"]
 
 
@@ -43,14 +46,27 @@ def surroundings() -> Iterator[Surroundings]:
 def enter_memory_group() -> None:
     """Moves this process to the memory group; the processes that it starts are then members too."""
     if GROUP in os.environ:
-        Path(os.environ[GROUP], "cgroup.procs").write_text(str(os.getpid()))
+        group = Path(os.environ[GROUP])
+        _limit(group).write_text(str(MEMORY_BYTES))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def leave_little_memory() -> None:
+    """Lowers the limit of the group, so that a process reaches it soon; the next agent raises it again."""
+    group = Path(os.environ[GROUP])
+    used = next(path for name in ("memory.usage_in_bytes", "memory.current") if (path := group / name).exists())
+    _limit(group).write_text(str(min(MEMORY_BYTES, int(used.read_text()) + SPARE_BYTES)))
+
+
+def _limit(group: Path) -> Path:
+    return next(path for name in ("memory.limit_in_bytes", "memory.max") if (path := group / name).exists())
 
 
 @contextmanager
 def _memory_group() -> Iterator[Path | None]:
     """Creates a control group below this process's own, and yields None if that is impossible."""
     own = {line.split(":")[1]: line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()}
-    top, limit = ("memory", "memory.limit_in_bytes") if "memory" in own else ("", "memory.max")
+    top = "memory" if "memory" in own else ""
     group = Path("/sys/fs/cgroup", top, own.get(top, "/").lstrip("/"), f"hpc_train-test-{os.getpid()}")
     try:
         group.mkdir()
@@ -58,9 +74,9 @@ def _memory_group() -> Iterator[Path | None]:
         yield None
         return
     try:
-        (group / limit).write_text(str(MEMORY_BYTES))
+        _limit(group).write_text(str(MEMORY_BYTES))
         made: Path | None = group
-    except OSError:  # this group cannot limit memory
+    except (OSError, StopIteration):  # this group cannot limit memory
         made = None
     try:
         yield made
