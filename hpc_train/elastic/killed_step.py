@@ -54,18 +54,21 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
     """Returns the step that ran ``attempt``, if it belongs to this start of the job and its agents were killed.
 
     Args:
-        launch_id: that of this step: job, restart and step.
+        launch_id: that of this step: job, step and restart (``cluster/allocation.py``).
     """
     path = run.attempts / f"{attempt:03d}.json"
     if attempt < 0 or launch_id.count(".") != 2 or not path.exists() or not path.stat().st_size:
         return None
     spec = read_json(path)
     earlier = str(spec["launch_id"])
-    if earlier == launch_id or earlier.rpartition(".")[0] != launch_id.rpartition(".")[0]:
+    if earlier.count(".") != 2:
+        return None
+    job, step, restart = earlier.split(".")
+    own_job, own_step, own_restart = launch_id.split(".")
+    if (job, restart) != (own_job, own_restart) or step == own_step:
         return None
     if any("exit_code" in event for event in _events(run, attempt)):
         return None
-    job, _, step = earlier.split(".")
     return KilledStep(attempt, f"{job}.{step}", str(spec["node"]), _memory_line(run, f"{job}.{step}"))
 
 
