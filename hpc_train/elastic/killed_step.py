@@ -102,15 +102,20 @@ def more_memory(mem: str | None) -> str:
 
 
 def _memory_line(run: RunDirectory, step: str) -> str | None:
-    """Returns the last line about the memory of ``step`` in the output of the job; None if there is none."""
+    """Returns the last line about the memory of ``step`` in the output of the job; None if there is none.
+
+    slurmstepd may add lines that do not name the step ("Exceeded job memory limit") to those that do.
+    """
     output = (run.record().get("submissions") or [{}])[-1].get("output")
     if not output or not Path(output).is_file():
         return None
     with Path(output).open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    found = [line.strip() for line in lines if MEMORY.search(line) and (step in line or "StepId" not in line)]
-    return found[-1] if found else None
+    found = [line.strip() for line in lines if MEMORY.search(line)]
+    named = [line for line in found if "stepid=" in line.lower()]
+    own = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
+    return next(reversed(own if named else found), None)  # without ids, it may be any of the steps
 
 
 def _events(run: RunDirectory, attempt: int) -> list[dict[str, Any]]:

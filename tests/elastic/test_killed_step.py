@@ -75,6 +75,18 @@ def test_too_little_memory_is_told_with_more_and_not_tried_a_third_time(run: Run
     assert error.value.fix.startswith("set cluster.mem=96G")
 
 
+def test_the_lines_of_one_step_are_not_taken_for_those_of_another(run: RunDirectory) -> None:
+    """The output is that of Slurm 22.05: the second step was killed by a signal, after the first for its memory."""
+    over = "slurmstepd-n1: error: StepId=7.0 exceeded memory limit (582123520 > 419430400), being killed"
+    extra = "slurmstepd-n1: error: Exceeded job memory limit"
+    (run.path.parent / "7.out").write_text(f"{over}\n{extra}\nsrun: error: n1: task 0: Killed\n")
+    first = find_killed_step(run, "7.1.0", 0)
+    assert first is not None and first.for_memory == over
+    attempt(run, "7.1.0")
+    second = find_killed_step(run, "7.2.0", 1)
+    assert second is not None and second.for_memory is None
+
+
 def test_more_memory_than_an_unknown_amount() -> None:
     assert "DefMemPer" in more_memory(None)
     assert "more than 0" in more_memory("0")
