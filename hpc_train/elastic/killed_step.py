@@ -54,18 +54,21 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
     """Returns the step that ran ``attempt``, if it belongs to this start of the job and its agents were killed.
 
     Args:
-        launch_id: that of this step: job, restart and step.
+        launch_id: that of this step: job, step and restart (``cluster/allocation.py``).
     """
     path = run.attempts / f"{attempt:03d}.json"
     if attempt < 0 or launch_id.count(".") != 2 or not path.exists() or not path.stat().st_size:
         return None
     spec = read_json(path)
     earlier = str(spec["launch_id"])
-    if earlier == launch_id or earlier.rpartition(".")[0] != launch_id.rpartition(".")[0]:
+    if earlier.count(".") != 2:
+        return None
+    job, step, restart = earlier.split(".")
+    own_job, own_step, own_restart = launch_id.split(".")
+    if (job, restart) != (own_job, own_restart) or step == own_step:
         return None
     if any("exit_code" in event for event in _events(run, attempt)):
         return None
-    job, _, step = earlier.split(".")
     return KilledStep(attempt, f"{job}.{step}", str(spec["node"]), _memory_line(run, f"{job}.{step}"))
 
 
@@ -99,15 +102,20 @@ def more_memory(mem: str | None) -> str:
 
 
 def _memory_line(run: RunDirectory, step: str) -> str | None:
-    """Returns the last line about the memory of ``step`` in the output of the job; None if there is none."""
+    """Returns the last line about the memory of ``step`` in the output of the job; None if there is none.
+
+    slurmstepd may add lines that do not name the step ("Exceeded job memory limit") to those that do.
+    """
     output = (run.record().get("submissions") or [{}])[-1].get("output")
     if not output or not Path(output).is_file():
         return None
     with Path(output).open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    found = [line.strip() for line in lines if MEMORY.search(line) and (step in line or "StepId" not in line)]
-    return found[-1] if found else None
+    found = [line.strip() for line in lines if MEMORY.search(line)]
+    named = [line for line in found if "stepid=" in line.lower()]
+    own = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
+    return next(reversed(own if named else found), None)  # without ids, it may be any of the steps
 
 
 def _events(run: RunDirectory, attempt: int) -> list[dict[str, Any]]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
@@ -21,10 +25,12 @@ from hpc_train.launch.job_status import View, attempt_end, how_stopped, resume_c
 from hpc_train.launch.job_table import JobTable, common_directory, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
-from hpc_train.run.code import take_code_again
+from hpc_train.run.code import FrozenCode, frozen_code, has_changed, snapshot_code
 from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, worst_exit
+from hpc_train.run.files import share
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.processes import this_process
@@ -222,9 +228,9 @@ def resubmit(
     executor.confirm(jobs, console)
     for job in jobs:
         job.run.update_record(claimed_by=this_process())
-    if code_now:
-        lines = take_code_again([(item.run, item.config) for item in found])
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    runs = [(item.run, item.config) for item in found]
+    for line in take_code_again(runs) if code_now else notes_on_changed_code(runs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     queue = JobQueue(jobs, executor, sweep, console)
     if detach:
         hand_over(queue, console)
@@ -259,3 +265,56 @@ def _is_ending(run: RunDirectory) -> bool:
     """Returns whether a user has stopped the job, or its newest attempt has ended for good."""
     end = attempt_end(run, run.newest_attempt())
     return stop_was_requested(run) or (end is not None and end.final)
+
+
+def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
+    """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
+
+    The runs must not be live. Their event logs record the change.
+
+    Returns:
+        lines for the user.
+
+    Raises:
+        UserError: a work tree does not exist any more, or cannot be copied.
+    """
+    before = [frozen_code(run) for run, _ in runs]
+    old = {code.origin: code for code in before if code is not None}
+    new = {origin: _taken_again(code, [config for _, config in runs]) for origin, code in old.items()}
+    changed = {origin for origin, code in new.items() if code.snapshot != old[origin].snapshot}
+    for (run, _), code in zip(runs, before, strict=True):
+        if code is not None and code.snapshot != new[code.origin].snapshot:
+            after = new[code.origin]
+            run.update_record(snapshot=asdict(after))
+            events = EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1)
+            events.write("warning", message=f"continues with other code: {code.snapshot} -> {after.snapshot}")
+    lines = [f"code: the present code of {origin[0]}, copied to {new[origin].snapshot}" for origin in changed]
+    lines += [f"code: {tree} has not changed since its code was frozen" for tree, *_ in old.keys() - changed]
+    if None in before:
+        lines.append("code: runs without frozen code import the present code in any case")
+    return lines
+
+
+def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
+    """Returns a line for each work tree that differs from the frozen code with which ``runs`` continue."""
+    frozen = [(frozen_code(run), config) for run, config in runs]
+    old = {code.work_tree: (code, config) for code, config in frozen if code is not None}
+    return [
+        f"note: {tree} has changed since its code was frozen; the frozen code runs again (--code now: the present code)"
+        for tree, (code, config) in old.items()
+        if Path(tree).is_dir() and has_changed(code, config)
+    ]
+
+
+def _taken_again(code: FrozenCode, configs: Sequence[Config]) -> FrozenCode:
+    directory, into = code.directory, Path(code.snapshot).parent
+    taken = snapshot_code(configs, into, directory) if directory.is_dir() else None
+    if taken is None or taken.work_tree != code.work_tree:
+        raise UserError(
+            f"the code was frozen from {code.work_tree}, which is not a git work tree any more",
+            where="--code now",
+            fix="restore the work tree, or leave out --code now to run the frozen code again",
+        )
+    if configs[0].run.group is not None:
+        share(into, configs[0].run.group)
+    return taken

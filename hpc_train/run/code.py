@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -32,8 +32,6 @@ from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from hpc_train.plan.optimizers import own_code
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
-from hpc_train.run.files import share
 from hpc_train.units import format_bytes
 
 LIMIT_BYTES = 50 * 2**20
@@ -57,8 +55,7 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     root = _work_tree(here) if config.run.snapshot else None
     if root is None:
         return None
-    runs = (Path(os.path.realpath(config.run.root)), Path(os.path.realpath(into)))
-    listed = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
+    listed = _listed_code(root, config, into)
     names = [name for name in listed if not is_secret_file(name)]
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data)]
@@ -88,6 +85,12 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     code = FrozenCode(str(root), str(snapshot), (), commit, diff)
     copies = [code.copied_path(path) for path in _import_paths(here, root)]
     return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
+
+
+def _listed_code(root: Path, config: Config, into: Path) -> list[str]:
+    """Returns the files of a work tree, sorted, without those of runs and of the snapshots in ``into``."""
+    runs = (Path(os.path.realpath(config.run.root)), Path(os.path.realpath(into)))
+    return sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
 
 
 def _make_private(directory: Path, group: str | None) -> None:
@@ -359,43 +362,12 @@ def check_imports(run: RunDirectory) -> None:
         )
 
 
-def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
-    """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
-
-    The runs must not be live. Their event logs record the change.
-
-    Returns:
-        lines for the user.
-
-    Raises:
-        UserError: a work tree does not exist any more, or cannot be copied.
-    """
-    before = [frozen_code(run) for run, _ in runs]
-    old = {code.origin: code for code in before if code is not None}
-    new = {origin: _taken_again(code, [config for _, config in runs]) for origin, code in old.items()}
-    changed = {origin for origin, code in new.items() if code.snapshot != old[origin].snapshot}
-    for (run, _), code in zip(runs, before, strict=True):
-        if code is not None and code.snapshot != new[code.origin].snapshot:
-            after = new[code.origin]
-            run.update_record(snapshot=asdict(after))
-            events = EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1)
-            events.write("warning", message=f"continues with other code: {code.snapshot} -> {after.snapshot}")
-    lines = [f"code: the present code of {origin[0]}, copied to {new[origin].snapshot}" for origin in changed]
-    lines += [f"code: {tree} has not changed since its code was frozen" for tree, *_ in old.keys() - changed]
-    if None in before:
-        lines.append("code: runs without frozen code import the present code in any case")
-    return lines
-
-
-def _taken_again(code: FrozenCode, configs: Sequence[Config]) -> FrozenCode:
-    directory, into = code.directory, Path(code.snapshot).parent
-    taken = snapshot_code(configs, into, directory) if directory.is_dir() else None
-    if taken is None or taken.work_tree != code.work_tree:
-        raise UserError(
-            f"the code was frozen from {code.work_tree}, which is not a git work tree any more",
-            where="--code now",
-            fix="restore the work tree, or leave out --code now to run the frozen code again",
-        )
-    if configs[0].run.group is not None:
-        share(into, configs[0].run.group)
-    return taken
+def has_changed(code: FrozenCode, config: Config) -> bool:
+    """Returns whether the work tree differs from the frozen code, whose run has ``config``."""
+    root, snapshot = Path(code.work_tree), Path(code.snapshot)
+    names = [name for name in _listed_code(root, config, snapshot.parent) if not is_secret_file(name)]
+    try:
+        _check_size(root, names)
+    except UserError:  # the frozen code did not exceed the limit
+        return True
+    return _digest({name: _file_content(root / name) for name in names}, _modes(root, names)) != snapshot.name

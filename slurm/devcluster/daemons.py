@@ -31,6 +31,7 @@ class Cluster:
     network: bool = False
     accounting: bool = True
     port: int = 26000  # +1 controller, +2 database, +3 or +11… nodes
+    limit_memory: bool = False
 
     @property
     def conf(self) -> Path:

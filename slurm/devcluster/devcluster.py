@@ -78,9 +78,11 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=default, help="state directory (default: %(default)s)")
     parser.add_argument("--network", action="store_true", help="one network namespace per node (root)")
     parser.add_argument("--no-accounting", action="store_true", help="no slurmdbd, as on some sites")
+    parser.add_argument("--limit-memory", action="store_true", help="Slurm kills steps that exceed their memory")
     parser.add_argument("--port", type=int, default=26000, help="first of 20 ports (default: %(default)s)")
     options = parser.parse_args()
-    asked = Cluster(options.state.resolve(), options.network, not options.no_accounting, options.port)
+    parts = options.network, not options.no_accounting, options.port, options.limit_memory
+    asked = Cluster(options.state.resolve(), *parts)
     try:
         if options.command == "link":
             link(as_started(asked), *options.link)
@@ -179,6 +181,7 @@ def write_state(cluster: Cluster) -> None:
     for folder in ("etc", "run", "log", "spool/slurmctld", "dev", *(f"spool/{node}" for node in NODES)):
         (cluster.state / folder).mkdir(parents=True, exist_ok=True)
     kept = {"network": cluster.network, "accounting": cluster.accounting, "port": cluster.port}
+    kept["limit_memory"] = cluster.limit_memory
     settings_file(cluster).write_text(json.dumps(kept))
     values = {
         "state": cluster.state,
@@ -190,6 +193,8 @@ def write_state(cluster: Cluster) -> None:
         "node_list": node_list(),
         "task_plugin": task_plugin(),
         "first_job": jobs_of(cluster).start,
+        "memory": "JobAcctGatherParams=OverMemoryKill" if cluster.limit_memory else "",
+        "sampling_s": 1 if cluster.limit_memory else 5,
     }
     accounting = (TEMPLATES / "accounting.conf").read_text().format(**values)
     values["accounting"] = accounting if cluster.accounting else "AccountingStorageType=accounting_storage/none"

@@ -16,9 +16,7 @@ from pathlib import Path
 
 GROUP = "HPC_TRAIN_TEST_MEMORY_GROUP"
 MEMORY_BYTES = 1536 << 20
-SPARE_BYTES = (
-    256 << 20
-)  # enough that the process which uses them up is the largest of the group, which the kernel kills
+SPARE_BYTES = 256 << 20  # so that the process which uses them up is the largest one, which the kernel kills
 SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m shm /dev/shm && exec "$@"', "sh"]
 
 

@@ -18,7 +18,8 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
-from hpc_train.run.code import frozen_code, snapshot_code, take_code_again
+from hpc_train.launch.monitor import notes_on_changed_code, take_code_again
+from hpc_train.run.code import frozen_code, snapshot_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
@@ -209,7 +210,10 @@ def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> Non
     lines = take_code_again(found)
     assert lines[0].endswith("has not changed since its code was frozen")
     assert "runs without frozen code" in lines[1], "sweep[3] has none"
+    assert notes_on_changed_code(found) == []
     module.write_text("broken = False\n")
+    (line,) = notes_on_changed_code(found)
+    assert line.startswith(f"note: {tree} has changed since its code was frozen; the frozen code runs again (")
     assert take_code_again(found)[0].startswith(f"code: the present code of {tree}, copied to {tmp_path}/runs/code/")
     after = frozen_code(job.run)
     assert code is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.progress import LONG
 from tests.doors import command
 from tests.slurm.beside import MARK, Beside, is_beside
 from tests.slurm.cluster import Cluster, link, side_by_side
@@ -23,6 +24,8 @@ CLUSTERS: dict[str, tuple[str, ...]] = {  # options of each cluster
     "network": ("--network", "--no-accounting"),  # its nodes are connected by a network
     "uneven": ("--network", "--no-accounting"),  # likewise; the link of its node n2 is slow
 }
+if LONG:
+    CLUSTERS["limited"] = ("--no-accounting", "--limit-memory")  # kills steps that exceed their memory
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +54,11 @@ def contended(clusters: dict[str, Future[Cluster]]) -> Cluster:
 @pytest.fixture(scope="session")
 def quiet(clusters: dict[str, Future[Cluster]]) -> Cluster:
     return clusters["quiet"].result()
+
+
+@pytest.fixture(scope="session")
+def limited(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    return clusters["limited"].result()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""``why``: of a job that waits for nodes, and of one that failed, on a real cluster."""
+"""``why``: of a job that waits for nodes, of killed steps, and of a job that failed, on a real cluster."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import FAULTY, ONE_NODE, job_id
+from tests.slurm.runs import FAULTY, ONE_NODE, events, job_id
+
+GROWS = "import time; held = b'x' * (500 << 20); time.sleep(600)"
 
 
 def why(cluster: Cluster, cwd: Path) -> dict[str, Any]:
@@ -41,6 +44,47 @@ def test_a_job_that_waits_for_nodes(quiet: Cluster, tmp_path: Path) -> None:
     finally:
         quiet.call("scancel", other)
         quiet.call("scancel", "--name=hpc_train-run")
+
+
+def submit_command(cluster: Cluster, cwd: Path, command: str, *arguments: str) -> str:
+    """Submits one process that is no trainer, and returns the id of the job."""
+    case = ["+strategy=dp", "cluster=slurm", "cluster.nodes=1", "cluster.cpu_workers=1", f"run.command={command}"]
+    submitted = cluster.hpc_train(*case, *arguments, "launch.detach=true", "run.name=run", "-m", cwd=cwd)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    return job_id(cwd / "outputs" / "run")
+
+
+@IN_LONG_FORM
+def test_steps_that_slurm_kills_for_memory(limited: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "grows.py").write_text(GROWS)
+    job = submit_command(limited, tmp_path, "[python,grows.py]", "cluster.mem=400M")
+    run = tmp_path / "outputs" / "run"
+    assert limited.wait_for_state(job, "FAILED", "OUT_OF_MEMORY", "COMPLETED", "CANCELLED") == "FAILED"
+    assert len(events(run, "started")) == 2, "the third step was refused"
+    found = why(limited, tmp_path)
+    assert (found["exit_code"], found["cause"]["kind"]) == (2, "out_of_memory")
+    assert f"StepId={job}.1 exceeded memory limit" in found["cause"]["message"]
+    assert "cluster.mem=600M instead of 400M" in found["cause"]["message"]
+    assert found["advice"][0] == "set the larger cluster.mem that the message names"
+    assert [event["event"] for event in found["done"]] == ["agents_killed", "failed"]
+
+
+@IN_LONG_FORM
+def test_a_step_that_a_signal_kills_and_a_job_that_slurm_does_not_requeue(limited: Cluster, tmp_path: Path) -> None:
+    job = submit_command(limited, tmp_path, '[sleep,"600"]', "cluster.mem=2G")
+    run = tmp_path / "outputs" / "run"
+    wait_for("the first step", lambda: bool(events(run, "started")), 120)
+    limited.call("scancel", "--signal=KILL", f"{job}.0")
+    wait_for("the second step", lambda: bool(events(run, "agents_killed")), 120)
+    found = why(limited, tmp_path)
+    assert (found["exit_code"], found["cause"]["kind"], found["cause"]["attempt"]) == (None, "killed", 0)
+    assert f"a signal killed all agents of step {job}.0 (scancel --signal=KILL" in found["cause"]["message"]
+    limited.call("scontrol", "update", f"JobId={job}", "Requeue=0")
+    limited.call("scancel", "--signal=USR2", job)  # as Slurm does before the time limit
+    assert limited.wait_for_state(job, "FAILED", "COMPLETED", "PENDING") == "FAILED"
+    found = why(limited, tmp_path)
+    assert (found["exit_code"], found["cause"]["kind"], found["cause"]["attempt"]) == (93, "stopped_retrying", 1)
+    assert f"not requeued: Slurm may not requeue job {job} (Requeue=0)" in found["cause"]["message"]
 
 
 @pytest.mark.beside
