@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpc_train
+from tests.data.chats import write_chat_model
 from tests.doors.command import TINY, environment
 
 
@@ -59,6 +61,18 @@ def test_a_submitted_run_is_read_back(
     assert run.config.train.steps == 6
     assert run.cancel() is False
     assert hpc_train.Run("one").path == run.path
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "export"),
+    [("fine_tuning", "train.epochs=0.03", "sums-model"), ("lora", "train.steps=2", "adapter")],
+)
+def test_the_examples_of_hugging_face_models(tmp_path: Path, name: str, steps: str, export: str) -> None:
+    write_chat_model(tmp_path / "model")
+    small = ["cluster=local", "cluster.cpu_workers=2", "batch.global_size=8", "telemetry.wandb.mode=disabled"]
+    small += ["data.sequence_length=64", *(["data.pattern=json/*.py"] if name == "lora" else [])]
+    importlib.import_module(f"examples.{name}").main(str(tmp_path / "model"), *small, steps)
+    assert any((tmp_path / export).glob("*.safetensors"))
 
 
 def test_a_run_can_be_cancelled(tmp_path: Path) -> None:
