@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command: its function, as "module:function", its line in the help, and the heading that it stands under."""
+    """Describes a command: its function as "module:function", its line in the help, and the heading above it."""
 
     function: str
     summary: str

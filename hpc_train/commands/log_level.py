@@ -1,4 +1,4 @@
-"""The level of a line in the workers' output: info, warning or error, from the forms that Python, torch and NCCL use.
+"""Finds the level of a line of the workers' output in the forms that Python, torch and NCCL use.
 
 A line of unknown form counts as info. Indented lines belong to the line before them, and the line with the exception
 to its traceback.
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """The severity of a line."""
+    """Names the severity of a line."""
 
     info = 0
     warning = 1

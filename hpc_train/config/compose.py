@@ -71,7 +71,7 @@ def register() -> None:
 
 @dataclass
 class ConfigWithStrategy(Config):
-    """The schema with ``strategy`` in the Defaults List."""
+    """Describes the schema with ``strategy`` in the Defaults List."""
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"strategy": None}])
 

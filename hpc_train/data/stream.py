@@ -250,8 +250,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class StreamDataset(Dataset):
-    """A stream for training. ``StreamReader`` reads it; as a dataset it has only the first item of each shard, which
-    measurements use before the first step.
+    """Wraps a stream for training. ``StreamReader`` reads it; as a dataset it has only the first item of each shard,
+    which measurements use before the first step.
     """
 
     def __init__(self, shards: Shards) -> None:

@@ -233,7 +233,7 @@ def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class AmdEvent:
-    """An error of the GPU at ``pci`` (None: the line does not contain it) in the kernel log.
+    """Describes an error in the kernel log. ``pci`` is the address of the GPU; None if the line does not contain it.
 
     Attributes:
         lasting: it is an error of the hardware, which a successful reset does not repair.
