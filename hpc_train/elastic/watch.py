@@ -9,6 +9,7 @@ work (data and tensor parallel) are compared. No rank is killed because it is la
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -155,6 +156,7 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
     return Straggler(rank, share, median(waits[rank]))
 
 
+TIMED_OUT = re.compile(r"Timed out waiting|before timing out")
 # Slow steps reported per interval: all nodes write their stacks, possibly to the file system that is slow.
 SLOW_STEPS, SLOW_EVERY_S = 3, 600.0
 
@@ -174,6 +176,7 @@ class Watch:
     _workers: Workers | None = field(default=None, init=False)
     _pipeline: bool = field(default=False, init=False)
     _first_look: Sequence[RankState] = field(default=(), init=False)  # at the current silence
+    _timeout_reported: bool = field(default=False, init=False)  # in the current attempt
 
     @classmethod
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
@@ -192,6 +195,7 @@ class Watch:
         self.hangs.begin()
         self._pipeline = layout.pp > 1
         self.stragglers.begin(self._pipeline)
+        self._timeout_reported = False
 
     def check(self, workers: Workers) -> None:
         """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
@@ -204,6 +208,9 @@ class Watch:
                 return
             for straggler in self.stragglers.check(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
+        elif not self._timeout_reported and workers.alive and (late := _timed_out(workers.failures)) is not None:
+            self._timeout_reported = True
+            self._report_timeout(late, collect(workers, self.node))
         if self.stacks_requested != self._answered and workers.alive:
             self._show_stacks(workers, self.stacks_requested)
 
@@ -272,6 +279,13 @@ class Watch:
             evidence.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None, states=plain
         )  # fmt: skip
 
+    def _report_timeout(self, late: WorkerFailure, found: Sequence[Evidence]) -> None:
+        """Reports what the other ranks do before they are killed: one of them may not have entered the collective."""
+        path = self._write_evidence("timeout", found)
+        message = f"a collective timed out on rank {late.rank}; the stacks of the ranks that still run: {path}"
+        plain = tuple(asdict(one.state) for one in found)
+        self._event("collective_timed_out", rank=late.rank, message=message, stacks=str(path), ranks=plain)
+
     def _write_evidence(self, what: str, found: Sequence[Evidence], collectives: bool = True) -> Path:
         folder = self.run.logs / "stacks"
         attempt = 0 if self._events is None else self._events.attempt
@@ -290,6 +304,12 @@ class Watch:
     def _event(self, event: str, *, step: int | None = None, **details: object) -> None:
         if self._events is not None:
             self._events.write(event, step=step, node=self.node, **details)
+
+
+def _timed_out(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
+    """Returns the first failure of a collective by its timeout, in the words of gloo or NCCL."""
+    late = (one for one in failures if one.failure is Failure.COMMUNICATION and TIMED_OUT.search(one.message))
+    return next(late, None)
 
 
 def _write_files(folder: Path, contents: Mapping[Path, bytes]) -> None:

@@ -25,6 +25,7 @@ from hpc_train.telemetry.progress import ended_early
 
 Event = dict[str, Any]
 
+WITH_STACKS = ("hang_detected", "collective_timed_out")
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_retrying")
 STEPS = (  # reactions, besides the failures themselves
     KILLED, "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued",
@@ -203,7 +204,8 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     own = [event for event in failed if event["attempt"] == newest]
     first = min(own, key=_weight)
     first = next((outage for outage in outages if _explains(outage, first)), first)
-    hang = next((event for event in own if event["event"] == "hang_detected" and event.get("stacks")), {})
+    looks = (event for event in events if event["event"] in WITH_STACKS and event["attempt"] == newest)
+    stacks = next((look["stacks"] for look in looks if look.get("stacks")), None)
     return FailureCause(
         kind=_kind(first),
         message=str(first.get("message", first.get("reason", ""))),
@@ -212,7 +214,7 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
         rank=first.get("rank"),
         node=first.get("node"),
         traceback=first.get("traceback", ""),
-        stacks=hang.get("stacks"),
+        stacks=stacks,
         gpus=tuple(first.get("gpus", ())),
     )
 

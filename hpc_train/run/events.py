@@ -30,6 +30,7 @@ EVENTS = (
     "node_lost",
     "agents_killed",  # by a signal, with the whole step of the job; the next step writes it
     "hang_detected",
+    "collective_timed_out",  # on a rank that then failed; the stacks of the others were saved before they were killed
     "file_system_failed",  # after it, with its seconds: the run directory could not be written
     "suspended",  # after Slurm has resumed the job: the seconds during which its processes were stopped
     "paused",  # the batch host did not execute for some seconds, although the job was not suspended

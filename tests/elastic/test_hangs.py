@@ -513,6 +513,23 @@ def test_a_stall_for_ever_is_found_as_early_as_it_is_proven(
     assert ("allows 120.0" in reported["message"]) == (after == PATIENCE_S)
 
 
+def test_a_collective_that_timed_out_saves_the_stacks_of_the_others_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    lost = WorkerFailure(1, Failure.COMMUNICATION, "Connection closed by peer", "", 0.0)
+    late = WorkerFailure(1, Failure.COMMUNICATION, "Timed out waiting 60000ms for recv operation to complete", "", 0.0)
+    for failure, reports in ((lost, 0), (late, 1)):
+        node.failures = [failure]
+        for _ in range(3):
+            node.watch.check(node)  # type: ignore[arg-type]
+        assert len(node.events("collective_timed_out")) == reports
+    [reported] = node.events("collective_timed_out")
+    assert reported["rank"] == 1
+    assert [state["rank"] for state in reported["ranks"]] == [0, 1]
+    assert Path(reported["stacks"]).read_text().count("--- rank") == 2
+
+
 def test_an_evaluation_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, monkeypatch)
     node.steps(20)

@@ -106,6 +106,14 @@ def test_a_hang_names_the_rank_and_where_the_stacks_are(run: RunDirectory, capsy
     assert ".txt" in text.partition("stacks of all ranks: ")[2].partition("\n")[0]
 
 
+def test_a_collective_that_timed_out_says_where_the_stacks_of_the_others_are(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(run, 0, 1, Failure.COMMUNICATION, traceback="Timed out waiting 60000ms")
+    agent(run, 0).write("collective_timed_out", rank=1, message="a collective timed out on rank 1", stacks="n0.txt")
+    assert "stacks of all ranks: n0.txt" in page(run, capsys).replace("\n", " ").replace("  ", " ")
+
+
 def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     agent(run, 1).write("node_lost", rank=None, node="n1", message="silent for 6 s")
     agent(run).write("shrunk", nodes=1, reason="node_lost")
