@@ -131,7 +131,7 @@ class MicroBatchReader:
             with _on_exit_of_a_child(self._find_death):
                 self._find_death()
                 stacked = next(self._iterator)
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:  # connections end before the process has exited
             death = self._death_notice(error)
         if death:  # outside the handler, since the error's frames keep the dead iterator alive
             self.close()
@@ -153,7 +153,7 @@ class MicroBatchReader:
                 ended = f"was killed by {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else "failed"
                 raise RuntimeError(f"process {process.pid} {ended}")
 
-    def _death_notice(self, error: RuntimeError) -> str:
+    def _death_notice(self, error: Exception) -> str:
         if not self._workers:
             return str(error)
         samples = [index for index in self._requested[0].slots if index != PADDING] if self._requested else []

@@ -156,7 +156,7 @@ def test_the_death_of_a_loader_process_interrupts_only_the_wait_for_data(wait_s:
     until = time.monotonic() + wait_s
     while Path(f"/proc/{first[0]}/stat").read_text().split()[2] != "Z" and time.monotonic() < until:
         time.sleep(0.01)  # a save could be here
-    with pytest.raises(SampleError, match=rf"loader process died .*{first[0]}.*batch.loader_workers=0"):
+    with pytest.raises(SampleError, match=r"loader process died .*batch.loader_workers=0"):
         for _ in range(12):
             next(steps)
     steps.close()

@@ -69,7 +69,11 @@ CASES: list[tuple[str, Callable[[], SuggestedSetting], list[str]]] = [
         partial(setting, "+strategy=tp"),
         ["strategy.tp=1", "strategy.pp=2", "batch.global_size=64 batch.micro_batches=2 run.fork=NAME"],
     ),
-    ("communication", partial(setting, "+strategy=dp", "model=custom", "model._target_=a.b"), ["batch.global_size=64"]),
+    (
+        "communication",
+        partial(setting, "+strategy=dp", "model=custom", "model._target_=examples.own_model.WeightedClassifier"),
+        ["batch.global_size=64"],
+    ),
     (
         "bubble",
         partial(setting, "+strategy=pp", "batch.micro_size=4"),
