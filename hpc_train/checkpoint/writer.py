@@ -61,7 +61,7 @@ class SaveFailed(CollectiveFailure):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says before a save: the serial of the plan that it knows, and the digest of what it holds."""
+    """Holds what a rank says before a save: the serial of the plan that it knows, and the digest of what it holds."""
 
     serial: int | None
     digest: bytes

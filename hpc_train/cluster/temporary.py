@@ -19,7 +19,7 @@ SOCKETS, SCRIPTS, BENCH = "pymp-", "hpc_train-progress-", "hpc_train-bench-"  # 
 
 @dataclass(frozen=True)
 class TemporaryDirectory:
-    """A directory that is in use until it is removed or kept, or until this process ends."""
+    """Represents a directory that is in use until it is removed or kept, or until this process ends."""
 
     path: Path
     _lock: int | None  # descriptor of the lock; None on a file system without locks, where no other process removes it

@@ -32,7 +32,7 @@ UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # they say nothing
 
 @dataclass(frozen=True)
 class Row:
-    """A compared run. ``value`` is its metric, None if it has none; ``held_s`` is the time of its jobs in seconds."""
+    """Describes a compared run. ``value`` is its metric, None if it has none; ``held_s`` is the seconds of its jobs."""
 
     name: str
     run: str

@@ -71,7 +71,7 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which lines are printed, and how.
+    """Decides which lines are printed, and how.
 
     Attributes:
         ranks: None for all.

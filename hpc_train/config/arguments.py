@@ -228,7 +228,7 @@ def _refuse_sweeps(overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What the chosen files and the settings of Hydra on the command line decide.
+    """Holds what the chosen files and the settings of Hydra on the command line decide.
 
     Attributes:
         strategy: a file adds ``strategy`` to the Defaults List, or overrides it.

@@ -1,4 +1,4 @@
-"""What replaces Hydra's launchers that submit jobs, and the keys of the submitit launcher."""
+"""Tells what replaces Hydra's launchers that submit jobs, and the keys of the submitit launcher."""
 
 from __future__ import annotations
 

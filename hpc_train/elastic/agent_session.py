@@ -43,7 +43,7 @@ from hpc_train.slurm.client import is_suspended
 
 @dataclass(frozen=True)
 class Session:
-    """What an agent has prepared for the attempts of its run.
+    """Holds what an agent has prepared for the attempts of its run.
 
     Attributes:
         end: where the end of the job is recorded; None outside a job that can be requeued.

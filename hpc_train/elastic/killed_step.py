@@ -27,7 +27,7 @@ SIZE = re.compile(r"([\d.]+)([KMGT]?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class KilledStep:
-    """A step of this start of the job whose agents were killed.
+    """Describes a step of this start of the job whose agents were killed.
 
     Attributes:
         attempt: the attempt that it ran.

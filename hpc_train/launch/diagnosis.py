@@ -153,7 +153,7 @@ def diagnose(found: RunHandle) -> Diagnosis:
 
 @dataclass(frozen=True)
 class SweepFailure:
-    """What runs of a sweep failed from, with the first one's message; ``runs`` are indices."""
+    """Describes what runs of a sweep failed from, with the first one's message; ``runs`` are indices."""
 
     kind: str
     message: str

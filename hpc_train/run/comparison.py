@@ -46,7 +46,7 @@ def varied(settings: Sequence[Settings]) -> list[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What tells the runs of a sweep apart, and the metric that ranks them.
+    """Holds what tells the runs of a sweep apart, and the metric that ranks them.
 
     Attributes:
         keys: the overrides that differ between the runs.
