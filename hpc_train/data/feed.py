@@ -6,6 +6,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,7 +19,7 @@ from hpc_train.data.dataset import Batch, Dataset, SampleError, leaves
 from hpc_train.data.device_copy import DeviceCopy, SentBatches
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Request, Stacked
 from hpc_train.data.mixture import MixedOrder, MixtureDataset, SourceSeen
-from hpc_train.data.sampler import Order, Skipped, StreamOrder, TokenBalance, processes_for
+from hpc_train.data.sampler import Order, Skipped, SpacedOrder, StreamOrder, TokenBalance, processes_for
 from hpc_train.data.stream import States, StreamDataset, StreamReader
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
@@ -179,6 +180,9 @@ class EvalFeed:
 
     The ranks together read each sample once. Every rank gets the same number of equally shaped batches, with padding
     where samples are missing.
+
+    Attributes:
+        samples: the number of samples that it reads; all of the dataset unless ``limited``.
     """
 
     def __init__(
@@ -193,6 +197,21 @@ class EvalFeed:
         self.dataset, self._layout, self._dp_rank, self._device = dataset, layout, dp_rank, device
         self._order = Order(len(dataset), batch.global_size, drop_last=False, seed=None)
         self._workers = loader_workers(batch, dataset, local_ranks)
+
+    @property
+    def samples(self) -> int:
+        return self._order.samples
+
+    def limited(self, samples: int) -> EvalFeed:
+        """Returns a feed that reads at most ``samples`` samples, evenly spaced over the dataset.
+
+        Which ones depends only on the sizes of both, so that runs of equal length read the same under any layout.
+        """
+        if samples >= len(self.dataset):
+            return self
+        feed = copy(self)
+        feed._order = SpacedOrder(samples, self._order.global_size, False, None, len(self.dataset))
+        return feed
 
     def __len__(self) -> int:
         return self._order.steps_per_epoch

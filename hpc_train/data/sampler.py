@@ -121,6 +121,16 @@ class Order:
         return positions if self.seed is None else Permutation(self.samples, self.seed, epoch)(positions)
 
 
+@dataclass(frozen=True)
+class SpacedOrder(Order):
+    """Reads ``samples`` of ``available`` samples, evenly spaced and in the order of the dataset; without a seed."""
+
+    available: int
+
+    def _samples_at(self, epoch: int, positions: Indices) -> Indices:
+        return positions * self.available // self.samples
+
+
 ROUNDS = 12  # even, so that the halves have their first sizes again; small domains need more than a cipher's four
 _LEAST_BITS = 6  # halves of two bits are not uniform (chi-square over all orders of 4); halves of three bits are
 _MASK_64 = (1 << 64) - 1

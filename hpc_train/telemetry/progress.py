@@ -210,6 +210,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     losses = [f"training loss {metrics[0]['loss']:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
     losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
     losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
+    losses += [f"evaluated {result['evaluated']}" if "evaluated" in result else ""]
     done = f"done: {result.get('steps', 0)} steps"
     reason = result.get("ended_early")
     chart = loss_chart(metrics)

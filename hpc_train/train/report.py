@@ -51,6 +51,7 @@ class Report:
     tensorboard: TensorBoard | None = None
     log_checkpoint: bool = False
     advice: AdviceWatch | None = None
+    evaluated: str | None = None  # how many samples of the sets an evaluation reads, if not all
     _began: float = field(default_factory=time.monotonic)
     _last: dict[str, Any] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class Report:
         head = {"time": time.time(), "attempt": self.events.attempt, "world_size": self.world_size}
         self._last = head | line
         self.metrics.write(self._last)
-        print(_log_line(self._last, self.total_steps))
+        print(_log_line(self._last, self.total_steps, self.evaluated))
         if skipped.since_last and self._last.get("loss_scale") is None:
             counts = {"steps": skipped.since_last, "in_a_row": skipped.in_a_row}
             steps = "1 step" if skipped.since_last == 1 else f"{skipped.since_last} steps"
@@ -205,6 +206,7 @@ class Report:
         result = {"steps": step, "attempt": self.events.attempt}
         kept = (key for key in last if (key in RESULT or key.startswith(EVALUATED)) and last[key] is not None)
         result |= {key: finite_or_none(last[key]) for key in kept}
+        result |= {} if self.evaluated is None else {"evaluated": self.evaluated}
         return result if weights_sha256 is None else result | {"weights_sha256": weights_sha256}
 
     def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
@@ -273,10 +275,10 @@ def _is_sweep(folder: Path) -> bool:
     return (folder / "multirun.yaml").exists()
 
 
-def _log_line(line: dict[str, Any], total: int) -> str:
+def _log_line(line: dict[str, Any], total: int, evaluated: str | None) -> str:
     parts = [f"step {line['step']}/{total}", f"loss {line['loss']:.4f}"]
     if "val_loss" in line:
-        parts.append(f"val_loss {line['val_loss']:.4f}")
+        parts.append(f"val_loss {line['val_loss']:.4f}" + ("" if evaluated is None else f" (evaluated {evaluated})"))
     parts += [f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", *speed(line)]
     return "  ".join(parts)
 

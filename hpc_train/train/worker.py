@@ -153,8 +153,10 @@ def _build(
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
     length = run_length(config, feed)
+    trained = _shortened(length, start) if config.train.debug else length
+    evaluation = evaluation.limited(config.train, trained.samples(trained.total_steps))
     report = open_report(config, run, mesh, events, start, length.total_steps)
-    report.advice = _advice_watch(config, mesh, spec, training)
+    report.advice, report.evaluated = _advice_watch(config, mesh, spec, training), evaluation.extent()
     if start == 0 and engine.check_loss:
         _warn_of_loss(check_loss(engine, training, mesh, config.precision.name), run, report)
     trainer = Trainer(
@@ -166,7 +168,7 @@ def _build(
         evaluation=evaluation,
         checkpoints=checkpoints,
         stop=stop,
-        length=_shortened(length, start) if config.train.debug else length,
+        length=trained,
         meter=make_meter(config, mesh, training),
         measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
         profiler=Profiler(parse_profile(config.telemetry.profile), run, mesh, events),

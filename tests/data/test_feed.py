@@ -110,6 +110,16 @@ def test_validation_sees_each_sample_once(dp: int, workers: int) -> None:
         }
 
 
+@pytest.mark.parametrize("dp", [1, 3])
+def test_a_limited_validation_sees_the_same_samples_under_any_layout(dp: int) -> None:
+    config = BatchConfig(global_size=8, loader_workers=0)
+    ranks = [EvalFeed(Numbers(29), config, replicas(dp, 8, 2), rank, CPU) for rank in range(dp)]
+    assert all(rank.limited(29) is rank and rank.limited(30) is rank for rank in ranks)
+    seen = sorted(index for rank in ranks for batch in rank.limited(10) for index in real(batch))
+    assert seen == [index * 29 // 10 for index in range(10)]  # evenly spaced
+    assert [(len(rank.limited(10)), rank.limited(10).samples, rank.samples) for rank in ranks] == [(2, 10, 29)] * dp
+
+
 def test_validation_that_is_left_early_leaves_no_process() -> None:
     before = set(multiprocessing.active_children())
     batches = iter(EvalFeed(Numbers(29), BatchConfig(global_size=8, loader_workers=2), replicas(1, 8), 0, CPU))

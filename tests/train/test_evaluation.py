@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed
+from hpc_train.metrics.metric import MetricSums
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.train.evaluation import evaluate
+from hpc_train.train.evaluation import Evaluation, evaluate
+from tests.data.layouts import replicas
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
 SAMPLES = 10  # the validation set of the tiny runs: no multiple of the batch of 8, and 2 of them fill no micro-batch
+
+
+def test_a_short_run_evaluates_half_as_many_samples_as_it_trains_on() -> None:
+    data = build_dataset(SyntheticDataConfig(validation_samples=100), "validation", 0)
+    feed = EvalFeed(data, BatchConfig(global_size=8), replicas(1, 8), 0, torch.device("cpu"))
+    whole = Evaluation({"": feed, "code": feed}, MetricSums({}, cast(Mesh, None)))
+    found = {
+        (setting, trained): whole.limited(TrainConfig(eval_samples=setting), trained).extent()
+        for setting, trained in [("auto", 160), ("auto", 200), ("all", 8), (99, 10**6), (1, 8)]
+    }
+    assert found == {
+        ("auto", 160): "80 of 100 samples, 80 of 100 samples of eval_sets.code",
+        ("auto", 200): None,
+        ("all", 8): None,
+        (99, 10**6): "99 of 100 samples, 99 of 100 samples of eval_sets.code",
+        (1, 8): "1 of 100 samples, 1 of 100 samples of eval_sets.code",
+    }
 
 
 def both_means(rank: int, world_size: int, path: str) -> tuple[float, float, float, float]:

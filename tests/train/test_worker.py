@@ -17,6 +17,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import MetricsLog
+from hpc_train.telemetry.progress import summary
 from hpc_train.train import processes
 from hpc_train.train.report import Report
 from hpc_train.train.step import SkippedSteps
@@ -58,14 +59,16 @@ def test_metrics_and_result(tmp_path: Path) -> None:
 def test_epochs_and_padded_batches_count_samples_once(tmp_path: Path) -> None:
     run = frozen(
         tmp_path / "run", "+strategy=dp", "train.steps=null", "train.epochs=2", "batch.drop_last=false",
-        "batch.global_size=24", "optim.lr_scaling=sqrt",
+        "batch.global_size=24", "optim.lr_scaling=sqrt", "train.eval_samples=4",
     )  # fmt: skip
     assert run_attempt(run, 2) == [0, 0]
     lines = run.read_metrics()
     assert [line["samples"] for line in lines] == [24, 48, 64, 88, 112, 128]
     assert [line["tokens"] for line in lines] == [8 * line["samples"] for line in lines]
     assert [line["epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    assert run.record()["result"]["evaluated"] == "4 of 10 samples" in summary(run)
     log = (run.logs / "rank-0-000.log").read_text()
+    assert f"val_loss {lines[-1]['val_loss']:.4f} (evaluated 4 of 10 samples)" in log
     assert log.count("attention: scaled_dot_product_attention uses its flash implementation") == 1
     assert f"learning rate: {0.003 * (24 / 256) ** 0.5:g} (0.003 x sqrt 24/256)" in log
 

@@ -172,6 +172,15 @@ class TrainConfig:
     )
     epochs: float | None = key(None, "The length of training in epochs. It replaces train.steps.", above=0)
     eval_every: int = key(0, "Steps between evaluations. 0 evaluates only at the end.", at_least=0, unit="steps")
+    eval_samples: int | str = key(
+        "auto",
+        "The most samples of each set that an evaluation reads, evenly spaced over the set. auto reads at most half as "
+        "many as the whole run trains on, so that a short run does not spend most of its time in the evaluation; "
+        "all has no limit. `evaluate RUN` always reads all.",
+        choices=("auto", "all"),
+        at_least=1,
+        unit="samples",
+    )
     activation_checkpointing: str = key(
         "none",
         "Which activations are recomputed in the backward pass: none, full, selective (every second layer), "
