@@ -12,6 +12,7 @@ from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, refuse_foreign
+from hpc_train.run.streams import stdout_for_results
 
 
 def start_agent(arguments: list[str]) -> int:
@@ -25,13 +26,29 @@ def start_agent(arguments: list[str]) -> int:
     parser.add_argument(
         "--progress", action="store_true", help="print the training on the first node, as a run in the foreground does"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print only one JSON object, on the first node at the end of the run"
+    )
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
     config = load(run)
     if not options.trust_owner:
         refuse_foreign(run, config)
     reexec_from_snapshot(run)
-    if options.progress and os.environ.get("SLURM_NODEID", "0") == "0":
+    is_first = os.environ.get("SLURM_NODEID", "0") == "0"
+    if not options.json:
+        return _run(run, options.progress and is_first)
+    with stdout_for_results() as results:
+        code = _run(run, options.progress and is_first)
+        from hpc_train.launch.job_status import outcome, view_at_end
+
+        if is_first:
+            print(outcome(run, view_at_end(run, code)), file=results)
+    return code
+
+
+def _run(run: RunDirectory, shows_progress: bool) -> int:
+    if shows_progress:
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
         return run_in_foreground(run, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
@@ -21,7 +22,8 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.launcher import register_launcher
+from hpc_train.launch.job_status import outcome, view_at_end
+from hpc_train.launch.launcher import Ended, register_launcher
 from hpc_train.launch.search import JobFailed
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import snapshot_code
@@ -30,10 +32,15 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
+from hpc_train.run.streams import stdout_for_results
+
+JSON = "--json"
 
 
 def main(arguments: list[str]) -> int:
-    """Passes the command line to Hydra, or runs the agent if the only argument is a run directory.
+    """Trains, or runs the agent if the only argument is a run directory.
+
+    With ``--json``, standard output gets only one JSON object per run at the end.
 
     Returns:
         The exit code of the training. The launcher of a submission exits the process with its own code.
@@ -42,10 +49,24 @@ def main(arguments: list[str]) -> int:
         UserError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
     """
     refuse_misplaced()
-    if len(arguments) == 1 and RunDirectory(Path(arguments[0])).config.is_file():
+    others = [argument for argument in arguments if argument != JSON]
+    if len(others) == 1 and RunDirectory(Path(others[0])).config.is_file():
         from hpc_train.commands.agent import start_agent
 
         return start_agent(arguments)
+    ended = Ended()
+    if JSON not in arguments:
+        return _train(arguments, ended)
+    with stdout_for_results() as results:
+        try:
+            return _train(others, ended)
+        finally:
+            for run, view in ended.runs:
+                print(outcome(run, view), file=results)
+
+
+def _train(arguments: list[str], ended: Ended) -> int:
+    """Passes the command line to Hydra; ``ended`` gets its runs."""
     register_launcher()
     arguments = with_imported_model(with_right_plus(arguments))
     line = CommandLine.parse(arguments)
@@ -59,7 +80,7 @@ def main(arguments: list[str]) -> int:
         before = sys.argv
         sys.argv = [before[0], *arguments]
         try:
-            hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(task)()
+            hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(Training(ended))()
         except SystemExit as error:
             if line.runs or error.code != 1:
                 raise
@@ -69,12 +90,28 @@ def main(arguments: list[str]) -> int:
             return error.code
         finally:
             sys.argv = before
+            if ended.trials is not None:
+                ended.trials.report()
     return 0
 
 
-def task(node: DictConfig) -> None:
-    """Trains in the foreground; Hydra calls it. Raises SystemExit with the exit code unless that is 0."""
-    run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
+@dataclass(frozen=True)
+class Training:
+    """Hydra's task function. The launcher of ``-m`` does not call it and uses only ``ended``."""
+
+    ended: Ended
+
+    def __call__(self, node: DictConfig) -> None:
+        """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
+        run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
+        exit_code = task(node, run)
+        self.ended.runs.append((run, view_at_end(run, exit_code)))
+        if exit_code:
+            sys.exit(exit_code)
+
+
+def task(node: DictConfig, run: RunDirectory) -> int:
+    """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
         config = typed(node)
         _check_foreground(config)
@@ -90,9 +127,7 @@ def task(node: DictConfig) -> None:
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
-    exit_code = run_in_foreground(run, sys.argv[1:])
-    if exit_code:
-        sys.exit(exit_code)
+    return run_in_foreground(run, sys.argv[1:])
 
 
 def _remove_empty(path: Path, root: Path) -> None:

@@ -5,6 +5,7 @@ Slurm is queried rarely, once for all jobs together. The progress is read in the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from typing import Any
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import DamagedFile, last_line, read_json, read_lines
+from hpc_train.run.lease import job_ids
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import PATIENT_S, list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
@@ -225,6 +227,21 @@ def view_of(
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
     return replace(known, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
+
+
+def view_at_end(run: RunDirectory, code: int) -> View:
+    """Returns the view of a run whose agent, in this process, has ended with ``code``."""
+    view = view_of(run, 0, None, Path(os.devnull))
+    return replace(view, state=STATES[Exit.REFUSED] if code == Exit.REFUSED else view.state, exit=code)
+
+
+def outcome(run: RunDirectory, view: View) -> str:
+    """Returns how a run stands, as a JSON object in one line: its Slurm jobs, state, exit code, and final metrics."""
+    record = run.record()
+    jobs = job_ids((record.get("submissions") or [{}])[-1])
+    result = record.get("result") if view.exit == Exit.DONE else None
+    found = {"run": str(run.path), "job_ids": jobs, "state": view.state, "exit_code": view.exit, "result": result}
+    return json.dumps(found)
 
 
 def final_code(code: int, run: RunDirectory) -> int:

@@ -131,17 +131,23 @@ def print_messages(jobs: Sequence[TableRow], views: Sequence[View]) -> None:
 
 
 def print_results(
-    jobs: Sequence[TableRow], views: Sequence[View], console: Console, comparison: Comparison | None = None
+    jobs: Sequence[TableRow],
+    views: Sequence[View],
+    console: Console,
+    comparison: Comparison | None = None,
+    *,
+    live: bool = True,
 ) -> None:
     """Prints the table of the jobs of a sweep, the best of them, and what to do about those that did not finish.
 
     Args:
         comparison: that of the whole sweep, if the jobs are a part of one.
+        live: whether a terminal shows a live table of the jobs already.
     """
     found = comparison or Comparison.of((job.run for job in jobs), metric_of(jobs[0].config))
     if not console.is_terminal:
         console.width = 200  # rich would squeeze the table of a pipe into 80 columns
-    if not console.is_terminal or len(jobs) > ROWS:  # otherwise the live table is still there
+    if not (live and console.is_terminal) or len(jobs) > ROWS:  # otherwise the live table is still there
         console.print(table_of(jobs, views, found, range(len(jobs)), ended=True), highlight=False)
     best = found.best(views)
     lines = []
@@ -150,7 +156,10 @@ def print_results(
         which = f"{_short_path(jobs[best].run.path)} ({found.words(jobs[best].run)})".removesuffix(" ()")
         lines.append(f"best by {metric.name}: {which}: {found.values(views)[best]:.4f}")
     states = Counter(view.state for view in views)
-    lines.append(f"{len(jobs)} jobs: " + ", ".join(f"{count} {state}" for state, count in states.most_common()))
+    lines.append(
+        f"{counted(len(jobs), 'job', 'jobs')}: "
+        + ", ".join(f"{count} {state}" for state, count in states.most_common())
+    )
     where = common_directory([job.run.path.parent for job in jobs])
     if best is not None or len(jobs) < len(found.settings):
         lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")

@@ -7,6 +7,8 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +30,8 @@ from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.monitor import hand_over, report, wait
+from hpc_train.launch.job_status import View
+from hpc_train.launch.monitor import Display, hand_over, report, wait
 from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
 from hpc_train.launch.submission import JobQueue, prepare
 from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
@@ -38,6 +41,16 @@ from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.owner import warn_if_open
 
 T = TypeVar("T")
+
+
+@dataclass
+class Ended:
+    """What the jobs of one command came to. Hydra's task function holds it as ``ended``, and the launcher fills it."""
+
+    runs: list[tuple[RunDirectory, View]] = field(default_factory=list)
+    trials: Trials | None = None  # of a sweeper that searches
+
+
 MANY = 20  # show a progress bar from this number of jobs on
 
 
@@ -61,12 +74,16 @@ class HpcTrainLauncher(Launcher):
         self._console = Console()
         self._code: FrozenCode | None = None
         self._trials: Trials | None = None
+        self._ended: Ended = getattr(task_function, "ended", Ended())
         if is_search(config.hydra):
             if config.launch.detach:
                 what = "the sweeper reads the result of each job, so the jobs cannot be left running"
                 raise UserError(what, where="launch.detach", fix="launch.detach=false")
             compose = self._composer(2)
-            self._trials = Trials(self._sweep, lambda *job: self._trial(compose, *job), self._run)
+            fixed = config.hydra.overrides.task
+            trial = partial(self._trial, compose)
+            self._trials = Trials(self._sweep, fixed, self._console, trial, self._run_trials)
+            self._ended.trials = self._trials
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs the jobs to their end, or leaves them running (``launch.detach``).
@@ -82,7 +99,9 @@ class HpcTrainLauncher(Launcher):
             return self._trials.launch(job_overrides, initial_job_idx)
         jobs = self._jobs(job_overrides, initial_job_idx)
         if jobs[0].config.launch.detach:
-            hand_over(self._enqueue(jobs), self._console)
+            queue = self._enqueue(jobs)
+            hand_over(queue, self._console)
+            self._ended.runs += runs_of(queue)
             return []
         queue = self._run(jobs)
         results = [result_of(job, view) for job, view in zip(jobs, queue.views, strict=True)]
@@ -92,12 +111,24 @@ class HpcTrainLauncher(Launcher):
 
     def _run(self, jobs: Sequence[Job]) -> JobQueue:
         queue = self._enqueue(jobs)
-        wait(queue, self._console)
+        try:
+            wait(queue, self._console)
+        finally:
+            self._ended.runs += runs_of(queue)
         report(queue, self._console)
         return queue
 
-    def _enqueue(self, jobs: Sequence[Job]) -> JobQueue:
-        queue = enqueue(jobs, self._sweep, self._console, self._config, self._code)
+    def _run_trials(self, jobs: Sequence[Job], display: Display) -> JobQueue:
+        console = self._console if self._code is None else Console(quiet=True)  # all are announced like the first
+        queue = self._enqueue(jobs, console)
+        try:
+            wait(queue, self._console, display=display)
+        finally:
+            self._ended.runs += runs_of(queue)
+        return queue
+
+    def _enqueue(self, jobs: Sequence[Job], console: Console | None = None) -> JobQueue:
+        queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
         self._code = frozen_code(jobs[0].run)  # that of later batches as well
         return queue
 
@@ -121,6 +152,11 @@ class HpcTrainLauncher(Launcher):
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
+
+
+def runs_of(queue: JobQueue) -> list[tuple[RunDirectory, View]]:
+    """Returns the runs of a queue with how they stand."""
+    return [(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)]
 
 
 def prepare_all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import View, attempt_end, how_stopped, resume_command
+from hpc_train.launch.job_status import View, attempt_end, how_stopped, outcome, resume_command
 from hpc_train.launch.job_table import JobTable, common_directory, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
@@ -40,6 +40,14 @@ from hpc_train.telemetry.progress import Progress
 POLL_S = 0.5
 SECOND_CTRL_C_S = 3.0
 PATIENCE_S = 5.0  # an agent that has not started by then waits for GPUs or cores
+
+
+class Display(Protocol):
+    """Shows jobs while they run."""
+
+    def show(self, views: Sequence[View]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JobProgress:
@@ -67,7 +75,9 @@ class JobProgress:
         self._progress.finish()
 
 
-def wait(queue: JobQueue, console: Console, comparison: Comparison | None = None) -> None:
+def wait(
+    queue: JobQueue, console: Console, comparison: Comparison | None = None, display: Display | None = None
+) -> None:
     """Follows the jobs until all have ended.
 
     Ctrl-C or a lost terminal detaches and leaves them running. At a terminal, a second Ctrl-C within three seconds
@@ -75,12 +85,14 @@ def wait(queue: JobQueue, console: Console, comparison: Comparison | None = None
 
     Args:
         comparison: that of the whole sweep, if the jobs are a part of one.
+        display: by default the progress of a single job, or a table of several.
 
     Raises:
         SystemExit: detached by Ctrl-C or hang-up, with code 130.
     """
-    single = len(queue.jobs) == 1
-    display = JobProgress(queue.jobs[0], console) if single else JobTable(queue.jobs, console, comparison)
+    if display is None and len(queue.jobs) == 1:
+        display = JobProgress(queue.jobs[0], console)
+    display = display or JobTable(queue.jobs, console, comparison)
     try:
         with _hang_up_raises():
             _watch(queue, display, console)
@@ -93,7 +105,7 @@ def wait(queue: JobQueue, console: Console, comparison: Comparison | None = None
             display.close()
 
 
-def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -> None:
+def _watch(queue: JobQueue, display: Display, console: Console) -> None:
     ending = False
     while not queue.over:
         try:
@@ -240,11 +252,6 @@ def resubmit(
         print("\n".join(outcome(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)))
         return Exit.DONE if detach else worst(queue.views)
     return Exit.DONE if detach else report(queue, console, comparison)
-
-
-def outcome(run: RunDirectory, view: View) -> str:
-    """Returns how a run stands, as a JSON object in one line."""
-    return json.dumps({"run": str(run.path), "state": view.state, "exit_code": view.exit})
 
 
 def wait_if_ending(run: RunDirectory, until: float, console: Console) -> None:

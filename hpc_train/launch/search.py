@@ -7,18 +7,24 @@ refused, is reported to the sweeper as failed, and the search goes on. It ends i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 
 from hpc_train.config.evaluation import best_metric
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
+from hpc_train.launch.job_table import plain_line, print_messages, print_results
+from hpc_train.launch.monitor import Display
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.exits import Exit, worst_exit
 
@@ -38,17 +44,56 @@ class JobFailed(Exception):
         self.code = code
 
 
+class TrialLines:
+    """Prints one line for each trial when it has ended; a terminal also shows those that run.
+
+    Args:
+        line: returns the line of a trial.
+    """
+
+    def __init__(self, jobs: Sequence[Job], line: Callable[[Job, View], str], console: Console) -> None:
+        self._jobs = jobs
+        self._line = line
+        self._console = console
+        self._status = console.status("starting") if console.is_terminal else nullcontext()
+        self._status.__enter__()
+        self._printed: set[int] = set()
+
+    def show(self, views: Sequence[View]) -> None:
+        running = []
+        for job, view in zip(self._jobs, views, strict=True):
+            if view.exit is None:
+                running.append(plain_line(job, view))
+            elif job.number not in self._printed:
+                self._printed.add(job.number)
+                self._console.print(self._line(job, view), markup=False, highlight=False, soft_wrap=True)
+        if isinstance(self._status, Status) and running:
+            self._status.update(escape("; ".join(running)))
+
+    def close(self) -> None:
+        self._status.__exit__(None, None, None)
+
+
 class Trials:
     """Launches the trials of one search.
 
     Args:
+        fixed: the overrides of the command line, which all trials have.
         prepare: checks the job with a number and overrides; raises UserError.
         run: runs jobs to their end.
     """
 
     def __init__(
-        self, sweep: Path, prepare: Callable[[int, Sequence[str]], Job], run: Callable[[Sequence[Job]], JobQueue]
+        self,
+        sweep: Path,
+        fixed: Collection[str],
+        console: Console,
+        prepare: Callable[[int, Sequence[str]], Job],
+        run: Callable[[Sequence[Job], Display], JobQueue],
     ) -> None:
+        self._fixed = fixed
+        self._console = console
+        self._ended: list[tuple[Job, View]] = []
         self._prepare = prepare
         self._run = run
         self._first = 1 + max((int(path.name) for path in sweep.glob("*") if path.name.isdigit()), default=-1)
@@ -66,7 +111,8 @@ class Trials:
         jobs = self._accepted(batch, self._first + first)
         found: dict[int, JobReturn] = {}
         if jobs:
-            queue = self._run(jobs)
+            queue = self._run(jobs, TrialLines(jobs, self._line, self._console))
+            self._ended += zip(queue.jobs, queue.views, strict=True)
             if queue.stopped:
                 sys.exit(Exit.STOPPED)
             found = {job.number: result_of(job, view) for job, view in zip(queue.jobs, queue.views, strict=True)}
@@ -75,6 +121,21 @@ class Trials:
             returns.append(found.get(number) or _failed(overrides, f"job {number} was refused", Exit.REFUSED))
         self._count(returns)
         return returns
+
+    def report(self) -> None:
+        """Prints the failures and the results of all trials; nothing if there were none."""
+        if not self._ended:
+            return
+        jobs, views = zip(*self._ended, strict=True)
+        print_messages(jobs, views)
+        print_results(jobs, views, self._console, live=False)
+
+    def _line(self, job: Job, view: View) -> str:
+        """Returns the number, the values and the result of a trial that has ended."""
+        own = " ".join(override for override in job.overrides if override not in self._fixed)
+        head = f"job {job.number} ({own}): {view.state}"
+        name, value = _objective(job, view.metrics)
+        return f"{head}, {name} {value:.4f}" if view.exit == Exit.DONE and isinstance(value, float) else head
 
     def _accepted(self, batch: Sequence[Sequence[str]], first: int) -> list[Job]:
         jobs: list[Job] = []
@@ -100,7 +161,7 @@ def result_of(job: Job, view: View) -> JobReturn:
         result = _failed(job.overrides, what, Exit.STOPPED if view.exit is None else view.exit)
     else:
         result = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
-        result.return_value = _objective(job, view.metrics)
+        _, result.return_value = _objective(job, view.metrics)
     result.working_dir = str(job.run.path)
     return result
 
@@ -111,10 +172,12 @@ def _failed(overrides: Sequence[str], what: str, code: int) -> JobReturn:
     return result
 
 
-def _objective(job: Job, metrics: dict[str, Any]) -> Any:
+def _objective(job: Job, metrics: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the name of the metric that the sweeper gets, and its value."""
     checkpoint = job.config.checkpoint
     best = best_metric(checkpoint.keep_best, checkpoint.best_mode)
-    return metrics.get("val_loss", metrics.get("loss")) if best is None else metrics.get(best.name)
+    name = ("val_loss" if "val_loss" in metrics else "loss") if best is None else best.name
+    return name, metrics.get(name)
 
 
 def exit_code(results: Sequence[JobReturn]) -> Exit:

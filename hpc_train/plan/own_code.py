@@ -36,6 +36,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         "eval_every",
+        "eval_samples",
         "activation_checkpointing",
         "loss_chunks",
         "compile",

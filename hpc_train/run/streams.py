@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
 
@@ -64,6 +64,20 @@ class _NonFailingStream:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+@contextmanager
+def stdout_for_results() -> Iterator[TextIO]:
+    """Yields a stream to standard output, and sends to standard error what this process and its children print."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(os.dup(kept), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
+        try:
+            yield results
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 @contextmanager

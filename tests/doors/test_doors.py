@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -39,14 +40,19 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> None:
-    foreground = hpc_train("+strategy=hybrid", *TINY, "cluster=local", "run.name=foreground", cwd=tmp_path)
+    foreground = hpc_train("+strategy=hybrid", *TINY, "cluster=local", "run.name=foreground", "--json", cwd=tmp_path)
     assert foreground.returncode == 0, foreground.stdout + foreground.stderr
-    multirun = hpc_train("+strategy=hybrid", *TINY, "run.name=multirun", "-m", cwd=tmp_path)
+    multirun = hpc_train("+strategy=hybrid", *TINY, "run.name=multirun", "-m", "--json", cwd=tmp_path)
     assert multirun.returncode == 0, multirun.stdout + multirun.stderr
     frozen = hpc_train("freeze", "+strategy=hybrid", *TINY, "run.name=script", cwd=tmp_path)
     assert frozen.returncode == 0, frozen.stdout + frozen.stderr
-    agent = hpc_train("agent", str(tmp_path / "outputs" / "script"), cwd=tmp_path)
+    agent = hpc_train("agent", str(tmp_path / "outputs" / "script"), "--json", cwd=tmp_path)
     assert agent.returncode == 0, agent.stdout + agent.stderr
+    for name, door in (("foreground", foreground), ("multirun", multirun), ("script", agent)):
+        run = RunDirectory(tmp_path / "outputs" / name)
+        ended = {"run": str(run.path), "job_ids": [], "state": "done", "exit_code": 0}
+        assert json.loads(door.stdout) == ended | {"result": run.record()["result"]}, name
+    assert "done: 6 steps" in foreground.stderr and "done: 6 steps" in multirun.stderr
     expected = losses(tmp_path / "outputs" / "foreground")
     assert len(expected) == 6
     assert losses(tmp_path / "outputs" / "multirun") == expected

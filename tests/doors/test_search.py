@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
+from hpc_train.launch.monitor import Display
 from hpc_train.launch.search import JobFailed, Trials
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
 from tests.launch.jobs import make_job
@@ -86,6 +88,9 @@ def test_failed_trials_are_failed_and_the_search_goes_on(tmp_path: Path) -> None
     told = next(line for line in done.stdout.splitlines() if line.startswith("told:")).split()
     assert told[1] == "failed" and float(told[2]) > 0
     assert done.stderr.count("train.steps is 0, but must be at least 1") == 1
+    assert "done: 2 steps" not in done.stdout  # the page of a single run
+    assert done.stdout.count("job 1 (train.steps=2 optim.lr=0.1): done, val_loss ") == 1
+    assert done.stdout.index("told:") < done.stdout.index("1 job: 1 done")
     sweep = tmp_path / "outputs" / "search"
     assert sorted(path.parent.name for path in sweep.glob("*/config.yaml")) == ["1"]
     kept = OmegaConf.load(sweep / "multirun.yaml")
@@ -101,7 +106,7 @@ def job(tmp_path: Path) -> Prepare:
     def prepare(number: int, overrides: Sequence[str]) -> Job:
         if "refused" in overrides:
             raise UserError(f"job {number} is wrong")
-        made = make_job(tmp_path / "jobs", number)
+        made = replace(make_job(tmp_path / "jobs", number), overrides=tuple(overrides))
         checkpoint = CheckpointConfig(keep_best="val_accuracy" if "best" in overrides else None)
         return replace(made, config=replace(made.config, checkpoint=checkpoint))
 
@@ -115,15 +120,31 @@ class Queue:
         self.ends, self.stopped, self.jobs = list(ends), stopped, list[Job]()
         self.views = [View("failed", {}, end) if isinstance(end, int) else View("done", end, 0) for end in ends]
 
-    def run(self, jobs: Sequence[Job]) -> Any:
+    def run(self, jobs: Sequence[Job], display: Display) -> Any:
         self.jobs = list(jobs)
         assert len(self.jobs) == len(self.ends)
+        display.show([replace(view, exit=None) for view in self.views])
+        display.show(self.views)
+        display.show(self.views)
+        display.close()
         return self
 
 
-def test_results_are_in_order_and_hold_the_metric_or_the_failure(tmp_path: Path, job: Prepare) -> None:
+Search = Callable[..., Trials]
+
+
+@pytest.fixture
+def search(tmp_path: Path, job: Prepare) -> Search:
+    """Makes a search from the function that runs its jobs; each job has the override ``fixed`` besides its own."""
+    return lambda run: Trials(tmp_path, ["fixed=1"], Console(), job, run)
+
+
+def test_results_are_in_order_and_hold_the_metric_or_the_failure(
+    search: Search, capsys: pytest.CaptureFixture[str]
+) -> None:
     queue = Queue([{"loss": 3.0, "val_loss": 2.0}, 93, {"val_loss": 1.0, "val_accuracy": 0.5}])
-    found = Trials(tmp_path, job, queue.run).launch([[], ["refused"], [], ["best"]], 0)
+    trials = search(queue.run)
+    found = trials.launch([["fixed=1", "optim.lr=0.1"], ["refused"], [], ["best"]], 0)
     assert [each.status for each in found] == [
         JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.FAILED, JobStatus.COMPLETED
     ]  # fmt: skip
@@ -132,24 +153,30 @@ def test_results_are_in_order_and_hold_the_metric_or_the_failure(tmp_path: Path,
     with pytest.raises(JobFailed, match=r"hpc_train why .*/jobs/2 ") as caught:
         _ = found[2].return_value
     assert caught.value.code == 93
+    assert capsys.readouterr().out.splitlines() == [
+        "job 0 (optim.lr=0.1): done, val_loss 2.0000", "job 2 (): failed", "job 3 (best): done, val_accuracy 0.5000"
+    ]  # fmt: skip
+    trials.report()
+    page = capsys.readouterr().out
+    assert "best by val_loss" in page and "3 jobs: 2 done, 1 failed" in page and "retry --failed" in page
 
 
-def test_a_search_without_a_success_ends(tmp_path: Path, job: Prepare) -> None:
+def test_a_search_without_a_success_ends(search: Search) -> None:
     with pytest.raises(JobFailed, match="all of its 4 trials have failed") as caught:
-        Trials(tmp_path, job, Queue([]).run).launch([["refused"]] * 4, 0)
+        search(Queue([]).run).launch([["refused"]] * 4, 0)
     assert caught.value.code == 2
-    trials = Trials(tmp_path, job, lambda jobs: Queue([1] * len(jobs)).run(jobs))
+    trials = search(lambda jobs, display: Queue([1] * len(jobs)).run(jobs, display))
     trials.launch([[], []], 0)
     with pytest.raises(JobFailed, match="all of its 3 trials have failed") as caught:
         trials.launch([[]], 2)
     assert caught.value.code == 1
     with pytest.raises(SystemExit, match="75"):
-        Trials(tmp_path, job, Queue([1], stopped=True).run).launch([[]], 0)
+        search(Queue([1], stopped=True).run).launch([[]], 0)
 
 
-def test_a_search_in_the_directory_of_another_continues_its_numbers(tmp_path: Path, job: Prepare) -> None:
+def test_a_search_in_the_directory_of_another_continues_its_numbers(tmp_path: Path, search: Search) -> None:
     for name in ("0", "10", "code"):
         (tmp_path / name).mkdir()
     queue = Queue([{"loss": 1.0}])
-    Trials(tmp_path, job, queue.run).launch([[]], 0)
+    search(queue.run).launch([[]], 0)
     assert [item.number for item in queue.jobs] == [11]
