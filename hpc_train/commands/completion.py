@@ -1,4 +1,5 @@
-"""Completes the words of ``hpc-train`` in bash: commands, options and run names, and overrides as Hydra completes them.
+"""Completes the words of ``hpc-train`` in bash, zsh and fish: commands, options and run names, and overrides as Hydra
+completes them.
 
 ``eval "$(hpc-train --shell-completion install=bash)"`` defines a function of the shell that calls
 ``--shell-completion query=bash`` at each Tab with the line so far in the variable ``COMP_LINE``, as Hydra's does.
@@ -18,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 
 FLAGS = ("--shell-completion", "-sc")
-SCRIPT = """\
+BASH = """\
 _hpc_train() {
     COMP_WORDBREAKS=${COMP_WORDBREAKS//[=:]/}
     COMPREPLY=($(COMP_LINE=${COMP_LINE:0:COMP_POINT} "${COMP_WORDS[0]}" --shell-completion query=bash 2> /dev/null))
@@ -26,6 +27,29 @@ _hpc_train() {
 }
 complete -o nospace -o default -F _hpc_train hpc-train
 """
+ZSH = """\
+_hpc_train() {
+    local -a found
+    found=(${(f)"$(COMP_LINE="${(j: :)words[1,CURRENT-1]} $PREFIX" $words[1] --shell-completion query=zsh 2> /dev/null)"})
+    compadd -- ${found:#*[=./]}
+    compadd -S '' -- ${(M)found:#*[=./]}
+    (( $#found )) || _files
+}
+compdef _hpc_train hpc-train
+"""
+FISH = """\
+function __hpc_train_complete
+    set -lx COMP_LINE (commandline -cp)
+    set -l words (commandline -cpo)
+    $words[1] --shell-completion query=fish 2> /dev/null
+end
+complete --command hpc-train --no-files --arguments '(__hpc_train_complete)'
+"""
+SHELLS = {  # what defines the completion, and what removes it
+    "bash": (BASH, "complete -r hpc-train; unset -f _hpc_train\n"),
+    "zsh": (ZSH, "compdef -d hpc-train; unfunction _hpc_train\n"),
+    "fish": (FISH, "complete --command hpc-train --erase; functions --erase __hpc_train_complete\n"),
+}
 OF_RUNS = (
     "status", "logs", "why", "plot", "stacks", "wait", "resume", "retry", "cancel", "checkpoint", "evaluate", "generate"
 )  # fmt: skip
@@ -39,23 +63,22 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: ``COMP_LINE`` is not set.
     """
-    action = arguments[-1]
-    if action == "install=bash":
-        print(SCRIPT, end="")
-    elif action == "uninstall=bash":
-        print("complete -r hpc-train; unset -f _hpc_train")
+    action, _, shell = arguments[-1].partition("=")
+    install, uninstall = SHELLS[shell]
+    if action in ("install", "uninstall"):
+        print(install if action == "install" else uninstall, end="")
     else:
         line = os.environ.get("COMP_LINE")
         if line is None:
             what = "the line to complete is unknown: COMP_LINE is not set"
-            raise UserError(what, where=" ".join(arguments), fix='eval "$(hpc-train --shell-completion install=bash)"')
+            raise UserError(what, where=" ".join(arguments), fix=f"hpc-train --shell-completion install={shell}")
         print("\n".join(complete(line)))
     return Exit.DONE
 
 
 def is_own(arguments: Sequence[str]) -> bool:
-    """Returns whether ``arguments`` ask for completion in bash; Hydra serves other shells."""
-    return len(arguments) == 2 and arguments[0] in FLAGS and arguments[1].endswith("=bash")
+    """Returns whether ``arguments`` ask for completion in a shell that this module serves."""
+    return len(arguments) == 2 and arguments[0] in FLAGS and arguments[1].partition("=")[2] in SHELLS
 
 
 def complete(line: str) -> list[str]:

@@ -24,7 +24,7 @@ Options of train
   -m                    submit; with several values of a key, a sweep
   -cd DIR, -cn NAME     a directory with your own config groups; another primary config
   --cfg job [-p KEY]    print the composed config and do nothing
-  --shell-completion install=bash    print what completes commands, options, run names and overrides of hpc-train
+  --shell-completion install=SHELL    print what completes the words of hpc-train in bash, zsh or fish
   --hydra-help          further options of Hydra
   --version             print the versions of hpc_train, torch and Hydra
 """

@@ -1,7 +1,8 @@
-"""Completion in bash: what is offered for the last word of a line, and that a shell takes it."""
+"""Completion: what is offered for the last word of a line, and that bash, zsh and fish take it."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import run
-from hpc_train.commands.completion import complete
+from hpc_train.commands.completion import SHELLS, complete
 from tests.doors.command import environment
 
 
@@ -45,24 +46,42 @@ def test_the_last_word_is_completed(line: str, offered: list[str]) -> None:
     assert complete(f"hpc-train {line}") == offered
 
 
-def test_bash_takes_the_words(root: Path) -> None:
-    """A word that is the only one is followed by a space."""
-    (root / "hpc-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpc_train "$@"\n')
-    (root / "hpc-train").chmod(0o755)
-    script = """
+IN_SHELLS = {  # complete `hpc-train logs mi`; a word that is the only one is followed by a space
+    "bash": ("""
         eval "$(hpc-train --shell-completion install=bash)"
         compopt() { echo "$@"; }
         COMP_LINE='hpc-train logs mi' COMP_POINT=17 COMP_WORDS=(hpc-train logs mi)
         _hpc_train
         echo "${COMPREPLY[@]}"
-    """
+    """, ["+o nospace", "mine"]),
+    "zsh": ("""
+        compdef() { }
+        compadd() { echo "$@" }
+        eval "$(hpc-train --shell-completion install=zsh)"
+        words=(hpc-train logs mi) CURRENT=3 PREFIX=mi
+        _hpc_train
+    """, ["-- mine", "-S  --"]),
+    "fish": ("hpc-train --shell-completion install=fish | source; complete -C 'hpc-train logs mi'", ["mine"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", IN_SHELLS)
+def test_a_shell_takes_the_words(shell: str, root: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    script, expected = IN_SHELLS[shell]
+    (root / "hpc-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpc_train "$@"\n')
+    (root / "hpc-train").chmod(0o755)
     variables = environment(HPC_TRAIN_ROOT=str(root))
     variables["PATH"] = f"{root}:{variables['PATH']}"
-    done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["+o nospace", "mine"], done.stderr
+    done = subprocess.run([shell, "-c", script], env=variables, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_a_query_without_a_line_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_query_without_a_line_is_refused(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("COMP_LINE")
-    assert run(["-sc", "query=bash"]) == 2
+    assert run(["-sc", f"query={shell}"]) == 2
     assert "COMP_LINE is not set" in capsys.readouterr().err
