@@ -30,7 +30,8 @@ complete -o nospace -o default -F _hpc_train hpc-train
 ZSH = """\
 _hpc_train() {
     local -a found
-    found=(${(f)"$(COMP_LINE="${(j: :)words[1,CURRENT-1]} $PREFIX" $words[1] --shell-completion query=zsh 2> /dev/null)"})
+    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+    found=(${(f)"$(COMP_LINE=$line $words[1] --shell-completion query=zsh 2> /dev/null)"})
     compadd -- ${found:#*[=./]}
     compadd -S '' -- ${(M)found:#*[=./]}
     (( $#found )) || _files

@@ -49,11 +49,18 @@ class Definition:
         """Returns the parameters of a function or constructor; None if they are not known."""
         if isinstance(self.statement, ast.FunctionDef) and not self.statement.decorator_list:
             return Parameters.of(self.statement.args, bound=0)
-        if isinstance(self.statement, ast.ClassDef) and not self.statement.decorator_list:
-            for inner in self.statement.body:
-                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
-                    return Parameters.of(inner.args, bound=1)
+        if isinstance(self.statement, ast.ClassDef) and self.tree is not None:
+            return _constructor(self.tree, self.statement)
         return None
+
+    def declaration(self, added: Sequence[str]) -> str:
+        """Returns the first line of the function or constructor with the parameters ``added`` before its own."""
+        known = self.parameters
+        own = () if known is None else (*known.positional, *known.keyword_only)
+        kept = ["..."] if own or (known is not None and (known.more_positional or known.more_keywords)) else []
+        if isinstance(self.statement, ast.FunctionDef):
+            return f"def {self.statement.name}({', '.join([*added, *kept])}): ..."
+        return f"def __init__({', '.join(['self', *added, *kept])}): ..."
 
     @property
     def methods(self) -> set[str] | None:
@@ -228,7 +235,9 @@ def check_call(
     undeclared = [] if parameters.more_keywords else [name for name in given if name not in names]
     if undeclared:
         what = f"{path} has no parameter {', '.join(undeclared)}"
-        raise UserError(what, where=f"{where}, {found.place}", fix=f"declare it: it is called with {called}")
+        parameter = "the parameter" if len(undeclared) == 1 else "the parameters"
+        fix = f"declare {parameter} {', '.join(undeclared)}: {found.declaration(undeclared)}"
+        raise UserError(what, where=f"{where}, {found.place}", fix=fix)
     if missing:
         fix = " ".join(f"+{arguments_key}.{name}=VALUE" for name in missing) if arguments_key else "defaults for them"
         what = (
@@ -296,6 +305,37 @@ def _statement(tree: ast.Module, name: str) -> ast.stmt | None:
         if name in _bound(statement) or "*" in _bound(statement):
             return statement
     return None
+
+
+WITHOUT_INIT = ("torch.utils.data.Dataset", "torch.utils.data.IterableDataset", "typing.Generic", "abc.ABC")
+
+
+def _constructor(tree: ast.Module, found: ast.ClassDef) -> Parameters | None:
+    """Returns the parameters of the constructor of a class, which a class of the same file may define; None if the file
+    does not show it. A class without any takes none.
+    """
+    if found.decorator_list or found.keywords:
+        return None
+    for inner in found.body:
+        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            return Parameters.of(inner.args, bound=1)
+        names = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(inner)}
+        if names & {"__init__", "__new__"}:
+            return None
+    plain = [_unsubscripted(base) for base in found.bases]
+    inherited = [_statement(tree, base.id) for base in plain if isinstance(base, ast.Name)]
+    own = [each for each in inherited if isinstance(each, ast.ClassDef) and each is not found]
+    if own:
+        return _constructor(tree, own[0]) if len(found.bases) == 1 else None
+    bases = _bases(tree, ast.ClassDef("", plain, [], [], []))
+    if bases is None or not bases.issubset(WITHOUT_INIT):
+        return None
+    return Parameters((), (), frozenset(), more_positional=False, more_keywords=False)
+
+
+def _unsubscripted(base: ast.expr) -> ast.expr:
+    """Returns ``Dataset`` for ``Dataset[int]``."""
+    return base.value if isinstance(base, ast.Subscript) else base
 
 
 def _bases(tree: ast.Module, found: ast.ClassDef) -> set[str] | None:

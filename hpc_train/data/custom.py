@@ -7,7 +7,7 @@ random augmentation is the same after a restart and under any number of ranks an
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,9 +70,16 @@ def call_target(config: OwnConfig, **given: Any) -> Any:
             raise UserError(
                 f"{config._target_} cannot be called with {told}: {error}",
                 where="data._target_, data.args",
-                fix=f"declare the parameters {', '.join(arguments)}, or change data.args",
+                fix=f"declare the parameters: {_declaration(target.func, arguments)}; data.args has those of your own",
             ) from error
         raise UserCodeError.of(f"{config._target_}({told}) failed", error) from None
+
+
+def _declaration(target: Any, names: Iterable[str]) -> str:
+    """Returns the first line of a function or constructor with the parameters ``names``."""
+    if isinstance(target, type):
+        return f"def __init__({', '.join(['self', *names])})"
+    return f"def {getattr(target, '__name__', 'target')}({', '.join(names)})"
 
 
 def _is_wrong_call(error: TypeError) -> bool:

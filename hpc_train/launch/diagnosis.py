@@ -170,20 +170,22 @@ def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[Sw
     for index, (item, view) in enumerate(zip(found, views, strict=True)):
         if view.exit in (None, Exit.DONE):
             continue
-        kind, message = _why_ended(item.run, view)
+        kind, message, whole = _why_ended(item.run, view)
         alike = kind, re.sub(r"\d+", "0", message)
-        advice = RESPONSES[Failure(kind)].advice if kind in list(Failure) else ""
+        advice = advice_for(Failure(kind), whole) if kind in list(Failure) else ""
         group = groups.get(alike, SweepFailure(kind, message, advice, ()))
         groups[alike] = replace(group, runs=(*group.runs, index))
     return sorted(groups.values(), key=lambda group: -len(group.runs))
 
 
-def _why_ended(run: RunDirectory, view: View) -> tuple[str, str]:
-    """Returns the class, or the state, of a run that did not finish, and the line of its message that says most."""
+def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str]:
+    """Returns the class, or the state, of a run that did not finish, the line of its message that says most, and the
+    message."""
     cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
     if cause is not None:
-        return cause.kind, next(iter(cause.message.strip().splitlines()), "")
-    return view.state, next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
+        return cause.kind, next(iter(cause.message.strip().splitlines()), ""), cause.message
+    last = next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
+    return view.state, last, view.message
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:

@@ -126,7 +126,9 @@ RESPONSES: dict[Failure, Response] = {
         Action.RESTART_IF_FURTHER,
         "fix the error shown in the traceback, then rerun with the same run.name to resume from the last checkpoint",
     ),
-    Failure.REFUSED: Response(Action.REFUSE, "change what the message names"),
+    Failure.REFUSED: Response(
+        Action.REFUSE, "correct the setting or the code that the message names, and run the same command again"
+    ),
     # Processes of an earlier attempt or of another user may hold the memory of a GPU for a while.
     Failure.OUT_OF_MEMORY: Response(
         Action.RESTART_ONCE,
@@ -155,8 +157,13 @@ NAMED_CAUSES: dict[str, str] = {
 }
 
 
+FIX = re.compile(r"^  fix:    (.*)$", re.MULTILINE)  # of ``UserError``
+
+
 def advice_for(failure: Failure, message: str) -> str:
-    """Returns the next step for the user after a failure with ``message``."""
+    """Returns the next step for the user after a failure with ``message``: for a refusal, the fix that it names."""
+    if failure is Failure.REFUSED and (fixes := FIX.findall(message)):
+        return "; ".join(fixes)
     named = (advice for pattern, advice in NAMED_CAUSES.items() if re.search(pattern, message))
     return next(named, RESPONSES[failure].advice)
 

@@ -203,7 +203,7 @@ class Report:
 
     def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
         """Returns the result of the run; ``last`` is the last line of metrics."""
-        result = {"steps": step, "attempt": self.events.attempt}
+        result: dict[str, Any] = {"steps": step, "attempt": self.events.attempt}
         kept = (key for key in last if (key in RESULT or key.startswith(EVALUATED)) and last[key] is not None)
         result |= {key: finite_or_none(last[key]) for key in kept}
         result |= {} if self.evaluated is None else {"evaluated": self.evaluated}

@@ -32,6 +32,20 @@ class NoLength:
     def __init__(self, split): ...
     def __getitem__(self, index): ...
 
+from torch.utils import data
+from torch.utils.data import Dataset
+
+class Plain(Dataset[int]):
+    def __len__(self): ...
+    def __getitem__(self, index): ...
+
+class Heir(Plain): ...
+
+class Made(Dataset):
+    def __new__(cls, split): ...
+
+class Other2(data.TensorDataset): ...
+
 class Stream:
     def __init__(self, split, shard, shards): ...
     def __iter__(self): ...
@@ -65,6 +79,8 @@ def checked(*arguments: str) -> Config:
         (*CUSTOM, "data._target_=ownlab.Good", "+data.args.size=4", "+data.args.colour=blue"),
         (*CUSTOM, "data._target_=ownlab.factory", "+data.args.anything=1", "data.collate=ownlab.collate"),
         (*CUSTOM, "data._target_=ownlab.Good.create"),
+        (*CUSTOM, "data._target_=ownlab.Made"),
+        (*CUSTOM, "data._target_=ownlab.Other2"),
         (*STREAM, "data._target_=ownlab.Stream"),
         (*STREAM, "data._target_=ownlab.factory", "data.repeat=false"),
     ],
@@ -79,6 +95,9 @@ def test_what_fits_is_accepted_without_an_import(arguments: tuple[str, ...]) -> 
         ((*CUSTOM, "data._target_=nowhere.Data"), "there is no module nowhere"),
         ((*CUSTOM, "data._target_=ownlab.Other"), "ownlab.py defines no Other"),
         ((*CUSTOM, "data._target_=ownlab.NoSplit", "+data.args.size=1"), "ownlab.NoSplit has no parameter split"),
+        ((*CUSTOM, "data._target_=ownlab.Plain"), "ownlab.Plain has no parameter split"),
+        ((*CUSTOM, "data._target_=ownlab.Heir"), "ownlab.Heir has no parameter split"),
+        ((*CUSTOM, "data._target_=ownlab.nothing"), "ownlab.nothing has no parameter split"),
         ((*CUSTOM, "data._target_=ownlab.Needs"), "ownlab.Needs requires root, but is called with split"),
         ((*CUSTOM, "data._target_=ownlab.Good", "+data.args.sise=1"), "ownlab.Good has no parameter sise"),
         ((*CUSTOM, "data._target_=ownlab.NoLength"), "the class ownlab.NoLength has no __len__"),
@@ -103,6 +122,20 @@ def test_what_cannot_be_called_is_refused(arguments: tuple[str, ...], message: s
     with pytest.raises(UserError, match=message) as error:
         checked(*arguments)
     assert error.value.where and error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("target", "fix"),
+    [
+        ("ownlab.Plain", "declare the parameter split: def __init__(self, split): ..."),
+        ("ownlab.NoSplit", "declare the parameter split: def __init__(self, split, ...): ..."),
+        ("ownlab.nothing", "declare the parameter split: def nothing(split): ..."),
+    ],
+)
+def test_the_fix_is_the_line_to_write(target: str, fix: str) -> None:
+    with pytest.raises(UserError) as error:
+        checked(*CUSTOM, f"data._target_={target}")
+    assert error.value.fix == fix
 
 
 def test_a_mixture_takes_defaults_paths_and_sizes_from_its_sources() -> None:
