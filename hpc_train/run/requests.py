@@ -152,12 +152,16 @@ class StopRequests:
 
 @contextmanager
 def watch_signals() -> Iterator[StopRequests]:
-    """Records stop signals inside the ``with`` block; the previous handlers are restored afterwards."""
+    """Records stop signals inside the ``with`` block; the previous handlers are restored afterwards.
+
+    A SIGTERM that was blocked until now, because this process was starting, is recorded as well.
+    """
     requests = StopRequests()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
         if not (number == signal.SIGHUP and handler == signal.SIG_IGN):  # keep the effect of nohup
             signal.signal(number, requests.on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     try:
         yield requests
     finally:

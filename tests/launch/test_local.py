@@ -12,6 +12,7 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.executors.local import SessionExecutor, jobs_at_once
+from hpc_train.run.requests import watch_signals
 from tests.launch.jobs import make_job
 
 
@@ -41,9 +42,10 @@ def test_jobs_at_once_on_gpus(tmp_path: Path) -> None:
 
 
 def tell_session(path: str) -> None:
-    Path(path).write_text(f"{os.getpid()} {os.getsid(0)} {os.environ.get('CUDA_VISIBLE_DEVICES')}")
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
-    time.sleep(60)
+    with watch_signals() as stop:
+        while not stop.requested:
+            time.sleep(0.01)
+    Path(path).write_text(f"{os.getsid(0)} {os.environ.get('CUDA_VISIBLE_DEVICES')} {stop.reason}")
 
 
 def until(condition: Callable[[], bool], timeout: float = 60) -> None:
@@ -53,16 +55,13 @@ def until(condition: Callable[[], bool], timeout: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_has_its_own_session_sees_the_gpus_and_gets_the_signal(
+def test_a_job_has_its_own_session_sees_the_gpus_and_gets_a_signal_that_arrives_before_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     reported = tmp_path / "reported"
     job = SessionExecutor(tmp_path / "submitit").submit(tell_session, str(reported))
-    until(lambda: reported.exists() and bool(reported.read_text()))
-    pid, session, devices = reported.read_text().split()
-    assert int(session) == int(job.job_id) != os.getsid(0)
-    assert devices == "5,6"
     os.kill(int(job.job_id), signal.SIGTERM)
     until(job.done)
-    assert not Path(f"/proc/{pid}").exists()
+    assert reported.read_text().split() == [job.job_id, "5,6", "SIGTERM"]
+    assert int(job.job_id) != os.getsid(0)

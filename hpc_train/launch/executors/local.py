@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class ProcessExecutor:
         self.stop(ids)
 
 
+CONTROLLER = Path(__file__).with_name("controller.py")
 TEN_YEARS_S = 10 * 365 * 24 * 3600
 
 
@@ -77,9 +79,9 @@ class SessionExecutor(LocalExecutor):
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        with (self.folder / "controller.log").open("ab") as log:
+        with (self.folder / "controller.log").open("ab") as log, _sigterm_blocked():
             process = subprocess.Popen(
-                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                [sys.executable, "-P", str(CONTROLLER), str(self.folder)],  # not the one of frozen code
                 env=os.environ | settings | self.variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -87,6 +89,16 @@ class SessionExecutor(LocalExecutor):
                 start_new_session=True,
             )
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Blocks SIGTERM for the processes that this thread starts; see ``controller``."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalJobExecutor(ProcessExecutor):
