@@ -24,6 +24,7 @@ from hpc_train.run.comparison import DEFAULT, Comparison, Settings, is_number, m
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import flat
 from hpc_train.run.ledger import read_ledger
+from hpc_train.telemetry.progress import speed_column
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table
@@ -122,13 +123,13 @@ def _results(rows: Sequence[Row], metric: BestMetric, settings: Sequence[str]) -
     table = Table(box=None, pad_edge=False)
     for name in ("run", *settings, "state"):
         table.add_column(name)
-    for name in ("step", *measured, "tokens/s", "time"):
+    unit, speeds = speed_column(row.view.metrics for row in rows)
+    for name in ("step", *measured, unit, "time"):
         table.add_column(name, justify="right")
-    for row in rows:
+    for row, speed in zip(rows, speeds, strict=True):
         metrics = row.view.metrics
         numbers = [_number(metrics.get(name), "{:.4f}") for name in measured]
         numbers[0] += BEST if row.best else ""
-        speed = _number(metrics.get("tokens_per_s"), "{:,.0f}")
         time_held = format_duration(row.held_s) if row.held_s else ""
         own = [row.settings[key] for key in settings]
         table.add_row(

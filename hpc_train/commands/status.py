@@ -29,7 +29,7 @@ from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import failing, saves
-from hpc_train.telemetry.progress import spent_line
+from hpc_train.telemetry.progress import speed_column, spent_line
 from hpc_train.units import counted, format_duration
 
 
@@ -123,6 +123,7 @@ def _describe(
         "steps": view.steps,
         "loss": metrics.get("loss"),
         "tokens_per_s": metrics.get("tokens_per_s"),
+        "samples_per_s": metrics.get("samples_per_s"),
         "time_left_s": time_left(view),
         "restarts": view.restarts,
         "failed_saves": 0 if view.exit is not None else _failed_saves(item),
@@ -184,10 +185,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     keys, metrics = _columns(rows)
     for name in ("job", "strategy", *keys, "state"):
         table.add_column(name)
-    for name in ("nodes", "step", "loss", *metrics, "tokens/s", "time left", "restarts"):
+    unit, speeds = speed_column(rows)
+    for name in ("nodes", "step", "loss", *metrics, unit, "time left", "restarts"):
         table.add_column(name, justify="right")
     table.add_column("run directory", overflow="fold")
-    for row in rows:
+    for row, speed in zip(rows, speeds, strict=True):
         step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}"
         table.add_row(
             row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
@@ -198,7 +200,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             step,
             _measured(row, "loss", row["loss"]),
             *(_measured(row, name, row["value"] if row["metric"] == name else None) for name in metrics),
-            "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
+            speed,
             "" if row["time_left_s"] is None else format_duration(row["time_left_s"]),
             str(row["restarts"] or ""),
             min(row["run"], os.path.relpath(row["run"]), key=len),

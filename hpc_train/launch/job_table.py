@@ -21,6 +21,7 @@ from hpc_train.launch.job_status import NOT_STARTED, View, time_left
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.progress import speed, speed_column
 from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0
@@ -85,9 +86,9 @@ class JobTable:
 
 
 def cells(job: TableRow, view: View) -> tuple[str, ...]:
-    """Returns the cells of one row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
+    """Returns the cells of one row: job, strategy, state, nodes, step, loss, time left, restarts."""
     metrics, steps = view.metrics, view.steps
-    step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
+    step, loss = metrics.get("step"), metrics.get("loss")
     seconds = time_left(view)
     left = "" if seconds is None else format_duration(seconds)
     return (
@@ -97,7 +98,6 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
         str(view.nodes or job.config.cluster.nodes),
         "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
         "" if loss is None else f"{loss:.4f}",
-        "" if speed is None else f"{speed:,.0f}",
         left,
         str(view.restarts or ""),
     )
@@ -105,10 +105,10 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
 
 def plain_line(job: TableRow, view: View, overrides: Iterable[tuple[str, str]] = ()) -> str:
     """Returns one line with the state of a job; ``overrides`` are those that differ between the jobs."""
-    number, strategy, state, _, step, loss, speed, left, restarts = cells(job, view)
+    number, strategy, state, _, step, loss, left, restarts = cells(job, view)
     parts = [f"job {number}", strategy, *(f"{key}={value}" for key, value in overrides), state]
     parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
-    parts += [text for value, text in ((speed, f"{speed} tokens/s"), (left, f"{left} left")) if value]
+    parts += [*speed(view.metrics), *([f"{left} left"] if left else [])]
     parts += [f"{restarts} restart{'s' if view.restarts > 1 else ''}"] if restarts else []
     return " · ".join(parts)
 
@@ -184,16 +184,17 @@ def table_of(
         table.add_column(name)
     for name in ("nodes", "step", "loss", *([] if metric == "loss" else [metric])):
         table.add_column(name, justify="right")
-    for name in () if ended else ("tokens/s", "time left", "restarts"):
+    unit, speeds = speed_column(views[index].metrics for index in shown)
+    for name in () if ended else (unit, "time left", "restarts"):
         table.add_column(name, justify="right")
     if ended:
         table.add_column("run directory", overflow="fold")
-    for index in shown:
+    for index, rate in zip(shown, speeds, strict=True):
         job, value = jobs[index], values[index]
         number, strategy, state, nodes, step, loss, *rest = cells(job, views[index])
         measured = [loss] if metric == "loss" else [loss, "" if value is None else f"{value:.4f}"]
         measured[-1] += BEST if index == best else ""
-        last = [_short_path(job.run.path)] if ended else rest
+        last = [_short_path(job.run.path)] if ended else [rate, *rest]
         table.add_row(*map(Text, (number, strategy, *comparison.row(job.run), state, nodes, step, *measured, *last)))
     return table
 

@@ -174,10 +174,21 @@ def is_done(run: RunDirectory) -> bool:
 
 def speed(line: dict[str, Any]) -> list[str]:
     """Returns the speed in ``line``, a line of metrics or a result, in samples if each has one target; [] without."""
-    if line.get("tokens_per_s") is None:
+    rate = line.get("tokens_per_s")
+    if rate is None:
         return []
-    single = line.get("tokens") is not None and line["tokens"] == line.get("samples")
-    return [f"{line['tokens_per_s']:,.0f} {'samples' if single else 'tokens'}/s"]
+    single = line["tokens"] == line.get("samples") if "tokens" in line else rate == line.get("samples_per_s")
+    return [f"{rate:,.0f} {'samples' if single else 'tokens'}/s"]
+
+
+def speed_column(lines: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Returns the head and the cells of a column with the speed in each of ``lines``: the head has the unit, unless the
+    units differ."""
+    texts = [next(iter(speed(line)), "") for line in lines]
+    units = {text.partition(" ")[2] for text in texts if text}
+    if len(units) > 1:
+        return "speed", texts
+    return next(iter(units), "tokens/s"), [text.partition(" ")[0] for text in texts]
 
 
 NEXT = "+strategy={strategies} optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"

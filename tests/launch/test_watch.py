@@ -25,6 +25,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
 from hpc_train.run.lease import add_submission, find_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested
+from hpc_train.telemetry.progress import speed_column
 from tests.launch.jobs import make_job
 
 
@@ -178,6 +179,11 @@ def test_table_and_lines(tmp_path: Path) -> None:
         plain_line(jobs[1], views[1])
         == "job 1 · dp · running · step 40/100 · loss 2.3457 · 12,346 tokens/s · 1:30 left"
     )
+    images = metrics | {"tokens": 320, "samples": 320}
+    assert " · 12,346 samples/s · " in plain_line(jobs[1], View("running", images, steps=100))
+    assert speed_column([metrics, {}]) == ("tokens/s", ["12,346", ""])
+    assert speed_column([images, {"tokens_per_s": 5.0, "samples_per_s": 5.0}]) == ("samples/s", ["12,346", "5"])
+    assert speed_column([images, metrics]) == ("speed", ["12,346 samples/s", "12,346 tokens/s"])
     console = Console(record=True, force_terminal=True, width=100, height=60)
     table = JobTable(jobs, console)
     table.show(views)
