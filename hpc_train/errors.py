@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,6 +67,19 @@ class Mistakes:
             raise self._found[0]
         if self._found:
             raise UserErrors(self._found)
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Calls all ``checks``, which do not depend on each other.
+
+    Raises:
+        UserError: one or several of them have raised one. The message reports all.
+    """
+    mistakes = Mistakes()
+    for check in checks:
+        with mistakes.collected():
+            check()
+    mistakes.report()
 
 
 class UserCodeError(RuntimeError):

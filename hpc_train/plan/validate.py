@@ -12,13 +12,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from hpc_train.config.evaluation import check_evaluation
-from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
+from hpc_train.config.extensions import family_of, is_extension, location, source_of
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.source_check import check_call
@@ -32,13 +33,14 @@ from hpc_train.config.values import (
     preflight_actions,
     runs_own_code,
 )
-from hpc_train.errors import Mistakes, UserError
+from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
-from hpc_train.plan.optimizers import check_optimizers, own_code, own_targets
+from hpc_train.plan.optimizers import check_optimizers, own_code
 from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
 from hpc_train.plan.requirements import check_own_model, check_packages
+from hpc_train.plan.savers import check_savers
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
@@ -59,11 +61,6 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     if runs_own_code(config):
         return _validate_own_code(config, nodes, workers_per_node)
     layout = _check_parts(config, nodes, workers_per_node, device_bytes)
-    check_declared_mixing(config, layout)
-    _check_tensor_parallel(config, family_of(config.model), layout.tp)
-    _check_pieces(config, layout)
-    check_savers(config, layout)
-    check_profiled_steps(config.telemetry.profile, layout.world_size)
     if is_extension(config.model.kind):
         check_built_model(config)
     if own_code(config.optim) or config.optim.groups:
@@ -97,7 +94,7 @@ def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes
         layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
     with mistakes.collected():
         check_own_model(config, 1 if layout is None else layout.pp)
-    for check in (_check_stages, check_targets) if layout is not None else ():
+    for check in CHECKS_OF_LAYOUT if layout is not None else ():
         with mistakes.collected():
             check(config, layout)
     with mistakes.collected():
@@ -117,23 +114,43 @@ def check_values(config: Config) -> None:
     """Checks each value by itself.
 
     Raises:
-        UserError: keys do not accept their values. The message reports all of the schema, then the first other one.
+        UserError: keys do not accept their values. The message reports all.
     """
-    check_keys(config)
-    _check_lists(config)
+    check_all(
+        lambda: check_keys(config),
+        lambda: find_kind(config.strategy.data_parallel),
+        lambda: _check_schedule(config),
+        lambda: _check_betas(config),
+        lambda: _check_pp_split(config),
+        lambda: check_optimizers(config.optim, in_container=config.cluster.container.image is not None),
+        lambda: node_range(config.cluster),
+        lambda: _check_fabric_variables(config.cluster.fabric),
+        lambda: preflight_actions(config.cluster),
+        lambda: parse_save_every(config.checkpoint.every),
+        lambda: parse_recomputation(config.train.activation_checkpointing),
+        lambda: parse_hang_timeout(config.elastic.hang_timeout_s),
+        lambda: _check_time("time", config.cluster.time),
+        lambda: _check_time("time_min", config.cluster.time_min),
+    )
 
 
-def _check_lists(config: Config) -> None:
-    betas, split = config.optim.betas, config.strategy.pp_split
-    find_kind(config.strategy.data_parallel)
+def _check_schedule(config: Config) -> None:
     if config.strategy.schedule != AUTO:
         find_schedule(config.strategy.schedule)
+
+
+def _check_betas(config: Config) -> None:
+    betas = config.optim.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(
             f"optim.betas is {list(betas)}, but must be two numbers, at least 0 and below 1",
             where="optim.betas",
             fix="optim.betas=[0.9,0.95]",
         )
+
+
+def _check_pp_split(config: Config) -> None:
+    split = config.strategy.pp_split
     numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
     if not isinstance(split, str) and not numbers:
         raise UserError(
@@ -141,21 +158,15 @@ def _check_lists(config: Config) -> None:
             where="strategy.pp_split",
             fix="even, flops, measured, or the number of layers of each stage: [1,2,2]",
         )
-    check_optimizers(config.optim, in_container=config.cluster.container.image is not None)
-    node_range(config.cluster)
-    _check_fabric_variables(config.cluster.fabric)
-    preflight_actions(config.cluster)
-    parse_save_every(config.checkpoint.every)
-    parse_recomputation(config.train.activation_checkpointing)
-    parse_hang_timeout(config.elastic.hang_timeout_s)
-    for name in ("time", "time_min"):
-        limit = getattr(config.cluster, name)
-        if limit is not None and not TIME.fullmatch(limit):
-            raise UserError(
-                f"cluster.{name} is {limit!r}, which sbatch does not accept",
-                where=f"cluster.{name}",
-                fix=f"cluster.{name}=01:30:00, or with days 2-12:00:00",
-            )
+
+
+def _check_time(name: str, limit: str | None) -> None:
+    if limit is not None and not TIME.fullmatch(limit):
+        raise UserError(
+            f"cluster.{name} is {limit!r}, which sbatch does not accept",
+            where=f"cluster.{name}",
+            fix=f"cluster.{name}=01:30:00, or with days 2-12:00:00",
+        )
 
 
 def _check_length(config: Config) -> None:
@@ -186,20 +197,22 @@ def _check_length(config: Config) -> None:
         )
 
 
-def _check_tensor_parallel(config: Config, family: ModelFamily, tp: int) -> None:
+def _check_tensor_parallel(config: Config, layout: Layout) -> None:
+    """Raises UserError if the model has no tensor-parallel plan, or for all sizes that the ranks do not divide."""
+    plan, tp = family_of(config.model).tensor_parallel, layout.tp
     if tp == 1:
         return
-    if family.tensor_parallel is None:
+    if plan is None:
         raise UserError(
             f"model kind {config.model.kind} has no tensor-parallel plan",
             where="strategy.tp",
             fix="strategy.tp=1, or model=gpt_tiny or another model that has one",
         )
-    for name in family.tensor_parallel.divisible:
-        check_divides(tp, getattr(config.model, name), "strategy.tp", f"model.{name}")
+    sizes = {f"model.{name}": getattr(config.model, name) for name in plan.divisible}
     length = getattr(config.data, "sequence_length", None)
-    if family.tensor_parallel.shards_sequence and length is not None:
-        check_divides(tp, length, "strategy.tp", "data.sequence_length")
+    if plan.shards_sequence and length is not None:
+        sizes["data.sequence_length"] = length
+    check_all(*(partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items()))
 
 
 def _check_stages(config: Config, layout: Layout) -> None:
@@ -213,8 +226,7 @@ def _check_stages(config: Config, layout: Layout) -> None:
         )
 
 
-def _check_pieces(config: Config, layout: Layout) -> None:
-    """Raises UserError for options that the engines cannot combine."""
+def _check_static_graph(config: Config, layout: Layout) -> None:
     kind = layout.kind
     if config.strategy.static_graph and not kind.static_graph:
         raise UserError(
@@ -222,6 +234,10 @@ def _check_pieces(config: Config, layout: Layout) -> None:
             where="strategy.static_graph",
             fix=f"strategy.static_graph=false, or strategy.data_parallel={kinds_where(lambda row: row.static_graph)}",
         )
+
+
+def _check_bucket_search(config: Config, layout: Layout) -> None:
+    kind = layout.kind
     if config.strategy.bucket_cap_mb == "auto" and layout.pp > 1 and kind.bucket_search == "without_pipeline":
         raise UserError(
             f"strategy.bucket_cap_mb=auto cannot change the buckets of {kind.name} inside a pipeline schedule",
@@ -229,6 +245,9 @@ def _check_pieces(config: Config, layout: Layout) -> None:
             fix=f"strategy.data_parallel={kinds_where(lambda row: row.bucket_search == 'always')}, or "
             "strategy.bucket_cap_mb=25",
         )
+
+
+def _check_samples(config: Config, layout: Layout) -> None:
     short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
     if short and config.batch.drop_last:
         raise UserError(
@@ -239,76 +258,17 @@ def _check_pieces(config: Config, layout: Layout) -> None:
         )
 
 
-def check_savers(config: Config, layout: Layout) -> None:
-    """
-    Raises:
-        UserError: the model or the layout does not support an option that saves memory.
-    """
-    _check_loss_chunks(config, layout)
-    _check_offload(config, layout)
-    _check_whole_updates(config)
-    if config.optim.moments != "fp32" and config.optim.name != "adamw":
-        raise UserError(
-            f"optim.moments is {config.optim.moments}, but {config.optim.name} has no such moments",
-            where="optim.moments",
-            fix="optim.moments=fp32, or optim=adamw",
-        )
-
-
-def _check_loss_chunks(config: Config, layout: Layout) -> None:
-    chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
-    if chunks > 1 and not family_of(config.model).chunked_loss:
-        raise UserError(
-            f"train.loss_chunks is {chunks}, but model kind {config.model.kind} computes its loss in one piece",
-            where="train.loss_chunks",
-            fix="train.loss_chunks=1, or model=gpt_tiny or another gpt",
-        )
-    most = chunks if length is None else length // layout.tp
-    if chunks > most:
-        raise UserError(
-            f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a sequence",
-            where="train.loss_chunks",
-            fix=f"train.loss_chunks={most} or fewer",
-        )
-
-
-def _check_offload(config: Config, layout: Layout) -> None:
-    offload, kind = config.strategy.offload, layout.kind
-    if offload == "none":
-        return
-    if offload == "optimizer":
-        if layout.dp > 1 and offload not in kind.offloads:
-            raise UserError(
-                f"strategy.data_parallel={kind.name} does not support an optimizer state in host memory",
-                where="strategy.offload",
-                fix="strategy.offload=none",
-            )
-        return
-    others = kinds_where(lambda row: offload in row.offloads)
-    fix = f"strategy.offload=optimizer, which every strategy supports, or strategy={others}"
-    if layout.dp == 1 or offload not in kind.offloads:
-        raise UserError(
-            f"strategy.offload=all requires {others} on several ranks, which gather parameters in each step",
-            where="strategy.offload",
-            fix=fix,
-        )
-    if layout.pp > 1 or layout.tp > 1:
-        raise UserError(
-            "strategy.offload=all does not support tensor or pipeline parallelism, which exchange gradients on devices",
-            where="strategy.offload",
-            fix=fix,
-        )
-
-
-def _check_whole_updates(config: Config) -> None:
-    whole = [target for target in own_targets(config.optim) if not target.elementwise]
-    if config.strategy.offload == "all" and whole:
-        raise UserError(
-            f"{whole[0].path} updates whole parameters, which strategy.offload=all cannot gather: their shards are in "
-            "host memory",
-            where=f"strategy.offload, {whole[0].where}._target_",
-            fix=f"strategy.offload=optimizer, or {whole[0].where}.elementwise=true if it computes each element alone",
-        )
+CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
+    _check_stages,
+    check_targets,
+    check_declared_mixing,
+    _check_tensor_parallel,
+    _check_static_graph,
+    _check_bucket_search,
+    _check_samples,
+    check_savers,
+    lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
+)
 
 
 VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|TP|FI|OFI|UCX|SHARP|MLX5|RDMAV)_[A-Z0-9_]+")
