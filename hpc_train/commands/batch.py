@@ -25,7 +25,7 @@ from hpc_train.config.own_files import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes, node_range
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, check_all
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
@@ -101,8 +101,7 @@ def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) 
 
 
 def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence[str]) -> None:
-    validate(config, *_shape(config))
-    check_freeze(config, run)
+    check_all(lambda: validate(config, *_shape(config)), lambda: check_freeze(config, run))
     freeze(config, run, code=snapshot_code([config], parent / "code"), overrides=overrides)
     warn_if_open(run, config)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))

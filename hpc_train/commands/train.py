@@ -18,7 +18,7 @@ from hpc_train.config.compose import PRIMARY, typed, version_base
 from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, check_all
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.gpus import gpus_of_this_job
@@ -115,8 +115,7 @@ def task(node: DictConfig, run: RunDirectory) -> int:
     try:
         config = typed(node)
         _check_foreground(config)
-        validate(config, *_nodes_and_workers(config))
-        check_freeze(config, run)
+        check_all(lambda: validate(config, *_nodes_and_workers(config)), lambda: check_freeze(config, run))
         overrides = list(HydraConfig.get().overrides.task)
         freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides)
         warn_if_open(run, config)

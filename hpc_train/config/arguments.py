@@ -282,7 +282,7 @@ def _is_fixed_choice(override: Override) -> bool:
     """Returns whether the override may decide Hydra's settings: one option of a group, or a setting of Hydra."""
     if override.is_sweep_override() or override.key_or_group in ("strategy", "experiment", "hydra.searchpath"):
         return False
-    return _is_of_hydra(override) or _is_choice(override)
+    return _is_of_hydra(override) or is_choice(override)
 
 
 def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str]) -> _Chosen:
@@ -355,8 +355,8 @@ class JobComposer:
             hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
         """
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        choices = [override for override in parsed if _is_choice(override)]
-        values = [override for override in parsed if not _is_choice(override)]
+        choices = [override for override in parsed if is_choice(override)]
+        values = [override for override in parsed if not is_choice(override)]
         if not all(_is_plain(override) for override in values):
             return self.compose(list(overrides))
         key = tuple(override.input_line or "" for override in choices)
@@ -371,7 +371,7 @@ class JobComposer:
         return config
 
 
-def _is_choice(override: Override) -> bool:
+def is_choice(override: Override) -> bool:
     """Returns whether only Hydra can apply the override: ``group=option`` or one of Hydra's own settings."""
     key = override.key_or_group
     return key.startswith("hydra.") or ("." not in key and not isinstance(override.value(), dict))

@@ -15,9 +15,12 @@ from typing import Any, get_origin, get_type_hints
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.arguments import CommandLine
 from hpc_train.config.groups import config_directory
+from hpc_train.config.mistakes import all_mistakes
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
 from hpc_train.errors import UserError, UserErrors
@@ -31,6 +34,8 @@ MISSING = "???"
 def own_files_checked(line: CommandLine) -> Iterator[None]:
     """Checks the chosen files, then adds the file to the user's mistakes that the body raises.
 
+    An error of Hydra is replaced by all mistakes of the command line.
+
     Raises:
         UserError: a file is not valid YAML, or has a value of the wrong kind.
     """
@@ -42,8 +47,10 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
         yield
     except Exception as error:
         mistake = translate(error)
+        if mistake is not None and isinstance(error, HydraException | OmegaConfBaseException):
+            mistake = all_mistakes(line, mistake)
         located = None if mistake is None else with_file(mistake, line)
-        if located is None or located is mistake:
+        if located is None or located is error:
             raise
         raise located from error
 

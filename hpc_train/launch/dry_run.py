@@ -22,7 +22,6 @@ from hpc_train.plan.memory import estimate, host_copy_bytes
 from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import check_freeze
 from hpc_train.units import counted, format_bytes
 
 
@@ -84,7 +83,6 @@ def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: 
 
 def _plan(job: Job) -> str:
     config, layout, executor = job.config, job.layout, select_executor(job.config.cluster)
-    check_freeze(config, job.run)
     nodes = config.cluster.nodes
     device = f"{counted(job.gpus, 'GPU', 'GPUs')} per node" if job.gpus else "CPU"
     lines = [

@@ -37,7 +37,7 @@ from hpc_train.launch.submission import JobQueue, prepare
 from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
-from hpc_train.run.freeze import check_freeze, freeze
+from hpc_train.run.freeze import freeze
 from hpc_train.run.owner import warn_if_open
 
 T = TypeVar("T")
@@ -205,8 +205,6 @@ def enqueue(
     Raises:
         UserError: a job is refused; nothing was written then.
     """
-    for job in jobs:
-        check_freeze(job.config, job.run)  # all of them before the first is written
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

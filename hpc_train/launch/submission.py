@@ -14,12 +14,14 @@ from rich.console import Console
 
 from hpc_train.config.compose import typed
 from hpc_train.config.values import fewest_nodes
+from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import NOT_STARTED, View
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.freeze import check_freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
 
@@ -108,16 +110,24 @@ def prepare(node: DictConfig, run: RunDirectory, number: int = 0, overrides: Seq
     """Checks the composed config ``node`` and returns its job; writes nothing.
 
     Raises:
-        UserError: a value is wrong, or the executor cannot run the job.
+        UserError: a value is wrong, the executor cannot run the job, or the run cannot be frozen. The message reports
+            all independent mistakes.
     """
     config = typed(node)
     executor = select_executor(config.cluster)
     nodes, gpus, workers = executor.shape(config.cluster)
     device_bytes = executor.device_bytes(config.cluster)
-    layout = validate(config, nodes, workers, device_bytes)
-    fewest = fewest_nodes(config)
-    if fewest < nodes:
-        validate(config, fewest, workers, device_bytes)  # the job must also be able to run on the fewest nodes
+    layout = None
+    mistakes = Mistakes()
+    with mistakes.collected():
+        layout = validate(config, nodes, workers, device_bytes)
+        fewest = fewest_nodes(config)
+        if fewest < nodes:
+            validate(config, fewest, workers, device_bytes)  # the job must also be able to run on the fewest nodes
+    with mistakes.collected():
+        check_freeze(config, run)
+    mistakes.report()
+    assert layout is not None
     return Job(number, tuple(overrides), config, layout, gpus, workers, run)
 
 

@@ -244,6 +244,35 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
     assert "set in: train.steps" in told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (
+            ["+strategy=hybird", "strategy.nothing=1", "optim.lrr=1", "train.compile=perhaps", "model=gpt_tny"],
+            ["did you mean hybrid?", "did you mean lr?", "train.compile is 'perhaps'", "did you mean gpt_tiny?"],
+        ),
+        (["optim.lr=1,foo", "optim.lrr=1", "-m"], ["optim.lr is 'foo'", "did you mean lr?"]),
+        (["strategy=tp", "model.n_heads=3", "model.dim=48", "model.n_kv_heads=1", "data.sequence_length=255"],
+         ["model.n_heads=3", "model.n_kv_heads=1", "data.sequence_length=255"]),
+        (["train.loss_chunks=999", "strategy.offload=all", "data.path=nope", "run.name=live"],
+         ["train.loss_chunks", "strategy.offload=all requires", "nope does not exist", "is live"]),
+        (["cluster.time=soon", "optim.betas=[0.9]", "checkpoint.every=often"],
+         ["cluster.time is", "optim.betas", "checkpoint.every"]),
+    ],
+)  # fmt: skip
+def test_all_independent_mistakes_are_told_in_one_verdict(
+    arguments: list[str], named: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, live = config_of("run.name=live"), RunDirectory(place / "outputs" / "live")
+    freeze(config, live)
+    with lease.hold_lease(live):
+        assert run([*arguments, "launch.dry_run=true"]) == 2
+    told = "".join(capsys.readouterr())
+    assert f"{len(named)} mistakes:" in told
+    assert all(part in told for part in named), told
+    assert told.count("set in:") == len(named)
+
+
 def test_an_unreadable_file_is_told(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
