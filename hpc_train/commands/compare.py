@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_train.config.evaluation import BestMetric, highest_is_best
+from hpc_train.config.identity import flat
 from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
@@ -22,7 +23,6 @@ from hpc_train.launch.job_table import BEST
 from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.run.comparison import DEFAULT, Comparison, Settings, is_number, metric_of, varied
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import flat
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.progress import speed_column
 from hpc_train.units import format_duration

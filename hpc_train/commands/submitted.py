@@ -16,7 +16,8 @@ from hpc_train.launch.job_status import SlurmStatuses, View, outcome
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
-from hpc_train.launch.monitor import resubmit, worst
+from hpc_train.launch.monitor import worst
+from hpc_train.launch.resubmission import resubmit
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

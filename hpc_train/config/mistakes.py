@@ -13,7 +13,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.arguments import CommandLine, expand, is_choice
+from hpc_train.config.arguments import CommandLine, expand
+from hpc_train.config.job_composer import is_choice
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
 

@@ -21,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import track
 
-from hpc_train.config.arguments import JobComposer
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register
 from hpc_train.config.hydra_settings import is_search
+from hpc_train.config.job_composer import JobComposer
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets

@@ -1,4 +1,4 @@
-"""Keeps the ranks together at the end of a stream, and the positions of its shards in the checkpoints."""
+"""Keeps the ranks together at the end of a stream, and reads from checkpoints where the data continues."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint.manager import RestoredState
 from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States, merged_states
 from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import Mesh
@@ -46,3 +47,8 @@ def restored_positions(restored: RestoredState) -> States:
     """Returns where a checkpoint says that the shards of a stream continue."""
     states: States = restored.extra.get(_KEY, {})
     return states
+
+
+def skipped_data(restored: RestoredState) -> Skipped:
+    """Returns the data that a checkpoint says to skip."""
+    return Skipped.parse(restored.extra.get("skipped_windows", ()))

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
 from hpc_train.config.schema import Config
@@ -25,7 +23,6 @@ from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.hooks.runner import Hooks
-from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
@@ -33,6 +30,7 @@ from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.evaluation import Evaluation
+from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.late_line import SKIPPED, SUMS, Line, Readback, logs_late
 from hpc_train.train.length import Length
@@ -42,7 +40,7 @@ from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
-from hpc_train.train.streams import has_ended, positions, restored_positions
+from hpc_train.train.streams import has_ended, positions, restored_positions, skipped_data
 
 OpenFeed = Callable[[int, Skipped, States], TrainFeed]  # (first step, data to skip, where streams continue) -> feed
 
@@ -72,7 +70,7 @@ class Trainer:
     open_feed: OpenFeed
     hooks: Hooks
     best: BestSoFar
-    artifacts: KeptArtifacts | None = None  # of torch.compile
+    first_step: FirstStep
     step: int = 0
     tokens: int = 0  # targets that counted since step 0, over all ranks
     skipped: Skipped = NOTHING  # data that is skipped after rollbacks
@@ -82,7 +80,6 @@ class Trainer:
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # and the step at which it was found
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
-    _first: bool = field(default=True, init=False)  # whether the attempt has not completed a step
     _evaluated: tuple[int, dict[str, float | None]] = field(default=(-1, {}), init=False)  # step, metrics
     _end: int = field(init=False)  # the step after which the run ends, which a hook may choose
     _saved_hooks: Mapping[str, Any] = field(default_factory=dict, init=False)  # their states in the loaded checkpoint
@@ -230,8 +227,8 @@ class Trainer:
         began = time.monotonic()
         with self.measures.step():
             outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
-        if self._first:
-            self._finish_first_step(self.step + 1, began)
+        if self.first_step.pending:
+            self.first_step.finish(self.step + 1, began)
         self.garbage.after(self.step + 1)
         self._complete_line()
         rolled_back = self._roll_back()
@@ -259,22 +256,6 @@ class Trainer:
         self._complete_line()
         if self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged:
             self._save()  # otherwise the save waits until the loss is stable
-
-    def _finish_first_step(self, step: int, began: float) -> None:
-        """Reports the seconds of the first step of a restarted attempt, or one that compiles, and keeps the graphs."""
-        self._first = False
-        restarted = self.report.events.attempt > 0 or step > 1
-        if self.artifacts is None and not restarted:
-            return
-        if self.mesh.device.type != "cpu":
-            torch.accelerator.synchronize(self.mesh.device)
-        self.report.first_step(step, time.monotonic() - began, self.artifacts)
-        self._keep_artifacts()
-
-    def _keep_artifacts(self) -> None:
-        if self.artifacts is not None:
-            with self.meter.pausing():
-                self.artifacts.save()
 
     def _roll_back(self) -> LocalBatch | None:
         """Rolls back to the newest checkpoint before a divergence, if there was one, and skips the batches since then.
@@ -384,7 +365,7 @@ class Trainer:
             self.report.warning(self.step, message)
 
     def _save(self, final: bool = False) -> None:
-        self._keep_artifacts()  # an evaluation may have compiled graphs of its own
+        self.first_step.keep_artifacts()  # an evaluation may have compiled graphs of its own
         began = time.monotonic()
         self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
@@ -410,11 +391,6 @@ class Trainer:
             else:
                 self.checkpoints.save(self.step, extra, metrics, tensors=self.hooks.tensors)
         self.schedule.saved(max(time.monotonic() - began, self.checkpoints.copied_s), self.checkpoints.durable_s)
-
-
-def skipped_data(restored: RestoredState) -> Skipped:
-    """Returns the data that a checkpoint says to skip."""
-    return Skipped.parse(restored.extra.get("skipped_windows", ()))
 
 
 def _falls_on(step: int, every: int) -> bool:

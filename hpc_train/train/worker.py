@@ -48,6 +48,7 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.evaluation import build_evaluation
+from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.length import Length, run_length
 from hpc_train.train.loss_check import check_loss
@@ -61,8 +62,8 @@ from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
-from hpc_train.train.streams import restored_positions
-from hpc_train.train.trainer import OpenFeed, Trainer, skipped_data
+from hpc_train.train.streams import restored_positions, skipped_data
+from hpc_train.train.trainer import OpenFeed, Trainer
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -159,6 +160,7 @@ def _build(
     report.advice, report.evaluated = _advice_watch(config, mesh, spec, training), evaluation.extent()
     if start == 0 and engine.check_loss:
         _warn_of_loss(check_loss(engine, training, mesh, config.precision.name), run, report)
+    meter = make_meter(config, mesh, training)
     trainer = Trainer(
         config=config,
         mesh=mesh,
@@ -169,7 +171,7 @@ def _build(
         checkpoints=checkpoints,
         stop=stop,
         length=trained,
-        meter=make_meter(config, mesh, training),
+        meter=meter,
         measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
         profiler=Profiler(parse_profile(config.telemetry.profile), run, mesh, events),
         report=report,
@@ -179,7 +181,7 @@ def _build(
         garbage=GarbageCollection(config.train.gc_every),
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
-        artifacts=artifacts,
+        first_step=FirstStep(mesh.device, meter, report, artifacts),
         hooks=hooks,
         best=BestSoFar(best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)),
     )

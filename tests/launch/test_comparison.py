@@ -18,7 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
-from hpc_train.launch.monitor import notes_on_changed_code, take_code_again
+from hpc_train.launch.resubmission import notes_on_changed_code, take_code_again
 from hpc_train.run.code import frozen_code, snapshot_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.events import EventLog

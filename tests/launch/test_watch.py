@@ -19,7 +19,7 @@ from rich.console import Console
 from hpc_train.launch.executors.executor import Submitted
 from hpc_train.launch.job_status import PRESENT, JobStatus, View, resume_command, time_left
 from hpc_train.launch.job_table import JobTable, plain_line
-from hpc_train.launch.monitor import wait_if_ending
+from hpc_train.launch.resubmission import wait_if_ending
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
@@ -58,7 +58,7 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
 
 
 def test_a_stopped_job_is_given_the_time_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.launch.monitor.POLL_LIVE_S", 0.05)
+    monkeypatch.setattr("hpc_train.launch.resubmission.POLL_LIVE_S", 0.05)
     run = submitted(tmp_path).job.run
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     add_submission(run, "this machine", pid=process.pid)

@@ -9,10 +9,10 @@ import pytest
 from hpc_train.api import _own_code
 from hpc_train.config.arguments import override_value
 from hpc_train.config.compose import compose
+from hpc_train.config.identity import check_identity
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import snapshot_code
-from hpc_train.run.freeze import check_identity
 from tests.config.composing import config_of
 from tests.loop.functions import trains
 from tests.loop.test_command import git

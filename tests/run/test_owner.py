@@ -15,7 +15,7 @@ import pytest
 from hpc_train import cli
 from hpc_train.commands import agent
 from hpc_train.errors import UserError
-from hpc_train.launch import monitor
+from hpc_train.launch import resubmission
 from hpc_train.launch.script import Script, one_run, render
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
@@ -74,7 +74,7 @@ def test_a_run_of_another_user_is_refused(
     done = []
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
     monkeypatch.setattr(agent, "run_agent", lambda run: done.append("agent") or 0)
-    monkeypatch.setattr(monitor, "refuse_live", lambda run: done.append("submitted") or sys.exit(0))
+    monkeypatch.setattr(resubmission, "refuse_live", lambda run: done.append("submitted") or sys.exit(0))
     refuse_foreign(run, load(run))
     for path in what(run):
         os.chown(path, OTHER, OTHER)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpc_train.config.identity import check_identity
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import check_identity
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
 from tests.layouts.oracle import whole

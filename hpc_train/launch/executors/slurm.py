@@ -25,8 +25,8 @@ from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
-from hpc_train.launch.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.array_turns import Turn, divide
+from hpc_train.launch.executors.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus

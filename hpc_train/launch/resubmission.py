@@ -1,0 +1,155 @@
+"""Submits frozen runs again, with their frozen code or with what is now in the work tree that it was copied from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.job_status import attempt_end, outcome
+from hpc_train.launch.lookup import RunHandle
+from hpc_train.launch.monitor import hand_over, report, wait, worst
+from hpc_train.launch.submission import JobQueue
+from hpc_train.run.code import FrozenCode, frozen_code, has_changed, snapshot_code
+from hpc_train.run.comparison import Comparison
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit
+from hpc_train.run.files import share
+from hpc_train.run.lease import find_live, refuse_live
+from hpc_train.run.owner import refuse_foreign, warn_if_open
+from hpc_train.run.processes import this_process
+from hpc_train.run.requests import stop_was_requested
+
+LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first
+POLL_LIVE_S = 3.0
+
+
+def resubmit(
+    found: Sequence[RunHandle],
+    sweep: Path,
+    *,
+    detach: bool,
+    trust_owner: bool = False,
+    as_json: bool = False,
+    code_now: bool = False,
+    comparison: Comparison | None = None,
+) -> int:
+    """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
+
+    Args:
+        trust_owner: whether runs of other users may be continued.
+        as_json: whether to print one JSON object per run at the end, and everything else to standard error.
+        code_now: whether they run the code that is now in the work tree from which they were frozen.
+        comparison: that of the whole sweep, if ``found`` is a part of one.
+
+    Raises:
+        UserError: a run is live or another user's, or its executor refuses it. Nothing was submitted.
+    """
+    for item in found if not trust_owner else ():
+        refuse_foreign(item.run, item.config)
+    warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
+    console = Console(stderr=as_json)
+    until = time.monotonic() + LEAVING_S
+    for item in found:
+        wait_if_ending(item.run, until, console)
+        refuse_live(item.run)
+    jobs = [item.job(trust_owner) for item in found]
+    executor = select_executor(jobs[0].config.cluster)
+    for line in executor.check(jobs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    executor.confirm(jobs, console)
+    for job in jobs:
+        job.run.update_record(claimed_by=this_process())
+    runs = [(item.run, item.config) for item in found]
+    for line in take_code_again(runs) if code_now else notes_on_changed_code(runs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    queue = JobQueue(jobs, executor, sweep, console)
+    if detach:
+        hand_over(queue, console)
+    else:
+        wait(queue, console, comparison)
+    if as_json:
+        print("\n".join(outcome(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)))
+        return Exit.DONE if detach else worst(queue.views)
+    return Exit.DONE if detach else report(queue, console, comparison)
+
+
+def wait_if_ending(run: RunDirectory, until: float, console: Console) -> None:
+    """Waits until the job of a run leaves if it has ended or was stopped, at most until ``until``, and reports this.
+
+    Args:
+        until: of ``time.monotonic()``.
+    """
+    reported = False
+    while (live := find_live(run)) and _is_ending(run) and time.monotonic() < until:
+        if not reported:
+            console.print(f"waiting until the stopped job has ended: {live}", markup=False, highlight=False)
+        reported = True
+        time.sleep(POLL_LIVE_S)
+
+
+def _is_ending(run: RunDirectory) -> bool:
+    """Returns whether a user has stopped the job, or its newest attempt has ended for good."""
+    end = attempt_end(run, run.newest_attempt())
+    return stop_was_requested(run) or (end is not None and end.final)
+
+
+def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
+    """Replaces the frozen code of ``runs`` by a snapshot of what is now in the work trees that it was taken from.
+
+    The runs must not be live. Their event logs record the change.
+
+    Returns:
+        lines for the user.
+
+    Raises:
+        UserError: a work tree does not exist any more, or cannot be copied.
+    """
+    before = [frozen_code(run) for run, _ in runs]
+    old = {code.origin: code for code in before if code is not None}
+    new = {origin: _taken_again(code, [config for _, config in runs]) for origin, code in old.items()}
+    changed = {origin for origin, code in new.items() if code.snapshot != old[origin].snapshot}
+    for (run, _), code in zip(runs, before, strict=True):
+        if code is not None and code.snapshot != new[code.origin].snapshot:
+            after = new[code.origin]
+            run.update_record(snapshot=asdict(after))
+            events = EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1)
+            events.write("warning", message=f"continues with other code: {code.snapshot} -> {after.snapshot}")
+    lines = [f"code: the present code of {origin[0]}, copied to {new[origin].snapshot}" for origin in changed]
+    lines += [f"code: {tree} has not changed since its code was frozen" for tree, *_ in old.keys() - changed]
+    if None in before:
+        lines.append("code: runs without frozen code import the present code in any case")
+    return lines
+
+
+def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
+    """Returns a line for each work tree that differs from the frozen code with which ``runs`` continue."""
+    frozen = [(frozen_code(run), config) for run, config in runs]
+    old = {code.work_tree: (code, config) for code, config in frozen if code is not None}
+    return [
+        f"note: {tree} has changed since its code was frozen; the frozen code runs again (--code now: the present code)"
+        for tree, (code, config) in old.items()
+        if Path(tree).is_dir() and has_changed(code, config)
+    ]
+
+
+def _taken_again(code: FrozenCode, configs: Sequence[Config]) -> FrozenCode:
+    directory, into = code.directory, Path(code.snapshot).parent
+    taken = snapshot_code(configs, into, directory) if directory.is_dir() else None
+    if taken is None or taken.work_tree != code.work_tree:
+        raise UserError(
+            f"the code was frozen from {code.work_tree}, which is not a git work tree any more",
+            where="--code now",
+            fix="restore the work tree, or leave out --code now to run the frozen code again",
+        )
+    if configs[0].run.group is not None:
+        share(into, configs[0].run.group)
+    return taken
