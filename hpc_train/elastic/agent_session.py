@@ -87,7 +87,7 @@ class Session:
                 return Exit.STOPPED
             return self._agent(_examined(self.node, config, allocation), address, stores).work()
         except ServerLost as lost:
-            return requeue_after_server_loss(run, config, allocation, end, lost)
+            return requeue_after_server_loss(run, config, allocation, end, lost, self.events)
         finally:
             if stores is not None:
                 stores.stop()

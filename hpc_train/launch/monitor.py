@@ -35,6 +35,7 @@ from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.processes import this_process
 from hpc_train.run.requests import stop_was_requested
+from hpc_train.telemetry.messages import Relay
 from hpc_train.telemetry.progress import Progress
 
 POLL_S = 0.5
@@ -95,10 +96,12 @@ def wait(queue: JobQueue, console: Console, comparison: Comparison | None = None
 
 def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -> None:
     ending = False
+    relay = Relay([(job.run, job.config) for job in queue.jobs])
     while not queue.over:
         try:
             queue.advance()
             display.show(queue.views)
+            relay.look()
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             answer = "" if ending else _answer(console)
@@ -107,6 +110,7 @@ def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -
             ending = True
             queue.stop_all(cancel=answer == "y")
             console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
+    relay.look(now=True)
 
 
 class HangUp(Exception):

@@ -4,8 +4,9 @@ An agent starts a warm parent, which imports torch for about four seconds of CPU
 tests start some hundred agents, and this import was two thirds of their CPU time. In the environment that
 ``with_server`` returns, an agent gets its warm parent from ``server`` instead: the server, which has imported torch and
 what the workers need of hpc_train, forks a process, and that process runs the command that the agent would have
-executed. Tests of models of Hugging Face have a server of their own, which has imported transformers too. ``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
-``commands`` does the same for the commands that the tests call.
+executed. Tests of models of Hugging Face have a server of their own, which has imported transformers too.
+``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it. ``commands``
+does the same for the commands that the tests call.
 
 The long forms, and the tests that inject faults into an agent and its processes, start warm parents as users do.
 """

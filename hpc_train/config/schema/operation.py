@@ -132,6 +132,18 @@ class ProfileConfig:
 
 
 @dataclass
+class MessagesConfig:
+    """Messages to a webhook (Slack, Mattermost, or any that takes JSON) about the end and the speed of runs."""
+
+    webhook_file: str | None = key(
+        None,
+        "A file that contains only the URL of the webhook, which is a secret. $HPC_TRAIN_WEBHOOK_URL replaces it. "
+        "Without both no message is sent.",
+    )
+    on: Any = key("all", "What is told: all, or a list of failed, requeued, finished and slow.")
+
+
+@dataclass
 class TelemetryConfig:
     """What is measured and where it is reported."""
 
@@ -139,6 +151,7 @@ class TelemetryConfig:
     wandb: WandbConfig = group(WandbConfig)
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
     profile: ProfileConfig = group(ProfileConfig)
+    messages: MessagesConfig = group(MessagesConfig)
 
 
 @dataclass

@@ -31,16 +31,23 @@ class Identity:
     @classmethod
     def of(cls, config: Config, run: RunDirectory) -> Identity:
         record = run.record()
-        sweep = run.path.parent if _is_sweep(run.path.parent) else None
+        sweep = _sweep_of(run)
         about = {"code": record.get("code"), "versions": record.get("versions"), "run_directory": str(run.path)}
         return cls(
             run_id=record.get("run_id") or run.path.name,
-            name=run.path.name if sweep is None else f"{sweep.name}/{run.path.name}",
+            name=name_of(run),
             group=None if sweep is None else sweep.name,
             directory=run.path,
             config=without_secrets(config) | about,
         )
 
 
-def _is_sweep(folder: Path) -> bool:
-    return (folder / "multirun.yaml").exists()
+def name_of(run: RunDirectory) -> str:
+    """Returns the name of a run, with that of its sweep."""
+    sweep = _sweep_of(run)
+    return run.path.name if sweep is None else f"{sweep.name}/{run.path.name}"
+
+
+def _sweep_of(run: RunDirectory) -> Path | None:
+    parent = run.path.parent
+    return parent if (parent / "multirun.yaml").exists() else None
