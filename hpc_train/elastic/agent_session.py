@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -36,9 +37,10 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import read_or
+from hpc_train.run.files import last_line, read_or
+from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import StacksRequests, StopRequests
-from hpc_train.slurm.client import is_suspended
+from hpc_train.slurm.client import extend_comment, is_suspended
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Session:
                 stores.stop()
             if server is not None:
                 server.join()
+            if end is not None and allocation.node_rank == 0:
+                extend_comment(_summary(run), SUMMARY)
 
     def _agent(self, node: Node, address: ServerAddress, stores: Stores | None) -> Agent:
         run, config, allocation = self.run, self.config, self.allocation
@@ -116,6 +120,22 @@ class Session:
             deletion=DeletionWatch(run),
             stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
         )
+
+
+SUMMARY = re.compile(r" ?goodput=\S+( mfu=\S+)?( gpu_hours=\S+)?$")
+
+
+def _summary(run: RunDirectory) -> str:
+    """Returns what the job's comment, and so ``sacct``, says about the run: ``goodput=0.93 mfu=0.41 gpu_hours=12.0``.
+
+    All jobs of the run count. MFU is that of the last logged step.
+    """
+    total = read_or(lambda: read_ledger(run, time.time()).total, Account())
+    mfu = read_or(lambda: last_line(run.metrics_file(run.newest_attempt())).get("mfu"), None)
+    parts = [f"goodput={total.useful_share:.2f}"]
+    parts += [] if mfu is None else [f"mfu={mfu:.2f}"]
+    parts += [f"gpu_hours={total.gpu_hours:.1f}"] if total.gpu_s else []
+    return " ".join(parts)
 
 
 def _examined(node: Node, config: Config, allocation: Allocation) -> Node:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step
 
 
@@ -33,6 +34,14 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
     assert log == sorted(log, key=lambda line: line[:23])
     assert any(f"step {stopped_at}/100" in line for line in log)
+    comment = re.compile(rf"hpc_train:{re.escape(str(run))} goodput=[01]\.\d\d\n")
+    wait_for(
+        "the comment of the job in the accounting", lambda: comment.fullmatch(_comment(cluster, run)) is not None, 60
+    )
+
+
+def _comment(cluster: Cluster, run: Path) -> str:
+    return cluster.call("sacct", "-nPX", "--jobs", job_id(run), "--format=Comment").stdout
 
 
 @pytest.mark.beside
