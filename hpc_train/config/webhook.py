@@ -10,7 +10,7 @@ from hpc_train.config.schema import MessagesConfig
 from hpc_train.errors import UserError
 
 URL = "HPC_TRAIN_WEBHOOK_URL"
-KINDS = ("failed", "requeued", "finished", "slow")
+KINDS = ("failed", "requeued", "finished", "slow", "idle")
 
 
 def message_kinds(settings: MessagesConfig) -> frozenset[str]:

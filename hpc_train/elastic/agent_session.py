@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from hpc_train.checkpoint.store import CheckpointStore
@@ -33,6 +35,7 @@ from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
 from hpc_train.fabric.node import this_node
+from hpc_train.health.idle_gpus import IdleGpus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -87,7 +90,9 @@ class Session:
                 )
             if address is None:
                 return Exit.STOPPED
-            return self._agent(_examined(self.node, config, allocation), address, stores).work()
+            agent = self._agent(_examined(self.node, config, allocation), address, stores)
+            with closing(self._idle_gpus(agent.gpu_errors)):
+                return agent.work()
         except ServerLost as lost:
             return requeue_after_server_loss(run, config, allocation, end, lost, self.events)
         finally:
@@ -97,6 +102,19 @@ class Session:
                 server.join()
             if end is not None and allocation.node_rank == 0:
                 extend_comment(_summary(run), SUMMARY)
+
+    def _idle_gpus(self, gpus: GpuErrors) -> IdleGpus:
+        """Returns what tells of idle GPUs of this node, and starts it."""
+
+        def tell(minutes: float, names: list[str]) -> None:
+            message = f"idle for {minutes:g} minutes on {self.allocation.node_name}: {', '.join(names)}"
+            self.events.of(max(0, read_or(self.run.newest_attempt, 0))).write("gpu_idle", gpus=names, message=message)
+            print(f"warning: {message}; the site may end jobs whose GPUs are idle", file=sys.stderr, flush=True)
+
+        addresses = [address for address in gpus.addresses() if address is not None]
+        found = IdleGpus(addresses, 60 * self.config.telemetry.gpu_idle_minutes, tell)
+        found.start()
+        return found
 
     def _agent(self, node: Node, address: ServerAddress, stores: Stores | None) -> Agent:
         run, config, allocation = self.run, self.config, self.allocation

@@ -64,6 +64,7 @@ EVENTS = (
     "pipeline_balance",  # measured balance of the stages in the first steps
     "warning",
     "advice",
+    "gpu_idle",  # for telemetry.gpu_idle_minutes
     "message_not_sent",  # to a webhook; with its text, which a waiting command sends
     "profiled",
     "bucket_size_chosen",

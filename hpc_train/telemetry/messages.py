@@ -1,4 +1,4 @@
-"""Tells a webhook (Slack, Mattermost, or any that takes JSON) when a run fails, is requeued, finishes or slows down.
+"""Tells a webhook (Slack, Mattermost, or any that takes JSON) when a run fails, is requeued, finishes or is slow.
 
 An agent sends a message for each such event that it writes itself, so that every event is told once. A thread of its
 own makes the POST requests: a webhook that hangs or refuses delays nothing but the end of the agent, by a few seconds.
@@ -39,7 +39,9 @@ KINDS = {  # event of an agent -> what it is about
     "requeued": "requeued",
     "requeued_by_slurm": "requeued",
     "finished": "finished",
+    "gpu_idle": "idle",
 }
+VERBS = {"failed": "has", "finished": "has"}
 SLOW = 0.5  # of the rate so far
 RECENT = 3  # lines of metrics that must be slow
 NOT_SENT = "message_not_sent"
@@ -51,7 +53,7 @@ Post = Callable[[str, Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Message:
-    """What a webhook is told; ``kind`` is failed, requeued, finished or slow."""
+    """What a webhook is told; ``kind`` is one of ``config.webhook.KINDS``."""
 
     kind: str
     run: str
@@ -198,7 +200,7 @@ def _message(run: RunDirectory, kind: str, event: Event) -> Message:
     of_total = f" of {record['total_steps']}" if "total_steps" in record and kind != "finished" else ""
     after = f" after step {step}{of_total}" if step else ""
     job = f" (job {os.environ['SLURM_JOB_ID']})" if "SLURM_JOB_ID" in os.environ else ""
-    lines = [f"{name_of(run)} {'is' if kind == 'requeued' else 'has'} {kind}{after}{job}"]
+    lines = [f"{name_of(run)} {VERBS.get(kind, 'is')} {kind}{after}{job}"]
     if kind == "finished":
         lines.append(_results(result))
     else:

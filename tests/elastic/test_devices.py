@@ -162,6 +162,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "doctor/reach.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
+    "health/idle_gpus.py": "no",
     "preflight/nccl_log.py": "no",
     "run/lease.py": "no",
     "run/file_writer.py": "no",

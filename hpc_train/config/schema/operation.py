@@ -140,7 +140,7 @@ class MessagesConfig:
         "A file that contains only the URL of the webhook, which is a secret. $HPC_TRAIN_WEBHOOK_URL replaces it. "
         "Without both no message is sent.",
     )
-    on: Any = key("all", "What is told: all, or a list of failed, requeued, finished and slow.")
+    on: Any = key("all", "What is told: all, or a list of failed, requeued, finished, slow and idle.")
 
 
 @dataclass
@@ -152,6 +152,12 @@ class TelemetryConfig:
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
     profile: ProfileConfig = group(ProfileConfig)
     messages: MessagesConfig = group(MessagesConfig)
+    gpu_idle_minutes: float = key(
+        20.0,
+        "Tells when the GPUs of a node were idle for this time, before a site's watchdog ends the job. 0 does not look.",
+        at_least=0,
+        unit="minutes",
+    )
 
 
 @dataclass
