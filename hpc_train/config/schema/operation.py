@@ -154,7 +154,7 @@ class TelemetryConfig:
     messages: MessagesConfig = group(MessagesConfig)
     gpu_idle_minutes: float = key(
         20.0,
-        "Tells when the GPUs of a node were idle for this time, before a site's watchdog ends the job. 0 does not look.",
+        "Tells when GPUs of a node were idle for this time, before a watchdog of the site ends the job. 0: never.",
         at_least=0,
         unit="minutes",
     )
