@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step
 
@@ -89,3 +91,23 @@ def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     waited = cluster.hpc_train("wait", "run", cwd=tmp_path)
     assert waited.returncode == 0, waited.stdout + waited.stderr
     assert every_step(run) == list(range(1, 26))
+
+
+@pytest.mark.beside
+def test_a_ci_job_trains_compares_and_keeps_the_report(cluster: Cluster, tmp_path: Path) -> None:
+    script = str(REPOSITORY / "deploy" / "ci" / "train.sh")
+    case = [part for part in [*TINY, *ONE_NODE, "+strategy=dp"] if not part.startswith("train.steps")]
+    ci = replace(cluster, environment=cluster.environment | {"RUN_NAME": "ci-1234"})
+    smoke = ci.call(script, "smoke", *case, cwd=tmp_path)
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    outputs = tmp_path / "outputs"
+    assert every_step(outputs / "ci-1234-smoke") == list(range(1, 21))
+    assert "<html" in (tmp_path / "report.html").read_text()
+    (outputs / "last-good").write_text("outputs/ci-1234-smoke\n")
+    worse = replace(ci, environment=ci.environment | {"FAIL_IF": "loss<0; loss>0*baseline", "REPORT": "full.html"})
+    full = worse.call(script, "full", *case, "train.steps=4", cwd=tmp_path)
+    assert full.returncode == 1, full.stdout + full.stderr
+    assert "(--fail-if 'loss>0*baseline')" in full.stderr
+    assert "loss<0" not in full.stderr
+    assert (outputs / "last-good").read_text() == "outputs/ci-1234-smoke\n"
+    assert (tmp_path / "full.html").is_file()
