@@ -13,7 +13,7 @@ import pytest
 
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step
+from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step, with_python
 
 
 @pytest.mark.beside
@@ -97,7 +97,8 @@ def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
 def test_a_ci_job_trains_compares_and_keeps_the_report(cluster: Cluster, tmp_path: Path) -> None:
     script = str(REPOSITORY / "deploy" / "ci" / "train.sh")
     case = [part for part in [*TINY, *ONE_NODE, "+strategy=dp"] if not part.startswith("train.steps")]
-    ci = replace(cluster, environment=cluster.environment | {"RUN_NAME": "ci-1234"})
+    shell = with_python(cluster)
+    ci = replace(shell, environment=shell.environment | {"RUN_NAME": "ci-1234"})
     smoke = ci.call(script, "smoke", *case, cwd=tmp_path)
     assert smoke.returncode == 0, smoke.stdout + smoke.stderr
     outputs = tmp_path / "outputs"
