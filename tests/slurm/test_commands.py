@@ -13,7 +13,18 @@ import pytest
 
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step, with_python
+from tests.slurm.runs import (
+    FAULTY,
+    ONE_NODE,
+    SLOW,
+    events,
+    every_step,
+    job_id,
+    status,
+    steps,
+    wait_for_step,
+    with_python,
+)
 
 
 @pytest.mark.beside
