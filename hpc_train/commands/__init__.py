@@ -28,6 +28,7 @@ _SCRIPTS = "Write batch scripts"
 COMMANDS = {
     "train": Command("train:main", "train in the foreground, or submit with -m; the default command", _TRAIN),
     "status": Command("status:main", "the state of runs", _LOOK),
+    "top": Command("top:main", "runs live in the terminal", _LOOK),
     "logs": Command("logs:main", "the output of workers", _LOOK),
     "why": Command("why:main", "why runs failed, or why a job waits", _LOOK),
     "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK),

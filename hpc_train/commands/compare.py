@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_train.commands.threshold import Threshold
 from hpc_train.config.evaluation import BestMetric, highest_is_best
 from hpc_train.config.identity import flat
 from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.job_table import BEST
-from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.run.comparison import DEFAULT, Comparison, Settings, is_number, metric_of, varied
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
@@ -53,8 +55,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--mode", choices=("auto", "min", "max"), default="auto", help="whether the lowest or highest value is the best"
     )
+    parser.add_argument(
+        "--fail-if",
+        metavar="CONDITION",
+        action="append",
+        default=[],
+        help="exit with 1 if it holds for a run, e.g. 'val_loss>1.02*baseline' or 'samples_per_s<1000'; repeatable",
+    )
+    parser.add_argument("--baseline", metavar="RUN", help="the baseline of --fail-if (default: the first run)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
+    conditions = [Threshold.parse(text) for text in options.fail_if]
     found = list({item.run.path: item for target in options.runs for item in find_runs(target)}.values())
     statuses = statuses_of(found, SlurmStatuses())
     views = [item.view(statuses) for item in found]
@@ -66,7 +77,7 @@ def main(arguments: list[str]) -> int:
     metric, rows = compared.ranked_by(views), _rows(found, views, compared)
     if options.json:
         print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
-        return Exit.DONE
+        return _judged(conditions, found, views, options.baseline)
     console = Console()
     if not console.is_terminal:
         console.width = 200  # rich would squeeze the table of a pipe into 80 columns
@@ -75,7 +86,42 @@ def main(arguments: list[str]) -> int:
     if not own and compared.keys:
         console.print(Text("\nsettings that differ", style="bold"))
         console.print(_settings(rows, compared.keys), highlight=False)
-    return Exit.DONE
+    return _judged(conditions, found, views, options.baseline)
+
+
+def _judged(
+    conditions: Sequence[Threshold], found: Sequence[RunHandle], views: Sequence[View], baseline: str | None
+) -> Exit:
+    """Prints on standard error how the runs meet the conditions; returns FAILED if one holds, or if a run is not done.
+
+    Raises:
+        UserError: a condition needs a baseline, and there is none.
+    """
+    if not conditions:
+        return Exit.DONE
+    base = _baseline(conditions, found, baseline)
+    reference = {} if base is None else base.view(statuses_of([base], SlurmStatuses())).metrics
+    code = Exit.DONE
+    for item, view in zip(found, views, strict=True):
+        if base is not None and item.run.path == base.run.path:
+            continue
+        problems = [] if view.exit == Exit.DONE else [f"the run is {view.state}"]
+        for condition in conditions:
+            holds, words = condition.verdict(view.metrics, reference)
+            problems += [f"{words} (--fail-if '{condition.text}')"] if holds else []
+        code = Exit.FAILED if problems else code
+        print(f"{item.run.path}: {'; '.join(problems) or 'passed'}", file=sys.stderr)
+    return code
+
+
+def _baseline(conditions: Sequence[Threshold], found: Sequence[RunHandle], given: str | None) -> RunHandle | None:
+    if given is not None:
+        return find_run(given, "compare --baseline")
+    if all(condition.factor is None for condition in conditions):
+        return None
+    if len(found) == 1:
+        raise UserError("there is no run to compare with", where="--fail-if", fix="name two runs, or --baseline RUN")
+    return found[0]
 
 
 def _compared(found: Sequence[RunHandle]) -> Comparison:

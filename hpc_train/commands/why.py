@@ -144,7 +144,7 @@ def _slurm(found: Diagnosis) -> list[str]:
     parts += [f"Reason {facts.reason}" if facts.reason else "", f"{facts.restarts} requeues" if facts.restarts else ""]
     parts += [f"depends on {facts.dependency}" if facts.dependency else ""]
     nodes = [f"{node.node} {node.state}" + (f" ({node.reason})" if node.reason else "") for node in facts.nodes]
-    return [", ".join(filter(None, parts)), *([f"nodes: {', '.join(nodes)}"] if nodes else [])]
+    return [", ".join(filter(None, parts)), *([f"nodes: {', '.join(nodes)}"] if nodes else []), *facts.use]
 
 
 def _memory(found: Diagnosis) -> list[str]:

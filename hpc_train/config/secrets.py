@@ -25,7 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 
 SECRET_NAME = re.compile(
-    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$|\d)", re.IGNORECASE
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK)(_|$|\d)", re.IGNORECASE
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 ASSIGNMENT = re.compile(r"""\b(\w+)=('[^']*'|"[^"]*"|[^\s;&|]+)""")

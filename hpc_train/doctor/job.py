@@ -136,7 +136,9 @@ def check_tools(wanted: bool) -> Finding:
 def check_accounting(site: Site) -> Finding:
     if site.associations is not None:
         accounts = ", ".join(sorted({found.account for found in site.associations})) or "none of yours"
-        return Finding("accounting", OK, f"sacctmgr responds; accounts: {accounts}")
+        kept = "keeps" if site.keeps_comments else "does not keep (AccountingStoreFlags=job_comment)"
+        text = f"sacctmgr responds; accounts: {accounts}; sacct {kept} the comments with the goodput of runs"
+        return Finding("accounting", OK, text)
     fix = "put sacctmgr on PATH if the site has accounting; otherwise nothing to do"
     text = "sacctmgr does not respond; limits of accounts are not checked before submission"
     return Finding("accounting", WARNING, text, fix)

@@ -31,6 +31,7 @@ from hpc_train.cluster.environment import (
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
+from hpc_train.config.webhook import message_kinds, webhook
 from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd
@@ -137,6 +138,7 @@ def _run(
     with (
         closing(events),
         closing(output),
+        _told_to_webhook(config, run, allocation, events) as events,
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
     ):
         users = dict(os.environ)
@@ -148,6 +150,26 @@ def _run(
                 run, config, allocation, node, end, stop, events, output, users, own, code, store, on_tick
             )
             return session.work()
+
+
+@contextmanager
+def _told_to_webhook(config: Config, run: RunDirectory, allocation: Allocation, events: EventLog) -> Iterator[EventLog]:
+    """Yields the event log, of which a webhook is told if the config or the environment names one."""
+    try:
+        url = webhook(config.telemetry.messages)
+    except UserError as error:  # no reason not to train
+        url = None
+        events.write("warning", message=f"no messages are sent: {error.what}")
+    if url is None:
+        yield events
+        return
+    from hpc_train.telemetry.messages import Messenger  # other runs do not need it
+
+    messenger = Messenger(run, message_kinds(config.telemetry.messages), url, looks=allocation.node_rank == 0)
+    try:
+        yield messenger.attach(events)
+    finally:
+        messenger.close()
 
 
 def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation) -> None:

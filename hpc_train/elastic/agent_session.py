@@ -6,9 +6,12 @@ time.
 
 from __future__ import annotations
 
+import re
 import secrets
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from hpc_train.checkpoint.store import CheckpointStore
@@ -32,13 +35,15 @@ from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
 from hpc_train.fabric.node import this_node
+from hpc_train.health.idle_gpus import IdleGpus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import read_or
+from hpc_train.run.files import last_line, read_or
+from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import StacksRequests, StopRequests
-from hpc_train.slurm.client import is_suspended
+from hpc_train.slurm.client import extend_comment, is_suspended
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,31 @@ class Session:
                 )
             if address is None:
                 return Exit.STOPPED
-            return self._agent(_examined(self.node, config, allocation), address, stores).work()
+            agent = self._agent(_examined(self.node, config, allocation), address, stores)
+            with closing(self._idle_gpus(agent.gpu_errors)):
+                return agent.work()
         except ServerLost as lost:
-            return requeue_after_server_loss(run, config, allocation, end, lost)
+            return requeue_after_server_loss(run, config, allocation, end, lost, self.events)
         finally:
             if stores is not None:
                 stores.stop()
             if server is not None:
                 server.join()
+            if end is not None and allocation.node_rank == 0:
+                extend_comment(_summary(run), SUMMARY)
+
+    def _idle_gpus(self, gpus: GpuErrors) -> IdleGpus:
+        """Returns what tells of idle GPUs of this node, and starts it."""
+
+        def tell(minutes: float, names: list[str]) -> None:
+            message = f"idle for {minutes:g} minutes on {self.allocation.node_name}: {', '.join(names)}"
+            self.events.of(max(0, read_or(self.run.newest_attempt, 0))).write("gpu_idle", gpus=names, message=message)
+            print(f"warning: {message}; the site may end jobs whose GPUs are idle", file=sys.stderr, flush=True)
+
+        addresses = [address for address in gpus.addresses() if address is not None]
+        found = IdleGpus(addresses, 60 * self.config.telemetry.gpu_idle_minutes, tell)
+        found.start()
+        return found
 
     def _agent(self, node: Node, address: ServerAddress, stores: Stores | None) -> Agent:
         run, config, allocation = self.run, self.config, self.allocation
@@ -116,6 +138,22 @@ class Session:
             deletion=DeletionWatch(run),
             stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
         )
+
+
+SUMMARY = re.compile(r" ?goodput=\S+( mfu=\S+)?( gpu_hours=\S+)?$")
+
+
+def _summary(run: RunDirectory) -> str:
+    """Returns what the job's comment, and so ``sacct``, says about the run: ``goodput=0.93 mfu=0.41 gpu_hours=12.0``.
+
+    All jobs of the run count. MFU is that of the last logged step.
+    """
+    total = read_or(lambda: read_ledger(run, time.time()).total, Account())
+    mfu = read_or(lambda: last_line(run.metrics_file(run.newest_attempt())).get("mfu"), None)
+    parts = [f"goodput={total.useful_share:.2f}"]
+    parts += [] if mfu is None else [f"mfu={mfu:.2f}"]
+    parts += [f"gpu_hours={total.gpu_hours:.1f}"] if total.gpu_s else []
+    return " ".join(parts)
 
 
 def _examined(node: Node, config: Config, allocation: Allocation) -> Node:

@@ -82,18 +82,18 @@ class GpuErrors:
         events.write("gpu_memory_awaited", seconds=round(seconds, 1), free=not held, message=message)
         print(message, flush=True)
 
-    def _addresses(self) -> tuple[str | None, ...]:
+    def addresses(self) -> tuple[str | None, ...]:
         """Returns the PCI addresses of the GPUs in the order of local rank; None for a slice or if it is unknown."""
         used = devices(self.facts)[: self.ranks]
         return tuple(None if device.is_slice or device.gpu is None else device.gpu.pci for device in used)
 
     def _state_of(self, local_rank: int, gpus: tuple[GpuState, ...]) -> GpuState | None:
-        address = dict(enumerate(self._addresses())).get(local_rank)
+        address = dict(enumerate(self.addresses())).get(local_rank)
         return next((gpu for gpu in gpus if gpu.pci is not None and gpu.pci == address), None)
 
     def _held(self) -> Iterator[str]:
         """Yields how much memory of the ranks' GPUs, or of their slices of GPUs, is in use, if it is much."""
-        own = self._addresses()
+        own = self.addresses()
         slices = {device.name for device in devices(self.facts)[: self.ranks] if device.is_slice}
         for gpu in self.states():
             used = {gpu.name: gpu.memory_used} if gpu.pci in own else {}

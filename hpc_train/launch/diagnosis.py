@@ -32,7 +32,7 @@ STEPS = (  # reactions, besides the failures themselves
     "requeued_by_slurm",
     "resumed", "rolled_back",
     "file_system_failed", "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
-    "unfit_node", "gpu_memory_awaited",
+    "unfit_node", "gpu_memory_awaited", "gpu_idle",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25

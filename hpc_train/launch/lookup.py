@@ -212,9 +212,10 @@ def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
     """Yields the runs that the comments of ``jobs`` name."""
     comments = {found.comment for found in jobs.values() if found.comment.startswith(COMMENT)}
     for comment in sorted(comments):
-        path = comment.removeprefix(COMMENT)
+        words = comment.removeprefix(COMMENT).split(" ")
+        paths = [" ".join(words[:count]) for count in range(len(words), 0, -1)]  # the user's comment follows the path
         with suppress(UserError):  # the directory is gone
-            found = find_runs(path if Path(path).exists() else path.partition(" ")[0], unreadable=True)
+            found = find_runs(next(filter(os.path.exists, paths), paths[-1]), unreadable=True)
             yield from (item for item in found if any(status_of(job_id, jobs) for job_id in item.job_ids))
 
 

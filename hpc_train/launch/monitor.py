@@ -20,6 +20,7 @@ from hpc_train.launch.job_table import JobTable, common_directory, print_message
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.comparison import Comparison
 from hpc_train.run.exits import Exit, worst_exit
+from hpc_train.telemetry.messages import Relay
 from hpc_train.telemetry.progress import Progress
 
 POLL_S = 0.5
@@ -92,10 +93,12 @@ def wait(
 
 def _watch(queue: JobQueue, display: Display, console: Console) -> None:
     ending = False
+    relay = Relay([(job.run, job.config) for job in queue.jobs])
     while not queue.over:
         try:
             queue.advance()
             display.show(queue.views)
+            relay.look()
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             answer = "" if ending else _answer(console)
@@ -104,6 +107,7 @@ def _watch(queue: JobQueue, display: Display, console: Console) -> None:
             ending = True
             queue.stop_all(cancel=answer == "y")
             console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
+    relay.look(now=True)
 
 
 class HangUp(Exception):

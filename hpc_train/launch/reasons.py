@@ -14,6 +14,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.launch.limits import clock
 from hpc_train.slurm.client import Query, query
+from hpc_train.slurm.jobstats import describe_use
 from hpc_train.slurm.site import seconds
 
 
@@ -231,7 +232,10 @@ class NodeState:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task."""
+    """What Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task.
+
+    ``use`` is what the site's monitoring has measured (see ``slurm.jobstats``).
+    """
 
     job_id: str
     state: str
@@ -243,6 +247,7 @@ class JobFacts:
     max_rss_bytes: int | None = None
     restarts: int = 0
     dependency: str = ""
+    use: tuple[str, ...] = ()
 
 
 def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
@@ -256,7 +261,7 @@ def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
     return replace(facts, nodes=tuple(dict.fromkeys(_node(line) for line in nodes.splitlines())))
 
 
-SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList")
+SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", "AdminComment")
 
 
 def _of_scontrol(job_id: str, text: str) -> JobFacts | None:
@@ -288,7 +293,8 @@ def _with_accounting(job_id: str, facts: JobFacts | None, text: str) -> JobFacts
         state, nodes = job["State"].split()[0], job["NodeList"]  # "CANCELLED by 1000"
         known = "" if nodes == "None assigned" else nodes
         facts = JobFacts(job_id, state, "", job["ExitCode"], job["DerivedExitCode"], known)
-    return replace(facts, max_rss_bytes=max((_bytes(row["MaxRSS"]) for row in rows), default=0) or None)
+    use = describe_use(job.get("AdminComment", ""))
+    return replace(facts, max_rss_bytes=max((_bytes(row["MaxRSS"]) for row in rows), default=0) or None, use=use)
 
 
 def _bytes(text: str) -> int:

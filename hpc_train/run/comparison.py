@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.schema import Config
@@ -114,6 +114,6 @@ class Comparison:
         return (max if metric.highest else min)(done, key=lambda item: item[1])[0]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Returns whether a metric was logged and is finite."""
     return isinstance(value, int | float) and math.isfinite(value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ EVENTS = (
     "pipeline_balance",  # measured balance of the stages in the first steps
     "warning",
     "advice",
+    "gpu_idle",  # for telemetry.gpu_idle_minutes
+    "message_not_sent",  # to a webhook; with its text, which a waiting command sends
     "profiled",
     "bucket_size_chosen",
     "loop",  # one of the user's own loop (run.entry), with its name
@@ -84,6 +87,7 @@ class EventLog:
     attempt: int
     rank: int | None = None
     writer: FileWriter = field(default_factory=_writer, compare=False, repr=False)
+    hear: Callable[[dict[str, Any]], object] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.writer.on_outage = self.write_outage
@@ -104,6 +108,10 @@ class EventLog:
         writer = self.path.name.rpartition("-")[0]
         return replace(self, path=self.path.with_name(f"{writer}-{attempt:03d}.jsonl"), attempt=attempt)
 
+    def heard_by(self, hear: Callable[[dict[str, Any]], object]) -> EventLog:
+        """Returns the log of the same process that also calls ``hear`` with each event, after it was written."""
+        return replace(self, hear=hear)
+
     def close(self) -> None:
         """Waits a few seconds for what is pending, if the file system does not respond."""
         self.writer.close()
@@ -122,3 +130,5 @@ class EventLog:
         head = {"time": time.time(), "event": event, "rank": self.rank, "node": socket.gethostname()}
         event_line = head | {"attempt": self.attempt, "step": step} | details
         self.writer.append(self.path, event_line, wait)
+        if self.hear is not None:
+            self.hear(event_line)

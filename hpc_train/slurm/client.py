@@ -228,6 +228,19 @@ def usable_nodes(partition: str) -> set[str] | None:
     return {row[0] for row in rows if len(row) == 2 and not row[1].startswith(UNUSABLE)} if text else None
 
 
+def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
+    """Appends ``text`` to the comment of the job of this process. Without an answer of Slurm it changes nothing.
+
+    Args:
+        replaced: what an earlier start of the job has appended, which ``text`` replaces.
+    """
+    own = own_job()
+    jobs = list_jobs([f"--jobs={own}"], BRIEF_S)
+    if jobs:
+        comment = f"{replaced.sub('', jobs[0].comment)} {text}".strip()
+        query(["scontrol", "update", f"JobId={own}", f"Comment={comment}"], BRIEF_S)
+
+
 def may_requeue(job_id: str) -> bool:
     """Returns whether Slurm would requeue the job; also True if Slurm's commands fail, as in a container."""
     return "Requeue=0" not in (query(["scontrol", "show", "job", job_id], BRIEF_S) or "").split()

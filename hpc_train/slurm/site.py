@@ -77,11 +77,16 @@ class Association:
 
 @dataclass(frozen=True)
 class Site:
-    """Describes a cluster. ``associations`` and ``qos`` are None if the accounting database does not respond."""
+    """Describes a cluster. ``associations`` and ``qos`` are None if the accounting database does not respond.
+
+    Attributes:
+        keeps_comments: whether ``sacct`` knows the comments of jobs, where each run leaves a summary.
+    """
 
     name: str
     max_array_size: int | None = None
     enforced: frozenset[str] = frozenset()
+    keeps_comments: bool = False
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     associations: tuple[Association, ...] | None = None
     qos: Mapping[str, PartitionLimits] | None = None
@@ -118,6 +123,7 @@ def read_site(ask: Query = query) -> Site:
         name=config.get("ClusterName", ""),
         max_array_size=_number(config.get("MaxArraySize")),
         enforced=frozenset(config.get("AccountingStorageEnforce", "none").split(",")),
+        keeps_comments="job_comment" in config.get("AccountingStoreFlags", "").split(","),
         partitions={found.name: found for found in partitions},
         associations=associations if known else None,
         qos=_qos(text["qos"]),

@@ -11,6 +11,7 @@ from hpc_train.slurm.site import NodeKind, PartitionLimits, Site, gpus_of, parse
 
 CONFIG = """Configuration data as of 2026-01-01T00:00:00
 AccountingStorageEnforce = associations,limits,qos
+AccountingStoreFlags    = job_comment,job_env
 ClusterName             = big
 DefMemPerNode           = UNLIMITED
 MaxArraySize            = 1001
@@ -43,7 +44,7 @@ def site(given: dict[str, str]) -> Site:
 
 def test_partitions_and_nodes() -> None:
     found = site(answers())
-    assert (found.name, found.max_array_size) == ("big", 1001)
+    assert (found.name, found.max_array_size, found.keeps_comments) == ("big", 1001, True)
     assert found.partition(None) == found.partitions["cpu"]
     gpu = found.partitions["gpu"]
     assert (gpu.max_nodes, gpu.max_time_s, gpu.cores_per_gpu, gpu.memory_default) == (16, 2 * 86400, 8, True)
@@ -77,6 +78,7 @@ def test_a_site_without_accounting_refuses_nobody_for_it() -> None:
     assert site(answers()).qos is None
     nothing = site({})
     assert (nothing.partitions, nothing.max_array_size, nothing.partition("gpu")) == ({}, None, None)
+    assert not nothing.keeps_comments
 
 
 def test_a_user_without_an_account_is_known_as_such() -> None:

@@ -14,6 +14,7 @@ import pytest
 import hpc_train
 from tests.data.chats import write_chat_model
 from tests.doors.command import TINY, environment
+from tests.warm_parents import HUGGING_FACE, with_server
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,11 @@ def test_a_submitted_run_is_read_back(
     ("name", "steps", "export"),
     [("fine_tuning", "train.epochs=0.03", "sums-model"), ("lora", "train.steps=2", "adapter")],
 )
-def test_the_examples_of_hugging_face_models(tmp_path: Path, name: str, steps: str, export: str) -> None:
+def test_the_examples_of_hugging_face_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: str, export: str
+) -> None:
+    for variable, value in with_server(os.environ, HUGGING_FACE).items():
+        monkeypatch.setenv(variable, value)
     write_chat_model(tmp_path / "model")
     small = ["cluster=local", "cluster.cpu_workers=2", "batch.global_size=8", "telemetry.wandb.mode=disabled"]
     small += ["data.sequence_length=64", *(["data.pattern=json/*.py"] if name == "lora" else [])]

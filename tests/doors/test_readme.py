@@ -17,7 +17,8 @@ import pytest
 from examples.vit_images import draw
 from tests.checkpoint.progress import LONG
 from tests.data.chats import chats, write_chat_model, write_jsonl
-from tests.doors.command import REPOSITORY, TINY_GPT, hpc_train, lines_of_pages
+from tests.doors.command import REPOSITORY, TINY_GPT, environment, hpc_train, lines_of_pages
+from tests.warm_parents import HUGGING_FACE, with_server
 
 NO_WANDB = "telemetry.wandb.mode=disabled"
 FEW = {
@@ -121,7 +122,8 @@ def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
         pytest.skip("tests/measure runs each benchmark; this one: HPC_TRAIN_LONG=1")
     if only_checked(page, arguments):
         arguments += ["launch.dry_run=true", "-m"]
-    done = hpc_train(*arguments, cwd=folders[page], timeout=3500 if LONG else 240)
+    env = with_server(environment(), HUGGING_FACE) if page == "docs/howto/huggingface.md" else environment()
+    done = hpc_train(*arguments, cwd=folders[page], timeout=3500 if LONG else 240, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     if arguments[0].startswith("+strategy") and "cluster=local" in arguments and "-m" not in arguments:
         assert "done: " in done.stdout, "the summary of a run"

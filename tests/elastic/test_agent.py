@@ -30,6 +30,7 @@ from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
 from tests.run.outage import detachable
+from tests.telemetry.webhook import serve
 
 ECC, ASSERTION = "CUDA error: uncorrectable ECC error encountered", "CUDA error: device-side assert triggered"
 
@@ -182,9 +183,13 @@ def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
     assert last_event(run, "stopped_retrying")["exit_code"] == 93
 
 
-def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Freeze) -> None:
-    code, error = end(start_agent(frozen().path, "one_refuses"))
+def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback_and_told_to_a_webhook(frozen: Freeze) -> None:
+    run = frozen()
+    with serve() as server:
+        code, error = end(start_agent(run.path, "one_refuses", HPC_TRAIN_WEBHOOK_URL=server.url))
     assert code == 2
+    (message,) = server.got
+    assert message["text"].splitlines()[:2] == [f"{run.path.name} has failed", "no such data"]
     assert error.splitlines() == ["no such data", "  set in: data.path", "  fix:    another path"]
 
 

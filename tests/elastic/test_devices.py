@@ -162,12 +162,14 @@ THREADS = {  # module: whether its threads may call CUDA
     "doctor/reach.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
+    "health/idle_gpus.py": "no",
     "preflight/nccl_log.py": "no",
     "run/lease.py": "no",
     "run/file_writer.py": "no",
     "run/files.py": "no",
     "slurm/site.py": "no",
-    "telemetry/metrics.py": "no",
+    "telemetry/messages.py": "no",
+    "telemetry/sinks/background.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from collections.abc import Sequence
 
 from hpc_train.launch.reasons import JobFacts, NodeState, read_facts
@@ -30,6 +33,40 @@ def test_all_that_is_known_of_a_failed_job() -> None:
         "12", "FAILED", "NonZeroExitCode", "1:0", "0:9", "n[1-2]",
         (NodeState("n1", "idle"), NodeState("n2", "down*", "Not responding")), 123456 * 1024, 2,
     )  # fmt: skip
+
+
+GIB = 1024**3
+MEASURED = {
+    "total_time": 100,
+    "nodes": {
+        "n1": {
+            "total_time": 150, "cpus": 2, "used_memory": 8 * GIB, "total_memory": 16 * GIB,
+            "gpu_utilization": {"0": 90, "1": 48}, "gpu_used_memory": {"0": 48 * GIB, "1": 32 * GIB},
+            "gpu_total_memory": {"0": 80 * GIB, "1": 80 * GIB},
+        },
+        "n2": {
+            "total_time": 50, "cpus": 2, "used_memory": 12 * GIB, "total_memory": 16 * GIB,
+            "gpu_utilization": {"0": 96}, "gpu_used_memory": {"0": 60 * GIB}, "gpu_total_memory": {"0": 80 * GIB},
+        },
+    },
+}  # fmt: skip
+
+
+def commented(text: str) -> tuple[str, ...]:
+    found = asked(sacct=f"12|COMPLETED|0:0|0:0||n[1-2]|{text}\n12.0|COMPLETED|0:0||4M|n[1-2]|\n")
+    assert found is not None
+    return found.use
+
+
+def test_the_summary_of_jobstats() -> None:
+    packed = base64.b64encode(gzip.compress(json.dumps(MEASURED).encode())).decode()
+    assert commented(f"JS1:{packed}") == (
+        "Jobstats: GPU utilisation 78 % (lowest 48 %, GPU 1 of n1)",
+        "Jobstats: GPU memory 60 GiB of 80 GiB on the fullest",
+        "Jobstats: CPU utilisation 50 %, host memory of the fullest node 12 GiB of 16 GiB",
+    )
+    others = ["JS1:Short", "JS1:None", "moved by the staff", "", packed, "JS1:" + base64.b64encode(b"{}").decode()]
+    assert {commented(text) for text in others} == {()}
 
 
 def test_a_site_without_accounting() -> None:

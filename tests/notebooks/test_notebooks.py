@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebooks.execute import code_cells
+from tests.warm_parents import HUGGING_FACE, with_server
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SHORT = {
@@ -28,7 +29,7 @@ def test_the_notebooks_run(tmp_path: Path) -> None:
     executed = [str(path) for path in NOTEBOOKS if path.stem not in needs_transformers]
     done = subprocess.run(
         [sys.executable, "-m", "tests.notebooks.execute", *executed],
-        env={**os.environ, **SHORT, "NOTEBOOK_ROOT": str(tmp_path)},
+        env={**with_server(os.environ, HUGGING_FACE), **SHORT, "NOTEBOOK_ROOT": str(tmp_path)},
         cwd=NOTEBOOKS[0].parents[1],
         capture_output=True,
         text=True,

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step
+from tests.doors.command import REPOSITORY, TINY
+from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.runs import (
+    FAULTY,
+    ONE_NODE,
+    SLOW,
+    events,
+    every_step,
+    job_id,
+    status,
+    steps,
+    wait_for_step,
+    with_python,
+)
 
 
 @pytest.mark.beside
@@ -34,6 +48,14 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
     assert log == sorted(log, key=lambda line: line[:23])
     assert any(f"step {stopped_at}/100" in line for line in log)
+    comment = re.compile(rf"hpc_train:{re.escape(str(run))} goodput=[01]\.\d\d\n")
+    wait_for(
+        "the comment of the job in the accounting", lambda: comment.fullmatch(_comment(cluster, run)) is not None, 60
+    )
+
+
+def _comment(cluster: Cluster, run: Path) -> str:
+    return cluster.call("sacct", "-nPX", "--jobs", job_id(run), "--format=Comment").stdout
 
 
 @pytest.mark.beside
@@ -81,3 +103,24 @@ def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     waited = cluster.hpc_train("wait", "run", cwd=tmp_path)
     assert waited.returncode == 0, waited.stdout + waited.stderr
     assert every_step(run) == list(range(1, 26))
+
+
+@pytest.mark.beside
+def test_a_ci_job_trains_compares_and_keeps_the_report(cluster: Cluster, tmp_path: Path) -> None:
+    script = str(REPOSITORY / "deploy" / "ci" / "train.sh")
+    case = [part for part in [*TINY, *ONE_NODE, "+strategy=dp"] if not part.startswith("train.steps")]
+    shell = with_python(cluster)
+    ci = replace(shell, environment=shell.environment | {"RUN_NAME": "ci-1234"})
+    smoke = ci.call(script, "smoke", *case, cwd=tmp_path)
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    outputs = tmp_path / "outputs"
+    assert every_step(outputs / "ci-1234-smoke") == list(range(1, 21))
+    assert "<html" in (tmp_path / "report.html").read_text()
+    (outputs / "last-good").write_text("outputs/ci-1234-smoke\n")
+    worse = replace(ci, environment=ci.environment | {"FAIL_IF": "loss<0; loss>0*baseline", "REPORT": "full.html"})
+    full = worse.call(script, "full", *case, "train.steps=4", cwd=tmp_path)
+    assert full.returncode == 1, full.stdout + full.stderr
+    assert "(--fail-if 'loss>0*baseline')" in full.stderr
+    assert "loss<0" not in full.stderr
+    assert (outputs / "last-good").read_text() == "outputs/ci-1234-smoke\n"
+    assert (tmp_path / "full.html").is_file()

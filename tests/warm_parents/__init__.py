@@ -4,8 +4,9 @@ An agent starts a warm parent, which imports torch for about four seconds of CPU
 tests start some hundred agents, and this import was two thirds of their CPU time. In the environment that
 ``with_server`` returns, an agent gets its warm parent from ``server`` instead: the server, which has imported torch and
 what the workers need of hpc_train, forks a process, and that process runs the command that the agent would have
-executed. ``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
-``commands`` does the same for the commands that the tests call.
+executed. Tests of models of Hugging Face have a server of their own, which has imported transformers too.
+``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it. ``commands``
+does the same for the commands that the tests call.
 
 The long forms, and the tests that inject faults into an agent and its processes, start warm parents as users do.
 """
@@ -18,32 +19,37 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.warm_parents.sitecustomize import SOCKET
+from tests.warm_parents.sitecustomize import ALSO, SOCKET
 
 HERE = Path(__file__).parent
+HUGGING_FACE = ("transformers.models.llama.modeling_llama", "peft")
 
 
-def with_server(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``environment`` for agents that use the server of this process, which the first call starts."""
+def with_server(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
+    """Returns ``environment`` for agents that use a server of this process, which the first call starts.
+
+    Args:
+        also: modules that the server imports besides, if they are installed.
+    """
     if os.environ.get("HPC_TRAIN_LONG"):
         return dict(environment)
     path = os.pathsep.join([str(HERE), environment["PYTHONPATH"]] if "PYTHONPATH" in environment else [str(HERE)])
     with _STARTING:
-        address, _ = _server()
-    return {**environment, "PYTHONPATH": path, SOCKET: address}
+        address, _ = _server(",".join(also))
+    return {**environment, "PYTHONPATH": path, SOCKET: address, ALSO: ",".join(also)}
 
 
 _STARTING = threading.Lock()  # clusters are started in threads
 
 
 @functools.cache
-def _server() -> tuple[str, subprocess.Popen[bytes]]:
+def _server(also: str) -> tuple[str, subprocess.Popen[bytes]]:
     """Starts the server; returns the address of its socket and the process, which ends with this one."""
     address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/warm_parents"
-    command = [sys.executable, "-m", "tests.warm_parents.server", address]
+    command = [sys.executable, "-m", "tests.warm_parents.server", address, also]
     room = {**os.environ, "TESTS_ROOM": "." * 65536}  # for the environments of the processes that it forks
     return address, subprocess.Popen(
         command, cwd=HERE.parents[1], env=room, stdin=subprocess.PIPE, start_new_session=True

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.warm_parents.server import become, close, receive
-from tests.warm_parents.sitecustomize import SOCKET, surroundings
+from tests.warm_parents.sitecustomize import ALSO, SOCKET, surroundings
 
 REPOSITORY = Path(__file__).parents[2]
 IMPORTED = ("hpc_train.cli", "hpc_train.commands.train", "hpc_train.commands.batch", "hpc_train.commands.submitted")
@@ -130,27 +130,28 @@ def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) 
 
 
 _STARTING = threading.Lock()
-_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # by the module that it imports besides
+_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # by the modules that it imports besides
 
 
 def _address(environment: Mapping[str, str], command_name: Sequence[str]) -> str:
     """Returns the address of the server for a command, which the first call starts. It ends with this process."""
-    module = "torch.distributed.checkpoint" if {*command_name} & {*NEED_TORCH} else ""
+    need_torch = {*command_name} & {*NEED_TORCH}
+    modules = f"torch.distributed.checkpoint,{environment[ALSO]}" if need_torch else ""
     with _STARTING:
-        if module not in _SERVERS:
+        if modules not in _SERVERS:
             address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/commands"
-            command = [sys.executable, "-m", "tests.warm_parents.commands", address, module]
+            command = [sys.executable, "-m", "tests.warm_parents.commands", address, modules]
             own = {name: value for name, value in environment.items() if name != "SLURM_CONF"}
             server = subprocess.Popen(
                 command, cwd=REPOSITORY, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
             assert server.stdout is not None
             server.stdout.readline()  # it listens
-            _SERVERS[module] = address, server
-        return _SERVERS[module][0]
+            _SERVERS[modules] = address, server
+        return _SERVERS[modules][0]
 
 
-def main(address: str, module: str) -> None:
+def main(address: str, modules: str) -> None:
     """Serves until standard input is closed. Returns in a forked process as well, which has run its command."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -158,9 +159,10 @@ def main(address: str, module: str) -> None:
     print(flush=True)
     own = sys.executable, surroundings(), _at_start(os.environ)
     search_path = sys.path[1:]
-    for name in (*IMPORTED, *([module] if module else [])):
-        importlib.import_module(name)
-    assert module or "torch" not in sys.modules
+    for name in (*IMPORTED, *filter(None, modules.split(","))):
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
+    assert modules or "torch" not in sys.modules
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):

@@ -24,13 +24,13 @@ from tests.warm_parents.sitecustomize import JOINABLE, SOCKET, surroundings
 REPOSITORY = Path(__file__).parents[2]
 
 
-def main(address: str) -> None:
-    """Serves until standard input is closed."""
+def main(address: str, also: str) -> None:
+    """Serves until standard input is closed; ``also`` names modules to import besides, separated by commas."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
     own = sys.executable, surroundings()
-    import_modules()
+    import_modules(also)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
         assert ready == [listener]
@@ -40,7 +40,7 @@ def main(address: str) -> None:
     shutil.rmtree(Path(address).parent)
 
 
-def import_modules() -> None:
+def import_modules(also: str) -> None:
     """Imports what the warm parents of agents import, but for a module that switches the collector off."""
     gc.disable()
     import torch._dynamo
@@ -55,6 +55,9 @@ def import_modules() -> None:
     import hpc_train.parallel.pipeline_engine
     import hpc_train.train.worker  # noqa: F401
 
+    for name in filter(None, also.split(",")):
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
     gc.freeze()  # forked processes share the memory, as long as no collector writes to it
 
 
@@ -167,4 +170,4 @@ def join_namespaces(pid: int) -> None:
 
 if __name__ == "__main__":
     os.environ.pop(SOCKET, None)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

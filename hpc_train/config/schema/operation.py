@@ -132,6 +132,18 @@ class ProfileConfig:
 
 
 @dataclass
+class MessagesConfig:
+    """Messages to a webhook (Slack, Mattermost, or any that takes JSON) about the end and the speed of runs."""
+
+    webhook_file: str | None = key(
+        None,
+        "A file that contains only the URL of the webhook, which is a secret. $HPC_TRAIN_WEBHOOK_URL replaces it. "
+        "Without both no message is sent.",
+    )
+    on: Any = key("all", "What is told: all, or a list of failed, requeued, finished, slow and idle.")
+
+
+@dataclass
 class TelemetryConfig:
     """What is measured and where it is reported."""
 
@@ -139,6 +151,13 @@ class TelemetryConfig:
     wandb: WandbConfig = group(WandbConfig)
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
     profile: ProfileConfig = group(ProfileConfig)
+    messages: MessagesConfig = group(MessagesConfig)
+    gpu_idle_minutes: float = key(
+        20.0,
+        "Tells when GPUs of a node were idle for this time, before a watchdog of the site ends the job. 0: never.",
+        at_least=0,
+        unit="minutes",
+    )
 
 
 @dataclass

@@ -255,7 +255,7 @@ PATIENCE_S = 600.0  # how long a Slurm controller may be unavailable
 
 
 def requeue_after_server_loss(
-    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost
+    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, log: EventLog
 ) -> Exit:
     """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code."""
     if end is None or _is_decided(end, lost):
@@ -263,7 +263,7 @@ def requeue_after_server_loss(
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
-    events = EventLog.open(run, f"agent-{allocation.node_name}", _newest_attempt(run))
+    events = log.of(_newest_attempt(run))
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)

@@ -1,0 +1,1 @@
+"""The live terminal view of a user's runs (``python -m hpc_train top``)."""
