@@ -59,7 +59,7 @@ def test_a_job_may_wait_for_a_node_that_is_drained(cluster: Cluster, tmp_path: P
 
 
 @pytest.fixture
-def limited(cluster: Cluster) -> Iterator[Callable[[int], None]]:
+def limit_queue(cluster: Cluster) -> Iterator[Callable[[int], None]]:
     """Sets how many jobs the account ``limited`` may have in the queue; other tests submit on another account."""
     cluster.call("sacctmgr", "-iQ", "add", "account", "limited", "Cluster=devcluster")
     cluster.call("sacctmgr", "-iQ", "add", "user", getpass.getuser(), "account=limited")
@@ -73,9 +73,9 @@ def limited(cluster: Cluster) -> Iterator[Callable[[int], None]]:
 
 
 def test_more_jobs_than_the_user_may_have_are_refused(
-    cluster: Cluster, limited: Callable[[int], None], tmp_path: Path
+    cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
 ) -> None:
-    limited(3)
+    limit_queue(3)
     done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "train.seed=1,2,3,4", "-m", cwd=tmp_path)
     assert done.returncode == 2
     assert "allows 3 in the queue" in done.stderr
@@ -123,7 +123,7 @@ def test_four_nodes_give_the_losses_of_this_machine(
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(tmp_path / "outputs" / "wide")
     meeting = json.loads((run.attempts / "000.json").read_text())
-    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (4, 4, 2)
+    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (4, 2, 4)
     assert [line["loss"] for line in run.read_metrics()] == pytest.approx(local_losses, rel=1e-5)
 
 
@@ -151,10 +151,10 @@ def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp
 
 
 def test_a_full_queue_is_refused_and_leaves_nothing(
-    cluster: Cluster, limited: Callable[[int], None], tmp_path: Path
+    cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
 ) -> None:
     """Others of the user's jobs fill it: only sbatch itself knows."""
-    limited(1)
+    limit_queue(1)
     waiting = cluster.call("sbatch", "--account=limited", "--begin=now+1hour", "--wrap=true", cwd=tmp_path)
     assert waiting.returncode == 0, waiting.stderr
     done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "run.name=full", "-m", cwd=tmp_path)
