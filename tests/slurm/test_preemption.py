@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.slurm.runs import (
     job_id,
     wait_for_step,
     wandb_ids,
+    why,
     with_python,
 )
 
@@ -74,7 +74,7 @@ def test_a_node_that_an_administrator_sets_down_is_told_with_the_reason(contende
         (node,) = events(run, "started")[0]["nodes"]
         contended.call("scontrol", "update", f"nodename={node}", "state=down", "reason=bad dimm")
         wait_for("the second start", lambda: bool(events(run, "requeued_by_slurm")), 120)
-        found = json.loads(contended.hpc_train("why", "run", "--json", cwd=tmp_path).stdout)
+        found = why(contended, tmp_path)
     finally:
         conf.write_text(as_it_was)
         contended.call("scontrol", "reconfigure")
