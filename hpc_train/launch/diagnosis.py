@@ -182,7 +182,10 @@ def _why_ended(run: RunDirectory, view: View) -> tuple[str, str]:
     """Returns the class, or the state, of a run that did not finish, and the line of its message that says most."""
     cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
     if cause is not None:
-        return cause.kind, next(iter(cause.message.strip().splitlines()), "")
+        first = next(iter(cause.message.strip().splitlines()), "")
+        # the line of the traceback also names the exception: KeyError: 'x'
+        lines = reversed(cause.traceback.strip().splitlines())
+        return cause.kind, next((line for line in lines if line.endswith(first)), first)
     return view.state, next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
 
 
