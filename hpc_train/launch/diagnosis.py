@@ -273,11 +273,11 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
         return []
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
-        found.insert(0, advice_for(Failure(cause.kind), cause.message))
+        by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
+        mem = item.config.cluster.mem
+        found.insert(0, more_memory(mem) if by_job else advice_for(Failure(cause.kind), cause.message))
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
-    if cause is not None and HOST_MEMORY in cause.message and facts is not None:
-        found[0] = more_memory(item.config.cluster.mem)
     where = shown(item.run.path)
     if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED):
         found.append(f"python -m hpc_train resume {where}   resumes from the last checkpoint")
