@@ -67,6 +67,7 @@ def other(cluster: Cluster) -> Iterator[Other]:
         if works.returncode == 0:
             break
     else:
+        shutil.rmtree(home)
         pytest.skip(f"{USER} may use no Python with our packages here")
     yield user
     shutil.rmtree(home)
