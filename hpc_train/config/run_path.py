@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import secrets
 from datetime import datetime
@@ -110,9 +111,22 @@ def _check_writable(path: Path) -> None:
         raise UserError(
             f"{present} is not a directory", where="run.root", fix="run.root=DIR with a directory that you may write"
         )
+    if present == path and not os.access(path, os.W_OK | os.X_OK) and (uid := path.stat().st_uid) != os.geteuid():
+        raise UserError(
+            f"{path} belongs to {_user(uid)}, and you have no permission to write to it",
+            where="run.name",
+            fix="another run.name, or run.root=DIR with a directory of your own",
+        )
     if not os.access(present, os.W_OK | os.X_OK) or present.parts[1:2] in (("proc",), ("sys",)):
         raise UserError(
             f"you have no permission to write to {present}",
             where="run.root",
             fix="run.root=DIR with a directory that you may write",
         )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -68,7 +68,7 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
     if os.environ.get("SLURM_JOB_ID") != end.job_id:
         return "this process is not in the job"
     if end.restart >= config.elastic.max_requeues:
-        return f"the job was already requeued {end.restart} times (elastic.max_requeues)"
+        return _requeued_enough(end.restart)
     known = state_and_priority(end.job_id)
     if known is not None and (known[0].phase is not Phase.RUNNING or known[1] == 0):
         return None
@@ -90,13 +90,19 @@ def progress_of(run: RunDirectory, config: Config) -> int:
 
 def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str | None:
     if len(before) >= config.elastic.max_requeues:
-        return f"the job was already requeued {len(before)} times (elastic.max_requeues)"
+        return _requeued_enough(len(before))
     if config.run.command is not None and step == 0:
         return None  # it does not tell its progress
     if before and step <= before[-1]["step"]:
         missing = "no checkpoint was saved" if config.run.command is None else "no further step was taken"
         return f"{missing} since the previous requeue, at step {before[-1]['step']}: no progress"
     return None
+
+
+def _requeued_enough(count: int) -> str:
+    if count == 0:
+        return "elastic.max_requeues=0 allows no requeue"
+    return f"the job was already requeued {count} times (elastic.max_requeues)"
 
 
 def _useless(run: RunDirectory) -> str | None:

@@ -22,7 +22,7 @@ from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
 from hpc_train.elastic.script import Script, ScriptProcess, ScriptProgress
 from hpc_train.elastic.worker_process import FORKSERVER, REPORTS, died_with_warm_parent, fork_process, main
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
-from hpc_train.run.exits import SHELL_SIGNALS, Exit, Failure, classify_message, end_of_script
+from hpc_train.run.exits import HOST_MEMORY, SHELL_SIGNALS, Exit, Failure, classify_message, end_of_script
 from hpc_train.run.requests import STOP_SIGNALS
 
 SAME_SIGNAL_S = 0.5
@@ -326,7 +326,7 @@ def _killed(name: str, killed: OomKills) -> tuple[Failure, str]:
     if killed.group > 0:
         return (
             Failure.OUT_OF_MEMORY,
-            f"{name}: out of host memory according to the kernel (limit of --mem or of a container)",
+            f"{name}: {HOST_MEMORY} (limit of --mem or of a container)",
         )
     return Failure.KILLED, name + (" (the kernel killed a process for memory on this node)" if killed.node > 0 else "")
 

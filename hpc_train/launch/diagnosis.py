@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.elastic.killed_step import KILLED
+from hpc_train.elastic.killed_step import KILLED, more_memory
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.launch.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import RESPONSES, Exit, Failure, advice_for
+from hpc_train.run.exits import HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.slurm.client import query
 from hpc_train.telemetry.progress import ended_early
@@ -145,7 +145,7 @@ def diagnose(found: RunHandle) -> Diagnosis:
         checkpoint=_checkpoint(found.run, cause, events, of_attempt),
         done=tuple(event for event in events if event["event"] in (*FAILURES, *STEPS))[-LAST_STEPS:],
         excluded_nodes=tuple(excluded_nodes(found.run, found.config.elastic.exclude_hours)),
-        advice=tuple(_advice(view, cause, facts, found.run)),
+        advice=tuple(_advice(view, cause, facts, found)),
         ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
         ended_early=ended_early(found.run),
     )
@@ -183,7 +183,10 @@ def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str]:
     message."""
     cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
     if cause is not None:
-        return cause.kind, next(iter(cause.message.strip().splitlines()), ""), cause.message
+        first = next(iter(cause.message.strip().splitlines()), "")
+        # the line of the traceback also names the exception: KeyError: 'x'
+        lines = reversed(cause.traceback.strip().splitlines())
+        return cause.kind, next((line for line in lines if line.endswith(first)), first), cause.message
     last = next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
     return view.state, last, view.message
 
@@ -266,16 +269,18 @@ def _checkpoint(
     return LastCheckpoint(step, path, max(0, furthest - kept), None if since is None else max(0.0, cause.time - since))
 
 
-def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run: RunDirectory) -> list[str]:
+def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item: RunHandle) -> list[str]:
     """Returns what to do after the failure; empty if the run is done or is running again."""
     if view.exit in (None, Exit.DONE):
         return []
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
-        found.insert(0, advice_for(Failure(cause.kind), cause.message))
+        by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
+        mem = item.config.cluster.mem
+        found.insert(0, more_memory(mem) if by_job else advice_for(Failure(cause.kind), cause.message))
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
-    where = shown(run.path)
+    where = shown(item.run.path)
     if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED):
         found.append(f"python -m hpc_train resume {where}   resumes from the last checkpoint")
     return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   prints all output"]
@@ -290,6 +295,9 @@ def shown(path: Path) -> str:
 
 def _waiting(found: RunHandle, status: JobStatus, view: View) -> Waiting:
     reason = explain(status.reason)
+    if view.exit == Exit.DONE:
+        words = f"the run is done, and Slurm has requeued its job: {reason.words}"
+        return Waiting(status.reason, words, f"scancel {found.job_id}", status.starts, ())
     changes: list[str] = []
     if reason.by_size:
         gpus, rest = found.config.cluster.gpus_per_node, time_left(view)

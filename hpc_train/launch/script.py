@@ -38,6 +38,11 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 BY_HAND = """\
 # The part of a batch script that follows `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:
 #     source "$RUN/job.sh" python -m hpc_train agent "$RUN"
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+  echo "$0 starts its agents with srun, and this shell is not in a Slurm job" >&2
+  echo "  fix:    sbatch $0 with the same arguments; outside of Slurm: python -m hpc_train agent $RUN" >&2
+  exit 2
+fi
 """.rstrip()
 
 # srun runs in the background because the script could not stop waiting for it in the foreground.
@@ -84,6 +89,7 @@ class Script:
         chain: the file with the ids of the jobs of the chain; None for a job that may be requeued.
         notes: further comment lines below the title.
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
+        last: bash lines at the end of a job that is not requeued.
         agent_options: the options of ``python -m hpc_train agent``.
     """
 
@@ -96,6 +102,7 @@ class Script:
     container: Container | None = None
     notes: Sequence[str] = ()
     survives_node_loss: bool = False
+    last: Sequence[str] = ()
     agent_options: Sequence[str] = ()
 
 
@@ -113,7 +120,7 @@ def render(script: Script) -> str:
         [] if script.chain is None else chain_lines_before(script.chain),
         _step(_agent(cluster, script.container, script.agent_options), script.survives_node_loss),
         ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
-        requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
+        requeue_script_lines(script.last) if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
     return _text(blocks)
 
@@ -270,7 +277,6 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
     fi
   fi
 fi
-exit "$status"
 """.rstrip()
 
 
@@ -284,9 +290,9 @@ def requeue_end_lines() -> list[str]:
     return REQUEUE_END.splitlines()
 
 
-def requeue_script_lines() -> list[str]:
-    """Returns the last lines of a batch script."""
-    return [*requeue_end_lines(), *REQUEUE_AFTER.splitlines()]
+def requeue_script_lines(last: Sequence[str] = ()) -> list[str]:
+    """Returns the last lines of a batch script, with ``last`` before its end."""
+    return [*requeue_end_lines(), *REQUEUE_AFTER.splitlines(), *last, 'exit "$status"']
 
 
 CHAIN_BEFORE = """\

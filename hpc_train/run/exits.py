@@ -147,6 +147,8 @@ RESPONSES: dict[Failure, Response] = {
 }
 
 
+HOST_MEMORY = "out of host memory according to the kernel"  # of a process that the kernel has killed
+
 # Advice for causes that a message names, which takes precedence over that for the class of the failure.
 NAMED_CAUSES: dict[str, str] = {
     r"ulimit -t": "raise the limit of CPU time: `ulimit -t unlimited` in the shell that starts the run, or in "
@@ -154,6 +156,9 @@ NAMED_CAUSES: dict[str, str] = {
     r"/dev/shm|/torch_\d+_\d+|out of shared memory|through shared memory": "make room in the shared memory of the "
     "node: df -h /dev/shm, a larger --shm-size for a container, or batch.loader_workers=0, which needs none",
     r"Slurm killed .* for exceeding its memory": "set the larger cluster.mem that the message names",
+    HOST_MEMORY: "set a larger cluster.mem (in a container: a larger memory limit), or reduce batch.loader_workers",
+    r"elastic\.stop_grace_s": "a step and the save after it take longer: increase elastic.stop_grace_s, with which "
+    "Slurm also signals the job earlier, and cluster.time if it is short",
 }
 
 

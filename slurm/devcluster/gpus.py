@@ -1,7 +1,8 @@
 """The GPUs of the nodes: character devices without a driver, which Slurm hands to jobs that ask for GPUs.
 
 As root on a machine with control groups (version 1), a job may open only the devices that it was given, as on most
-sites (``ConstrainDevices``). Elsewhere it may open all of them. Nodes without GPUs are never constrained.
+sites (``ConstrainDevices``), and with ``--limit-memory`` the kernel kills what exceeds the memory of its job there
+(``ConstrainRAMSpace``). Elsewhere it may open all of them. Nodes without GPUs are never constrained.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ def write_gpus(cluster: Cluster) -> None:
         # slurmd reads cgroup.conf beside slurm.conf: the nodes with GPUs have a directory of their own
         (cluster.state / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (cluster.state / "etc-gpu").mkdir(exist_ok=True)
-        (cluster.state / "etc-gpu" / "cgroup.conf").write_text(CONSTRAINED)
+        memory = "ConstrainRAMSpace=yes\n" if cluster.limit_memory else ""
+        (cluster.state / "etc-gpu" / "cgroup.conf").write_text(CONSTRAINED + memory)
         for name in ("slurm.conf", "gres.conf", "topology.conf"):
             link = cluster.state / "etc-gpu" / name
             link.unlink(missing_ok=True)
             link.symlink_to(cluster.state / "etc" / name)
+        if cluster.limit_memory:  # slurmd refuses to limit the memory in two ways
+            text = cluster.conf.read_text().replace("JobAcctGatherParams=OverMemoryKill\n", "")
+            (cluster.state / "etc-gpu" / "slurm.conf").unlink()
+            (cluster.state / "etc-gpu" / "slurm.conf").write_text(text)
 
 
 def conf_of(cluster: Cluster, node: str) -> Path:
@@ -49,7 +55,7 @@ def conf_of(cluster: Cluster, node: str) -> Path:
 def remove_groups(jobs: range) -> None:
     """Removes the control groups of this cluster's jobs that a killed daemon has left."""
     for node in GPUS:
-        for group in sorted(CGROUPS.glob(f"devices/slurm_{node}/uid_*/job_*/**/"), reverse=True):
+        for group in sorted(CGROUPS.glob(f"[dm]*/slurm_{node}/uid_*/job_*/**/"), reverse=True):
             job = next(part for part in group.parts if part.startswith("job_"))
             if int(job.removeprefix("job_")) in jobs:
                 try:

@@ -164,6 +164,13 @@ def test_processes(code: int, killed: OomKills, failure: Failure, words: str) ->
     found, message = class_of_end(code, killed)
     assert found is failure
     assert words in message
+    assert found is not Failure.OUT_OF_MEMORY or advice_for(found, message).startswith("set a larger cluster.mem")
+
+
+def test_the_advice_for_a_worker_that_did_not_stop_in_time() -> None:
+    """The agent has killed it; the advice for other kills would be wrong."""
+    advice = advice_for(Failure.KILLED, "did not stop within 5 s of the request (elastic.stop_grace_s)")
+    assert "increase elastic.stop_grace_s" in advice and "out of memory" not in advice
 
 
 def test_a_worker_that_ends_with_its_warm_parent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.array_turns import divide
+from hpc_train.launch.executors.array_turns import divide, pass_on_lines
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import SlurmStatuses
@@ -106,6 +107,38 @@ def test_a_sweep_of_several_arrays_keeps_to_its_limit(slurm: Path, tmp_path: Pat
     with pytest.raises(UserError, match="of which some must wait for others"):
         SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5)
     assert len(calls(tmp_path)) == 3, "nothing was submitted"
+
+
+@pytest.mark.parametrize(
+    ("own", "jobs", "pending", "raised"),
+    [
+        ("41", "41 RUNNING,42 RUNNING,42 PENDING", "42 42_[1%1]", ["42=2"]),  # 41 has no other job left
+        ("41", "41 RUNNING,41 RUNNING,42 RUNNING,42 PENDING", "42 42_[1%1]", ["42=2"]),  # one of 41 still runs
+        ("41", "41 RUNNING,41 PENDING,42 RUNNING,42 PENDING", "41 41_[3%2],42 42_[1%1]", []),  # the next of 41 starts
+        ("41", "41 RUNNING,42 PENDING,42 PENDING,43 PENDING", "42 42_[1-2%1],43 43", ["42=2"]),
+        ("41", "41 RUNNING,42 RUNNING,42 PENDING", "42 42_1", []),  # requeued; its array has no limit to be raised
+        ("41", "41 RUNNING,42 RUNNING,42 PENDING,42 PENDING", "42 42_[1-2%9]", []),  # its user has raised it already
+        ("42", "41 RUNNING,42 RUNNING,42 PENDING,42 PENDING,42 PENDING", "42 42_[1-3%1]", ["42=2"]),  # of a killed job
+        ("41", "42 RUNNING,42 PENDING,42 PENDING,42 PENDING", "42 42_[1-3%3]", []),  # as if 41 had ended already
+        ("41", None, "42 42_[1%2]", []),  # Slurm does not respond
+    ],
+)
+def test_a_job_that_ends_passes_its_place_on(
+    slurm: Path, tmp_path: Path, own: str, jobs: str | None, pending: str, raised: list[str]
+) -> None:
+    """Three jobs may run at a time."""
+    listed = "exit 1" if jobs is None else "\n".join(f"echo {job}" for job in jobs.split(","))
+    shares = "\n".join(f"echo share {one}" for one in pending.split(","))
+    command(slurm, "squeue", f'case "$*" in *--jobs=41,42*--format=share*) {shares} ;; *) {listed} ;; esac')
+    command(slurm, "scontrol", f'echo "$@" >> {tmp_path}/calls')
+    (tmp_path / "ids").write_text("41\n42\n43\n")
+    script = "\n".join(["end=end", *pass_on_lines(3, tmp_path / "ids"), "echo done"])
+    shell = ["bash", "-euo", "pipefail", "-c", script]
+    variables = {"PATH": f"{slurm}:/usr/bin:/bin", "SLURM_JOB_ID": own}
+    ended = subprocess.run(shell, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("done\n", "")
+    found = calls(tmp_path) if (tmp_path / "calls").exists() else []
+    assert found == [f"update JobId={one.replace('=', ' ArrayTaskThrottle=')}" for one in raised]
 
 
 def test_inside_a_job_nothing_of_it_is_handed_down(

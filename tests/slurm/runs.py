@@ -42,6 +42,13 @@ def status(cluster: Cluster, cwd: Path, *target: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def why(cluster: Cluster, cwd: Path, name: str = "run") -> dict[str, Any]:
+    """Returns what ``why`` reports for a run."""
+    done = cluster.hpc_train("why", name, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout))
+
+
 def job_id(run: Path) -> str:
     return RunDirectory(run).record()["submissions"][-1]["job_id"]
 

@@ -191,6 +191,15 @@ def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
     assert done.stdout.count("done: 6 steps") == 1, "the agent of the first node alone prints the training"
 
 
+@pytest.mark.beside
+def test_outside_of_a_job_a_script_says_how_to_submit_it(cluster: Cluster, tmp_path: Path) -> None:
+    script = str(SCRIPTS / "multi_node.sbatch")
+    arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=run"]
+    done = with_python(cluster).call("bash", script, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, f"run directory: {tmp_path}/outputs/run\n"), done.stderr
+    assert f"this shell is not in a Slurm job\n  fix:    sbatch {script} with the same arguments" in done.stderr
+
+
 def test_several_tasks_on_a_node_get_one_message(shell: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpc_train", "+strategy=dp", *TINY]
     done = shell.call("srun", "--ntasks=3", "--nodes=1", "--time=2", *command, cwd=tmp_path)

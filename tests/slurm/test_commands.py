@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,22 +18,25 @@ from tests.slurm.runs import (
     FAULTY,
     ONE_NODE,
     SLOW,
+    detail,
     events,
     every_step,
     job_id,
     status,
     steps,
     wait_for_step,
+    why,
     with_python,
 )
 
 
 @pytest.mark.beside
 def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=100", "launch.detach=true"]
+    case = [*SLOW, *ONE_NODE, "train.steps=100", "launch.detach=true", "cluster.exclude=n3,n4"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
     run = tmp_path / "outputs" / "run"
     wait_for_step(run, 3)
+    assert detail(cluster, job_id(run), "ExcNodeList") == "n[3-4]", "one job, not a sweep of two"
     mine = [row for row in status(cluster, Path("/")) if row["run"] == str(run)]
     assert [(row["state"], row["job_id"], row["steps"]) for row in mine] == [("running", job_id(run), 100)]
     assert cluster.hpc_train("cancel", "run", "--save", cwd=tmp_path).returncode == 0
@@ -45,6 +49,14 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     assert ended == {"run": str(run), "state": "done", "exit_code": 0}
     assert every_step(run) == list(range(1, 101))
     assert status(cluster, tmp_path, "run")[0]["state"] == "done"
+    cluster.wait_for_state(job_id(run), "COMPLETED")
+    cluster.call("scontrol", "requeuehold", job_id(run))
+    assert why(cluster, tmp_path)["waiting"]["fix"] == f"scancel {job_id(run)}", (
+        "releasing the job of a run that is done gains nothing"
+    )
+    cluster.call("scancel", job_id(run))
+    cluster.wait_for_state(job_id(run), "CANCELLED")
+    assert "cancelling 0 of 1 job; 1 has already ended" in cluster.hpc_train("cancel", "run", cwd=tmp_path).stdout
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
     assert log == sorted(log, key=lambda line: line[:23])
     assert any(f"step {stopped_at}/100" in line for line in log)
@@ -74,17 +86,68 @@ def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path
 
 
 @pytest.mark.beside
+def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """Though its job has not left yet, and the command that submitted it still waits in another terminal."""
+    case = [*SLOW, *ONE_NODE, "train.steps=40", "checkpoint.every=5", "run.name=run", "-m"]
+    waiting = cluster.start(*case, cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 7)
+    first = job_id(run)
+    assert cluster.hpc_train("cancel", "run", cwd=tmp_path).returncode == 0
+    resumed = cluster.hpc_train("resume", "run", "--json", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert json.loads(resumed.stdout) == {"run": str(run), "state": "done", "exit_code": 0}
+    assert job_id(run) != first
+    assert cluster.state(first) == "CANCELLED"
+    assert steps(run) == list(range(1, 41))
+    waiting.communicate(timeout=120)
+
+
+MODEL = """
+from torch import nn
+
+
+class Table(nn.Module):
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+        self.wrong = wrong
+
+    def forward(self, inputs):
+        if self.wrong and self.training:
+            raise ValueError("the sign is wrong")
+        return self.table(inputs)
+"""
+
+
+@pytest.mark.beside
 def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*FAULTY, *ONE_NODE, "+model.args.call=3,99", "run.name=sweep"]
-    assert cluster.hpc_train(*case, "-m", cwd=tmp_path).returncode == 1
+    """First with the code as it was frozen, then with the corrected code."""
+    model = tmp_path / "own_model.py"
+    model.write_text(MODEL)
+    (tmp_path / ".gitignore").write_text("outputs/\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    own = replace(cluster, environment=cluster.environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    case = [*FAULTY, *ONE_NODE, "model._target_=own_model.Table", "+model.args.wrong=true,false", "run.name=sweep"]
+    done = own.hpc_train(*case, "-m", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "python -m hpc_train retry --failed outputs/sweep --code now" in done.stdout
     failed, good = (tmp_path / "outputs" / "sweep" / str(number) for number in range(2))
-    log = cluster.hpc_train("logs", str(failed), cwd=tmp_path).stdout
-    assert log.startswith("rank 1 on n"), "the failing rank is on top"
-    assert "ArithmeticError" in log
-    retried = cluster.hpc_train("retry", "--failed", "sweep", cwd=tmp_path)
+    found = own.hpc_train("why", "sweep", cwd=tmp_path).stdout
+    assert "user_error in 1 run: ValueError: the sign is wrong" in found, found
+    assert "outputs/sweep/0" in found and "outputs/sweep/1" not in found, found
+    log = own.hpc_train("logs", str(failed), cwd=tmp_path).stdout
+    assert log.startswith("rank ") and "ValueError: the sign is wrong" in log, "the failing rank is on top"
+    model.write_text(MODEL.replace("self.wrong and", "not self.wrong and"))
+    retried = own.hpc_train("retry", "--failed", "sweep", cwd=tmp_path)
     assert retried.returncode == 1, "it fails again"
     assert "resubmitting 1 of 2 runs" in retried.stdout
-    assert len({event["launch"] for event in events(failed, "started")}) == 2
+    assert f"{tmp_path} has changed since its code was frozen; the frozen code runs again" in retried.stdout
+    retried = own.hpc_train("retry", "--failed", "sweep", "--code", "now", cwd=tmp_path)
+    assert retried.returncode == 0, retried.stdout + retried.stderr
+    assert f"the present code of {tmp_path}" in retried.stdout
+    assert steps(failed) == list(range(1, 7))
+    assert len({event["launch"] for event in events(failed, "started")}) == 3
     assert len(events(good, "started")) == 1
 
 

@@ -9,8 +9,19 @@ import psutil
 import pytest
 
 from tests.checkpoint.progress import IN_LONG_FORM
+from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, TWO_BY_TWO, detail, events, job_id, wait_for_step
+from tests.slurm.runs import (
+    FAULTY,
+    ONE_NODE,
+    SLOW,
+    TWO_BY_TWO,
+    detail,
+    events,
+    job_id,
+    wait_for_step,
+    with_python,
+)
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), pytest.param("kill", 93, marks=IN_LONG_FORM)])
@@ -35,7 +46,10 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=IN_LONG_FORM), 2])
 def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Path, nodes: int) -> None:
-    """Slurm allocates GPUs that only it knows of."""
+    """Slurm allocates GPUs that only it knows of, to jobs that ``-m`` submits and to those of the batch scripts."""
+    options = ["--parsable", "--partition=mixed", "--nodelist=n7", "--gpus-per-node=2", "--output=job.log"]
+    by_hand = [*options, str(REPOSITORY / "slurm" / "single_node.sbatch"), *SLOW, "run.name=by_hand"]
+    script = with_python(cluster).call("sbatch", *by_hand, cwd=tmp_path).stdout.strip()
     asked = [*SLOW, "cluster.partition=gpu", f"cluster.nodes={nodes}", "cluster.gpus_per_node=2", "run.name=run"]
     done = cluster.hpc_train(*asked, "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
@@ -43,8 +57,12 @@ def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Pa
     assert "cannot use " in done.stderr and " GPUs: 2 GPUs per node are requested, and the process " in done.stderr
     assert "cluster.gpus_per_node=0 trains on the CPU" in done.stderr
     assert events(run, "started", "requeued") == []
-    cluster.wait_for_state(job_id(run), "FAILED")
-    assert detail(cluster, job_id(run), "ExitCode") == "2:0"
+    assert cluster.wait_for_state(script, "FAILED", "COMPLETED") == "FAILED"
+    assert "node n7 cannot use its GPUs: 2 are allocated to the step" in (tmp_path / "job.log").read_text()
+    assert events(tmp_path / "outputs" / "by_hand", "started") == []
+    for job in (job_id(run), script):
+        cluster.wait_for_state(job, "FAILED")
+        assert detail(cluster, job, "ExitCode") == "2:0"
 
 
 @pytest.mark.beside

@@ -7,8 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.doors.command import REPOSITORY
-from tests.slurm.cluster import Cluster
-from tests.slurm.runs import SLOW, TWO_BY_TWO, detail, events, every_step, job_id, wait_for_step, wandb_ids, with_python
+from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.runs import (
+    ONE_NODE,
+    SLOW,
+    TWO_BY_TWO,
+    detail,
+    events,
+    every_step,
+    job_id,
+    wait_for_step,
+    wandb_ids,
+    why,
+    with_python,
+)
 
 SCRIPT = REPOSITORY / "slurm" / "preemptible.sbatch"
 TAKE_ALL = ["sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2"]
@@ -45,3 +57,27 @@ def test_so_does_one_of_the_batch_script(contended: Cluster, tmp_path: Path) -> 
     assert every_step(run) == list(range(1, 31)), "each step was taken once"
     assert {event["attempt"] for event in events(run, "started")} == {0, 1}
     assert detail(cluster, job, "Restarts") == "1"
+
+
+@pytest.mark.beside
+def test_a_node_that_an_administrator_sets_down_is_told_with_the_reason(contended: Cluster, tmp_path: Path) -> None:
+    conf = Path(contended.environment["SLURM_CONF"])
+    as_it_was = conf.read_text()
+    conf.write_text(as_it_was.replace("ReturnToService=2", "ReturnToService=1"))  # it stays down, as on most sites
+    node = ""
+    try:
+        contended.call("scontrol", "reconfigure")
+        case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true"]
+        assert contended.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
+        run = tmp_path / "outputs" / "run"
+        wait_for_step(run, 2)
+        (node,) = events(run, "started")[0]["nodes"]
+        contended.call("scontrol", "update", f"nodename={node}", "state=down", "reason=bad dimm")
+        wait_for("the second start", lambda: bool(events(run, "requeued_by_slurm")), 120)
+        found = why(contended, tmp_path)
+    finally:
+        conf.write_text(as_it_was)
+        contended.call("scontrol", "reconfigure")
+        contended.call("scontrol", "update", f"nodename={node}", "state=resume")
+    assert (found["cause"]["kind"], found["cause"]["node"]) == ("node_lost", node)
+    assert found["cause"]["message"] == f"Slurm requeued the job: node {node} is down (bad dimm)"

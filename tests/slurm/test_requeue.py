@@ -59,7 +59,7 @@ def test_a_job_that_may_not_be_requeued_is_given_up(plain: Cluster, tmp_path: Pa
 
 @pytest.mark.beside
 def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Path) -> None:
-    """A job that is held while pending says so; one that is held while running stays held after its stop."""
+    """``status`` has Slurm's states: held, suspended, pending again. A job that is held while running stays so."""
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true", "+cluster.extra.hold=true"]
     left = plain.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path)
     assert left.returncode == 0, left.stdout + left.stderr
@@ -67,9 +67,17 @@ def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Pat
     assert status(plain, tmp_path, "run")[0]["state"] == "held (JobHeldUser)"
     plain.call("scontrol", "release", job_id(run))
     wait_for_step(run, 2)
+    plain.call("scontrol", "suspend", job_id(run))
+    assert status(plain, tmp_path, "run")[0]["state"] == "suspended"
+    plain.call("scontrol", "resume", job_id(run))
+    plain.call("scontrol", "requeue", job_id(run))
+    plain.wait_for_state(job_id(run), "PENDING")
+    assert status(plain, tmp_path, "run")[0]["state"].startswith("pending")
+    second = run / "metrics" / "attempt-001.jsonl"
+    wait_for("a step of the second start", lambda: second.exists() and bool(second.read_text()), 120)
     plain.call("scontrol", "hold", job_id(run))
     plain.call("scancel", "--signal=USR2", job_id(run))
     assert plain.wait_for_state(job_id(run), "FAILED", "PENDING") == "FAILED"
     assert detail(plain, job_id(run), "ExitCode") == "75:0"
-    assert detail(plain, job_id(run), "Restarts") == "0"
+    assert detail(plain, job_id(run), "Restarts") == "1"
     assert plain.hpc_train("wait", "run", cwd=tmp_path).returncode == 75

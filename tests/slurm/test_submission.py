@@ -13,7 +13,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import status
 
 WORKERS = ["cluster.cpu_workers=2", "batch.global_size=24"]
@@ -59,7 +59,7 @@ def test_a_job_may_wait_for_a_node_that_is_drained(cluster: Cluster, tmp_path: P
 
 
 @pytest.fixture
-def limited(cluster: Cluster) -> Iterator[Callable[[int], None]]:
+def limit_queue(cluster: Cluster) -> Iterator[Callable[[int], None]]:
     """Sets how many jobs the account ``limited`` may have in the queue; other tests submit on another account."""
     cluster.call("sacctmgr", "-iQ", "add", "account", "limited", "Cluster=devcluster")
     cluster.call("sacctmgr", "-iQ", "add", "user", getpass.getuser(), "account=limited")
@@ -73,9 +73,9 @@ def limited(cluster: Cluster) -> Iterator[Callable[[int], None]]:
 
 
 def test_more_jobs_than_the_user_may_have_are_refused(
-    cluster: Cluster, limited: Callable[[int], None], tmp_path: Path
+    cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
 ) -> None:
-    limited(3)
+    limit_queue(3)
     done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "train.seed=1,2,3,4", "-m", cwd=tmp_path)
     assert done.returncode == 2
     assert "allows 3 in the queue" in done.stderr
@@ -123,7 +123,7 @@ def test_four_nodes_give_the_losses_of_this_machine(
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(tmp_path / "outputs" / "wide")
     meeting = json.loads((run.attempts / "000.json").read_text())
-    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (4, 4, 2)
+    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (4, 2, 4)
     assert [line["loss"] for line in run.read_metrics()] == pytest.approx(local_losses, rel=1e-5)
 
 
@@ -150,11 +150,85 @@ def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp
     assert {row["state"] for row in status(plain, tmp_path, "sweep")} == {"cancelled"}, "though none of them began"
 
 
+PLUGIN = """
+function slurm_job_submit(job, partitions, user)
+  if job.features == "rack3" then
+    slurm.log_user("Jobs on rack3 need a project code: use --wckey=PROJECT")
+    return slurm.ERROR
+  end
+  return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, partitions, user)
+  return slurm.SUCCESS
+end
+return slurm.SUCCESS
+"""
+
+
+def test_the_words_of_the_site_reach_the_user(plain: Cluster, tmp_path: Path) -> None:
+    """Those of a submit plugin and, where munge is down, those of sbatch."""
+    conf = Path(plain.environment["SLURM_CONF"])
+    if not (plugins := list(Path("/usr/lib").glob("*/slurm-wlm/job_submit_lua.so"))):
+        pytest.skip("Slurm has no job_submit/lua here")
+    as_it_was = conf.read_text()
+    conf.with_name("job_submit.lua").write_text(PLUGIN)
+    conf.write_text(f"{as_it_was}\nJobSubmitPlugins=lua\n")
+    try:
+        assert plain.call("scontrol", "reconfigure").returncode == 0, plugins
+        asked = [*HYBRID, "cluster=slurm", "cluster.nodes=1"]
+        refused = plain.hpc_train(*asked, "cluster.constraint=rack3", "-m", cwd=tmp_path)
+    finally:
+        conf.write_text(as_it_was)
+        plain.call("scontrol", "reconfigure")
+    assert refused.returncode == 2, refused.stdout
+    assert "Jobs on rack3 need a project code: use --wckey=PROJECT" in refused.stderr
+    assert "set in: cluster.wckey\n" in refused.stderr
+    own = tmp_path / "etc"
+    own.mkdir()
+    for path in conf.parent.glob("*.conf"):
+        (own / path.name).write_text(path.read_text().replace("/munge.socket", "/no.socket"))
+    without = Cluster(plain.environment | {"SLURM_CONF": str(own / "slurm.conf")})
+    refused = without.hpc_train(*asked, "-m", cwd=tmp_path)
+    assert refused.returncode == 2, refused.stdout
+    assert "Munge encode failed: Failed to access" in refused.stderr
+    assert "set in: munge on this machine\n" in refused.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+# The first job ends at once, and each of the others when two of them have run at the same time.
+TOGETHER = """\
+[ -n "$SLURM_ARRAY_JOB_ID" ] || exit 0
+touch $SLURM_ARRAY_TASK_ID
+until [ -e go ]; do sleep 0.2; done
+"""
+
+
+@pytest.mark.beside
+def test_an_array_gets_the_places_of_one_that_has_ended(plain: Cluster, tmp_path: Path) -> None:
+    """Two jobs may run at a time: one of each shape, and two of the second shape when the first has no job left."""
+    (tmp_path / "together.sh").write_text(TOGETHER)
+    command = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "run.command=[bash,together.sh]"]
+    times = ["cluster.time=00:05:00,00:06:00,00:06:00,00:06:00", "launch.array_parallelism=2", "launch.detach=true"]
+    done = plain.hpc_train(*command, *times, "cluster.nodes=1", "run.name=sweep", "-m", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(4)]
+    single, *tasks = [run.record()["submissions"][-1]["job_id"] for run in runs]
+    array = tasks[0].partition("_")[0]
+    begun = lambda: len(list(tmp_path.glob("[0-2]")))  # noqa: E731
+    wait_for("two jobs of the array", lambda: begun() == 2, 120)
+    assert plain.state(single) == "COMPLETED"
+    shown = plain.call("squeue", "--noheader", f"--jobs={array}", "--format=%i %T").stdout.split("\n")
+    assert sum("RUNNING" in line for line in shown) == 2 and any("PENDING" in line for line in shown), shown
+    (tmp_path / "go").touch()
+    for job in tasks:
+        assert plain.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED"
+
+
 def test_a_full_queue_is_refused_and_leaves_nothing(
-    cluster: Cluster, limited: Callable[[int], None], tmp_path: Path
+    cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
 ) -> None:
     """Others of the user's jobs fill it: only sbatch itself knows."""
-    limited(1)
+    limit_queue(1)
     waiting = cluster.call("sbatch", "--account=limited", "--begin=now+1hour", "--wrap=true", cwd=tmp_path)
     assert waiting.returncode == 0, waiting.stderr
     done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "run.name=full", "-m", cwd=tmp_path)
@@ -196,5 +270,9 @@ def test_a_dry_run_shows_the_script_and_asks_the_site(cluster: Cluster, tmp_path
     for part in ("--nodes=2-4", "#!/bin/bash", "account research, partition cpu, 2-4 nodes", "at most 0 GPU-hours"):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
-    refused = cluster.hpc_train(*HYBRID, "cluster.partition=nowhere", "launch.dry_run=true", "-m", cwd=tmp_path)
+    assert done.stdout.count("verdict: ") == done.stdout.count("verdict: can be submitted") == 1
+    few = ["cluster.partition=debug", "cluster.nodes=3"]
+    refused = cluster.hpc_train(*HYBRID, *few, "launch.dry_run=true", "-m", cwd=tmp_path)
     assert refused.returncode == 2
+    assert refused.stdout.count("verdict: ") == refused.stdout.count("verdict: refused") == 1, refused.stdout
+    assert "partition debug allows 2" in refused.stdout

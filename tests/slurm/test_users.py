@@ -67,6 +67,7 @@ def other(cluster: Cluster) -> Iterator[Other]:
         if works.returncode == 0:
             break
     else:
+        shutil.rmtree(home)
         pytest.skip(f"{USER} may use no Python with our packages here")
     yield user
     shutil.rmtree(home)
@@ -90,6 +91,12 @@ def test_two_sweeps_side_by_side(cluster: Cluster, other: Other, tmp_path: Path)
     assert str(other.home) in listed
     assert str(tmp_path) not in listed
     assert {row["run"] for row in status(cluster, tmp_path)} >= {str(runs[0]), str(runs[1])}
+    with tempfile.TemporaryDirectory() as group:
+        Path(group).chmod(0o755)
+        (Path(group) / "sweep").mkdir()
+        code, refused = other.hpc_train(*SWEEP, f"run.root={group}")
+    assert code == 2, refused
+    assert f"{group}/sweep belongs to root, and you have no permission to write to it\n  set in: run.name" in refused
     code, refused = other.hpc_train("cancel", str(runs[0].parent))
     assert code == 2, refused
     assert "Traceback" not in refused

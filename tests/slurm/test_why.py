@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import FAULTY, ONE_NODE, events, job_id
+from tests.slurm.runs import FAULTY, ONE_NODE, events, job_id, why
 
 GROWS = "import time; held = b'x' * (500 << 20); time.sleep(600)"
-
-
-def why(cluster: Cluster, cwd: Path) -> dict[str, Any]:
-    done = cluster.hpc_train("why", "run", "--json", cwd=cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.beside
@@ -67,6 +59,21 @@ def test_steps_that_slurm_kills_for_memory(limited: Cluster, tmp_path: Path) -> 
     assert "cluster.mem=600M instead of 400M" in found["cause"]["message"]
     assert found["advice"][0] == "set the larger cluster.mem that the message names"
     assert [event["event"] for event in found["done"]] == ["agents_killed", "failed"]
+
+
+@IN_LONG_FORM
+def test_a_process_that_the_kernel_kills_for_the_memory_of_its_job(limited: Cluster, tmp_path: Path) -> None:
+    if not Path(limited.environment["SLURM_CONF"]).parent.with_name("etc-gpu").exists():
+        pytest.skip("the control groups of this machine cannot limit the memory of a job")
+    (tmp_path / "grows.py").write_text(GROWS)
+    on_gpu_node = ["cluster.partition=gpu", "cluster.gpus_per_node=0"]  # nodes without GPUs have no control groups
+    job = submit_command(limited, tmp_path, "[python,grows.py]", "cluster.mem=400M", *on_gpu_node)
+    ended = limited.wait_for_state(job, "FAILED", "OUT_OF_MEMORY", "COMPLETED", "CANCELLED")
+    assert ended in ("FAILED", "OUT_OF_MEMORY")
+    found = why(limited, tmp_path)
+    assert (found["cause"]["kind"], found["cause"]["rank"]) == ("out_of_memory", 0)
+    assert "killed by SIGKILL: out of host memory according to the kernel" in found["cause"]["message"]
+    assert found["advice"][0].startswith("set cluster.mem=600M instead of 400M")
 
 
 @IN_LONG_FORM

@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
-from hpc_train.launch.executors.array_turns import Turn, divide
+from hpc_train.launch.executors.array_turns import Turn, divide, pass_on_lines
 from hpc_train.launch.executors.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
@@ -129,7 +130,7 @@ class SlurmJobExecutor:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
         found = []
         for same, turn in self._arrays(jobs):
-            text, asked = self._submission(same, self._folder(same, sweep), sweep, turn)
+            text, asked = self._submission(same, self._folder(same, sweep), sweep, turn, _ids_file(jobs, sweep))
             asked = _waiting_for(asked, None if turn.after is None else f"JOB_ID_OF_SUBMISSION_{turn.after + 1}")
             found.append((" \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), text))
         return found
@@ -138,15 +139,20 @@ class SlurmJobExecutor:
         ids: dict[int, str] = {}
         self._clusters = jobs[0].config.cluster.clusters
         last: list[str] = []  # the id of each submission, or of the last job of its chain
+        file = _ids_file(jobs, sweep)
+        file.unlink(missing_ok=True)  # of an earlier submission of the same jobs
         for same, turn in self._arrays(jobs):
             folder = self._folder(same, sweep)
-            text, asked = self._submission(same, folder, sweep, turn)
+            text, asked = self._submission(same, folder, sweep, turn, file)
             asked = _waiting_for(asked, None if turn.after is None else last[turn.after])
             folder.mkdir(parents=True, exist_ok=True)
             if len(same) > 1:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = self._submit_chain(same[0], folder, text, asked)
             last.append(self._chains.get(main, [main])[-1])
+            if turn.shared is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, "".join(f"{job_id}\n" for job_id in last))
             for index, job in enumerate(same):
                 write_text(job.run.path / "job.sbatch", text, file_mode(job.config))
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
@@ -220,6 +226,8 @@ class SlurmJobExecutor:
         """Returns the submissions, and how ``launch.array_parallelism`` is divided among them."""
         groups = self._by_shape(jobs)
         turns = divide([len(same) for same in groups], jobs[0].config.launch.array_parallelism)
+        if jobs[0].config.cluster.clusters:  # a job sees the arrays of its own cluster only
+            turns = [replace(turn, shared=None) for turn in turns]
         for same, turn in zip(groups, turns, strict=True):
             if turn.after is not None and "?" in (same[0].config.cluster.dependency or ""):
                 raise UserError(
@@ -230,7 +238,8 @@ class SlurmJobExecutor:
                 )
         return list(zip(groups, turns, strict=True))
 
-    def _submission(self, same: list[Job], folder: Path, sweep: Path, turn: Turn) -> tuple[str, Options]:
+    def _submission(self, same: list[Job], folder: Path, sweep: Path, turn: Turn, ids: Path) -> tuple[str, Options]:
+        """Returns script and options of an array or a single job. ``ids`` is the file with those of the sweep."""
         single = len(same) == 1
         file = chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
         name = "%A_%a" if not single else "%j" if file is None else file.name
@@ -250,6 +259,7 @@ class SlurmJobExecutor:
             container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
             survives_node_loss=survives_node_loss(same[0].config.elastic),
+            last=[] if turn.shared is None else pass_on_lines(turn.shared, ids),
             agent_options=same[0].agent_options,
         )
         return render(script), asked
@@ -288,6 +298,11 @@ def _listing(same: Sequence[Job]) -> str:
     """Returns a name for the list of runs that depends on its content, since earlier arrays still read theirs."""
     paths = "\n".join(str(job.run.path) for job in same)
     return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+
+
+def _ids_file(jobs: Sequence[Job], sweep: Path) -> Path:
+    """Returns the file with the ids of all submissions of ``jobs``, for those that pass their places on."""
+    return sweep / "slurm" / _listing(jobs).replace("runs-", "submissions-")
 
 
 def _submit(executor: ScriptExecutor) -> str:

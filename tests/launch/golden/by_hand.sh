@@ -1,5 +1,10 @@
 # The part of a batch script that follows `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:
 #     source "$RUN/job.sh" python -m hpc_train agent "$RUN"
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+  echo "$0 starts its agents with srun, and this shell is not in a Slurm job" >&2
+  echo "  fix:    sbatch $0 with the same arguments; outside of Slurm: python -m hpc_train agent $RUN" >&2
+  exit 2
+fi
 
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
