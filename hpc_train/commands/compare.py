@@ -20,14 +20,13 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.job_table import BEST
 from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
-from hpc_train.run.comparison import DEFAULT, Comparison, Settings, is_number, metric_of, varied
+from hpc_train.run.comparison import DEFAULT, UNCOMPARED, Comparison, Settings, is_number, metric_of, varied
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import flat
 from hpc_train.run.ledger import read_ledger
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table
-UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # they say nothing about the training
 
 
 @dataclass(frozen=True)

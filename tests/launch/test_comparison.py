@@ -48,7 +48,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Four runs of optim.lr x model.dim; the third has failed and the fourth has diverged to a lower, wrong loss."""
     monkeypatch.chdir(tmp_path)
     jobs = []
-    for number, (rate, dim) in enumerate([("1e-3", "16"), ("3e-3", "16"), ("1e-3", "32"), ("3e-3", "32")]):
+    for number, (rate, dim) in enumerate([("0.001", "16"), ("0.003", "16"), ("0.001", "32"), ("0.003", "32")]):
         job = make_job(tmp_path / "runs", number)
         overrides = ["+strategy=dp", f"optim.lr={rate}", f"model.dim={dim}", "++cluster.env.TOKEN=abcdef"]
         freeze(job.config, job.run, overrides=overrides)
@@ -71,7 +71,7 @@ def views_of(jobs: list[Job]) -> list[View]:
 
 def test_the_overrides_are_recorded_without_secrets(sweep: list[Job]) -> None:
     assert sweep[1].run.record()["overrides"] == [
-        "+strategy=dp", "optim.lr=3e-3", "model.dim=16", "++cluster.env.TOKEN=(hidden)",
+        "+strategy=dp", "optim.lr=0.003", "model.dim=16", "++cluster.env.TOKEN=(hidden)",
     ]  # fmt: skip
 
 
@@ -92,10 +92,10 @@ def test_tables_have_the_varied_overrides_the_metric_and_the_best_run(
     print_results(sweep, views_of(sweep), plain)
     text = plain.export_text()
     assert [line.split()[2:5] for line in text.splitlines()[1:5]] == [
-        ["1e-3", "16", "done"], ["3e-3", "16", "done"], ["1e-3", "32", "failed"], ["3e-3", "32", "failed"],
+        ["0.001", "16", "done"], ["0.003", "16", "done"], ["0.001", "32", "failed"], ["0.003", "32", "failed"],
     ]  # fmt: skip
     assert text.count("(best)") == 1
-    assert "best by val_loss: runs/1 (optim.lr=3e-3 model.dim=16): 1.7500" in text
+    assert "best by val_loss: runs/1 (optim.lr=0.003 model.dim=16): 1.7500" in text
     assert "4 jobs: 2 done, 2 failed" in text
     assert "python -m hpc_train retry --failed runs   submits 2 runs again" in text
     dropped = [*views_of(sweep)[:3], View("not started", {})]
@@ -118,14 +118,29 @@ def test_status_shows_the_sweep(sweep: list[Job], capsys: pytest.CaptureFixture[
     assert status.main(["runs"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:5] == ["job", "strategy", "optim.lr", "model.dim", "state"]
-    assert [line.split()[2:5] for line in table[1:3]] == [["1e-3", "16", "done"], ["3e-3", "16", "done"]]
+    assert [line.split()[2:5] for line in table[1:3]] == [["0.001", "16", "done"], ["0.003", "16", "done"]]
     assert ["(best)" in line for line in table[1:]] == [False, True, False, False]
     assert status.main(["runs", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[1]["overrides"] == {"optim.lr": "3e-3", "model.dim": "16"}
+    assert rows[1]["overrides"] == {"optim.lr": "0.003", "model.dim": "16"}
     assert [(row["metric"], row["value"], row["best"]) for row in rows[:2]] == [
         ("val_loss", 2.25, False), ("val_loss", 1.75, True),
     ]  # fmt: skip
+
+
+def test_a_run_that_was_continued_with_other_overrides_has_the_values_of_its_config(
+    sweep: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = sweep[3]
+    other = replace(job.config, train=replace(job.config.train, steps=200))
+    given = ["optim.lr=3e-3", "model.dim=32", "++cluster.env.TOKEN=abcdef", "train.steps=200", "optim=adamw"]
+    freeze(other, job.run, overrides=[*given, "run.name=runs/3", "launch.yes=true"])
+    assert status.main(["runs"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split()[:6] == ["job", "strategy", "optim.lr", "model.dim", "train.steps", "state"]
+    assert [line.split()[2:5] for line in table[3:]] == [["0.001", "32", "100"], ["0.003", "32", "200"]]
+    (told,) = [event for event in job.run.read_events() if event["event"] == "warning"]
+    assert told["attempt"] == 1, "otherwise the time since the attempt before would count as its"
 
 
 def test_status_of_several_sweeps_and_runs_has_one_column_of_overrides(
@@ -137,7 +152,7 @@ def test_status_of_several_sweeps_and_runs_has_one_column_of_overrides(
     assert status.main([]) == 0
     table = capsys.readouterr().out
     assert table.splitlines()[0].split()[:4] == ["job", "strategy", "overrides", "state"]
-    assert "optim.lr=3e-3 model.dim=16" in table
+    assert "optim.lr=0.003 model.dim=16" in table
     assert table.count("(best)") == 1
 
 
@@ -152,7 +167,7 @@ def test_why_of_a_sweep_names_the_causes(sweep: list[Job], capsys: pytest.Captur
         page.index("user_error in 2 runs: ValueError: no such class"),
         page.index("nan in 1 run: has diverged"),
     )
-    assert first < page.index("runs/3  optim.lr=3e-3 model.dim=32") < second < page.index("runs/0  ")
+    assert first < page.index("runs/3  optim.lr=0.003 model.dim=32") < second < page.index("runs/0  ")
     assert f"fix: {RESPONSES[Failure.USER_ERROR].advice}" in page
     assert "python -m hpc_train why runs/2 " in page
     assert "python -m hpc_train retry --failed runs --code now " in page
@@ -166,7 +181,7 @@ def test_runs_are_compared_the_best_first(sweep: list[Job], capsys: pytest.Captu
     assert compare.main(["runs/0", "runs/1"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["run", "optim.lr", "state", "step", "val_loss", "loss", "tokens/s", "time"]
-    assert table[1].split()[:6] == ["runs/1", "3e-3", "done", "5", "1.7500", "(best)"]
+    assert table[1].split()[:6] == ["runs/1", "0.003", "done", "5", "1.7500", "(best)"]
     assert compare.main(["runs", "--metric", "loss", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["value"] for row in rows] == [1.0, 2.0, 2.5, None]
