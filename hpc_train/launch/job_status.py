@@ -20,6 +20,7 @@ from hpc_train.run.files import DamagedFile, last_line, read_json, read_lines
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import PATIENT_S, list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
+from hpc_train.telemetry.tracebacks import own_frames
 
 ASK_EVERY_S = 30.0
 ASK_MANY_EVERY_S = 60.0  # with more than MANY jobs
@@ -330,8 +331,8 @@ def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, su
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
-def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
-    """Returns the traceback of the failing rank, and why the run was given up."""
+def failure_text(run: RunDirectory, end: dict[str, Any], *, whole: bool = False) -> str:
+    """Returns the traceback of the failing rank, ``whole`` or its own frames, and why the run was given up."""
     if "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:
@@ -342,5 +343,6 @@ def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
         if event["event"] == "worker_failed" and event["attempt"] == end["attempt"] and "traceback" in event
     ]
     head = f"rank {end['rank']} on {end['node']} failed ({end['class']}):"
-    text = f"{head}\n{failed[0]['traceback'].rstrip()}" if failed else f"{head} {end['message']}"
+    traceback = failed[0]["traceback"].rstrip() if failed else ""
+    text = f"{head}\n{traceback if whole else own_frames(traceback)}" if failed else f"{head} {end['message']}"
     return f"{text}\ngiven up: {end['message']}" if end["event"] == "stopped_retrying" else text

@@ -34,7 +34,7 @@ def metric_of(config: Config) -> BestMetric | None:
 
 
 def settings_of(run: RunDirectory) -> Settings:
-    """Returns the overrides with which ``run`` was frozen, but not ``UNCOMPARED``; empty for an earlier version's run."""
+    """Returns the overrides with which ``run`` was frozen, without ``UNCOMPARED``; empty for an old run."""
     parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]
     return {key: _spelled(value) for key, _, value in parts if not key.startswith(UNCOMPARED)}
 

@@ -19,7 +19,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.monitor import notes_on_changed_code, take_code_again
-from hpc_train.run.code import frozen_code, snapshot_code
+from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
@@ -98,10 +98,16 @@ def test_tables_have_the_varied_overrides_the_metric_and_the_best_run(
     assert "best by val_loss: runs/1 (optim.lr=0.003 model.dim=16): 1.7500" in text
     assert "4 jobs: 2 done, 2 failed" in text
     assert "python -m hpc_train retry --failed runs   submits 2 runs again" in text
+    numbered = [
+        replace(view, message=f"rank {index} on n0 failed: size {index}") for index, view in enumerate(views_of(sweep))
+    ]
+    print_messages(sweep[2:], numbered[2:])
     dropped = [*views_of(sweep)[:3], View("not started", {})]
     print_results(sweep, dropped, plain)
     assert "submits 2 runs again" in plain.export_text(), "also those that Ctrl-C has kept from starting"
-    assert "jobs 2, 3: no such class" in capsys.readouterr().err, "equal messages are printed once"
+    told = capsys.readouterr().err
+    assert "jobs 2, 3: no such class" in told, "equal messages are printed once"
+    assert "jobs 2, 3: rank 2 on n0 failed: size 2" in told, "and so are those that differ only in numbers"
 
 
 def test_the_best_run_is_that_of_the_metric_of_the_checkpoints(sweep: list[Job]) -> None:
@@ -170,7 +176,12 @@ def test_why_of_a_sweep_names_the_causes(sweep: list[Job], capsys: pytest.Captur
     assert first < page.index("runs/3  optim.lr=0.003 model.dim=32") < second < page.index("runs/0  ")
     assert f"fix: {RESPONSES[Failure.USER_ERROR].advice}" in page
     assert "python -m hpc_train why runs/2 " in page
-    assert "python -m hpc_train retry --failed runs --code now " in page
+    assert "python -m hpc_train retry --failed runs   submits 3 runs again, which import your present code" in page
+    assert "--code now" not in page, "no code was frozen"
+    code = FrozenCode(str(sweep[0].run.path), str(sweep[0].run.path / "code"), (), None, None)
+    sweep[0].run.update_record(snapshot=asdict(code))
+    assert why.main(["runs"]) == 0
+    assert "python -m hpc_train retry --failed runs --code now " in capsys.readouterr().out
     assert why.main(["runs", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["states"] == {"failed": 3, "done": 1}
@@ -224,7 +235,7 @@ def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> Non
     found = [(item.run, item.config) for item in (job, sweep[3])]
     lines = take_code_again(found)
     assert lines[0].endswith("has not changed since its code was frozen")
-    assert "runs without frozen code" in lines[1], "sweep[3] has none"
+    assert "no code was frozen" in lines[1], "sweep[3] has none"
     assert notes_on_changed_code(found) == []
     module.write_text("broken = False\n")
     (line,) = notes_on_changed_code(found)
