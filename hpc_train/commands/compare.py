@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -51,6 +53,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--mode", choices=("auto", "min", "max"), default="auto", help="whether the lowest or highest value is the best"
     )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table with all metrics to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
     found = list({item.run.path: item for target in options.runs for item in find_runs(target)}.values())
@@ -62,6 +65,8 @@ def main(arguments: list[str]) -> int:
         highest = highest_is_best(options.metric, options.mode, "--mode")
         compared = replace(compared, metric=BestMetric(options.metric, highest))
     metric, rows = compared.ranked_by(views), _rows(found, views, compared)
+    if options.csv is not None:
+        _write_csv(options.csv, rows, compared.keys)
     if options.json:
         print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
         return Exit.DONE
@@ -147,6 +152,16 @@ def _settings(rows: Sequence[Row], keys: Sequence[str]) -> Table:
     for key in keys:
         table.add_row(*map(Text, (key, *(row.settings.get(key, DEFAULT) for row in rows))))
     return table
+
+
+def _write_csv(path: Path, rows: Sequence[Row], settings: Sequence[str]) -> None:
+    metrics = dict.fromkeys(key for row in rows for key, value in row.view.metrics.items() if is_number(value))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", *settings, "state", *metrics, "held_s"])
+        for row in rows:
+            own = [row.settings.get(key, DEFAULT) for key in settings]
+            writer.writerow([row.name, *own, row.view.state, *map(row.view.metrics.get, metrics), row.held_s])
 
 
 def _as_json(row: Row, metric: BestMetric) -> dict[str, Any]:

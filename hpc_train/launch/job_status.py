@@ -191,17 +191,26 @@ def view_of(
 ) -> View:
     """Returns a snapshot of the attempts of ``run`` from ``first_attempt`` on.
 
-    The run directory takes precedence over ``status``, which may be a minute old.
+    The run directory takes precedence over ``status``, which may be a minute old. Until these attempts have logged a
+    step, the metrics are those of the newest step before them.
 
     Args:
         output: the file with the output of the agents.
         steps: the total number of steps, if the config has it.
     """
+    view = _view_of(run, first_attempt, status, output, steps)
+    if not view.metrics:
+        earlier = (last_line(run.metrics_file(number)) for number in range(run.newest_attempt(), -1, -1))
+        view = replace(view, metrics=next(filter(None, earlier), {}))
+    return replace(view, steps=view.steps or steps or run.record().get("total_steps")) if view.metrics else view
+
+
+def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None) -> View:
     attempt = run.newest_attempt()
     present = status is not None and status.present
     if attempt < first_attempt:
         if status is not None and present:
-            return View(status.words, {})
+            return View(status.words, {}, is_working=False)
         return _lost(run, View("failed", {}), status, output)
     known = View(
         state="starting",
@@ -218,6 +227,8 @@ def view_of(
     if end is None:
         if status is not None and (status.is_suspended or _was_requeued(run, attempt, status)):
             return replace(known, state=status.words, is_working=False)
+        if stop_was_requested(run):
+            known = replace(known, state="stopping", is_working=False)
         return known if present else _lost(run, known, status, output)
     if present and not end.final:
         return replace(known, state=_between_starts(end, status), is_working=False)

@@ -23,6 +23,7 @@ from hpc_train.run.code import frozen_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.progress import NOT_FINITE
 from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0
@@ -98,7 +99,7 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
         view.state,
         str(view.nodes or job.config.cluster.nodes),
         "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
-        "" if loss is None else f"{loss:.4f}",
+        NOT_FINITE if loss is None and "loss" in metrics else "" if loss is None else f"{loss:.4f}",
         "" if speed is None else f"{speed:,.0f}",
         left,
         str(view.restarts or ""),

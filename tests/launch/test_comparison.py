@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,12 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_train.commands import compare, status, why
+from hpc_train.commands import compare, status, submitted, why
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
+from hpc_train.launch.lookup import find_run
 from hpc_train.launch.monitor import notes_on_changed_code, take_code_again
 from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
 from hpc_train.run.comparison import Comparison, metric_of
@@ -26,6 +29,7 @@ from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from hpc_train.run.lease import add_submission
+from hpc_train.run.requests import record_stop_request
 from tests.launch.jobs import make_job
 
 
@@ -199,6 +203,40 @@ def test_runs_are_compared_the_best_first(sweep: list[Job], capsys: pytest.Captu
     assert [row["best"] for row in rows] == [False, True, False, False], "a failed run is not the best"
     with pytest.raises(UserError, match="no run has the metric nothing"):
         compare.main(["runs", "--metric", "nothing"])
+
+
+def test_the_table_is_written_as_csv(sweep: list[Job], tmp_path: Path) -> None:
+    assert compare.main(["runs", "--csv", "table.csv"]) == 0
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["runs/2", "runs/1", "runs/0", "runs/3"]
+    assert {"run": "runs/1", "optim.lr": "0.003", "model.dim": "16", "state": "done", "val_loss": "1.75"}.items() <= (
+        rows[1].items()
+    )
+    assert rows[3]["loss"] == ""
+
+
+def test_resume_says_how_to_change_settings(sweep: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_ROOT", "runs")
+    with pytest.raises(UserError, match=r"resume continues with the frozen settings .*, got train.steps=9") as refused:
+        submitted.resume(["runs/1", "train.steps=9", "optim.lr=1"])
+    command = "run.name=1 +strategy=dp model.dim=16 '++cluster.env.TOKEN=(hidden)' train.steps=9 optim.lr=1"
+    assert refused.value.fix.endswith(f"python -m hpc_train {command}")
+    with pytest.raises(SystemExit):
+        submitted.resume(["runs/1", "--unknown"])
+
+
+def test_a_run_shows_its_newest_step_also_after_an_attempt_without_one(sweep: list[Job]) -> None:
+    job = sweep[1]
+    job.run.claim_attempt()
+    job.config.train.steps = 5
+    add_submission(job.run, "this machine", pid=os.getpid(), first_attempt=1)
+    found = find_run("runs/1", "status")
+    assert (found.view({}).state, found.view({}).metrics["step"]) == ("starting", 5)
+    record_stop_request(job.run)
+    assert found.view({}).state == "stopping"
+    EventLog.open(job.run, "agent-n0", 1).write("stopped", exit_code=75, reason="SIGINT")
+    assert (found.view({}).exit, found.view({}).metrics["loss"]) == (1, 2.0)
 
 
 def test_runs_of_no_sweep_are_compared_by_their_configs(
