@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import sys
@@ -29,6 +28,7 @@ from hpc_train.checkpoint.listing import (
     list_checkpoints,
     list_set_aside,
 )
+from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
@@ -237,7 +237,10 @@ def _show(found: list[Listed], compared: str, as_json: bool, metric: BestMetric)
     if as_json:
         print(json.dumps([_as_json(item, compared) for item in found]))
     elif found:
-        Console(soft_wrap=True).print(_table(found, compared, metric), highlight=False)
+        console = Console()
+        if not console.is_terminal:
+            console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+        console.print(_table(found, compared, metric), highlight=False)
     else:
         print("the run has no checkpoint yet")
 
@@ -261,8 +264,8 @@ def _as_json(item: Listed, compared: str) -> dict[str, Any]:
 def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
     """Returns the table; it has a column for ``metric`` if a checkpoint was evaluated, with the best one marked."""
     results = [item.manifest.metrics.get(metric.name) if item.manifest else None for item in found]
-    known = [value for value in results if value is not None and math.isfinite(value)]
-    best = (max if metric.highest else min)(known, default=None)
+    known = any(value is not None for value in results)
+    best = best_step([Kept(item.checkpoint.step, item.manifest.metrics) for item in found if item.manifest], metric)
     table = Table(box=None, pad_edge=False)
     for name in ("step", "age", "size", *([metric.name] if known else [])):
         table.add_column(name, justify="right")
@@ -270,7 +273,7 @@ def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
     table.add_column("state", overflow="fold")
     for item, value in zip(found, results, strict=True):
         manifest = item.manifest
-        mark = " (best)" if value == best and len(known) > 1 else ""
+        mark = " (best)" if item.checkpoint.step == best and len(found) > 1 else ""
         result = [] if not known else ["" if value is None else f"{value:.4f}{mark}"]
         state = f"intact ({compared} checked)" if item.problem is None else item.problem
         state = f"in the archive, {state}" if item.archived else state

@@ -43,13 +43,14 @@ def resume(arguments: list[str]) -> int:
     _add_submission_options(parser)
     options, rest = parser.parse_known_args(arguments)
     found = find_run(options.target, "resume")
-    if rest and not all("=" in word.lstrip("+~") and word[0] != "-" for word in rest):
+    if rest and not all("=" in word and word[0] != "-" for word in rest):
         parser.error(f"unrecognized arguments: {shlex.join(rest)}")
     if rest:
+        command = _command_with(found.run, rest)
         raise UserError(
             f"resume continues with the frozen settings of the run, got {shlex.join(rest)}",
             where="the command line",
-            fix=f"the command that started the run, with these: {_command_with(found.run, rest)}",
+            fix=f"the command that started the run (with its -cd DIR, if it had one) and these overrides: {command}",
         )
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         if options.json:

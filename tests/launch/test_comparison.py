@@ -15,14 +15,15 @@ import pytest
 from rich.console import Console
 
 from hpc_train.commands import compare, status, submitted, why
-from hpc_train.config.schema import GPTConfig
+from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.dry_run import _shortened
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import find_run
 from hpc_train.launch.monitor import notes_on_changed_code, take_code_again
-from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
+from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
@@ -290,3 +291,25 @@ def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> Non
     shutil.rmtree(tree)
     with pytest.raises(UserError, match="not a git work tree any more"):
         take_code_again(found)
+
+
+def test_code_outside_of_a_git_work_tree_is_reported(sweep: list[Job], tmp_path: Path) -> None:
+    config = replace(sweep[0].config, model=CustomModelConfig(_target_="net.Net"))
+    config.optim._target_ = "torch.optim.SGD"
+    assert unfrozen_note([config]) is None, "there is no module net here"
+    (tmp_path / "net.py").touch()
+    note = unfrozen_note([config])
+    assert note is not None
+    assert "is not in a git work tree" in note and "jobs import net from there" in note
+    assert unfrozen_note([replace(config, run=replace(config.run, snapshot=False))]) is None
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert unfrozen_note([config]) is None
+
+
+def test_a_dry_run_shows_once_what_jobs_have_in_common() -> None:
+    plans: dict[str, int] = {}
+    plan = "job 0 to this machine: dp: optim.lr=1\n  run directory: runs/0\n  layout: dp 2\n  world: 2"
+    assert _shortened(plan, 0, plans) == plan
+    other = plan.replace("job 0", "job 1").replace("runs/0", "runs/1")
+    assert _shortened(other, 1, plans).splitlines()[1:] == ["  run directory: runs/1", "  otherwise as job 0"]
+    assert _shortened(other.replace("dp 2", "dp 4"), 2, plans) == other.replace("dp 2", "dp 4")
