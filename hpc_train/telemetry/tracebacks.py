@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-import hpc_train
 from hpc_train.units import counted
 
 FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
-PACKAGE = f"{Path(hpc_train.__file__).parent}/"
+PACKAGE = f"{Path(__file__).parent.parent}/"
 LIBRARY = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|/code/[0-9a-f]+/hpc_train/")
 
 

@@ -41,9 +41,9 @@ def test_the_line() -> None:
     last = first | {"time": 40.0, "step": 20, "loss": None}
     shown = "step 20/100 · loss not finite · 12,346 tokens/s · 5:20 left · 2 restarts"
     assert progress_line([first, last], 100, 2) == shown
-    assert progress_line([last | {"step": 100}], 100) == "step 100/100 · 12,346 tokens/s"
-    images = last | {"step": 100, "tokens": 800, "samples": 800}
-    assert progress_line([images], 100) == "step 100/100 · 12,346 samples/s"
+    assert progress_line([first | {"step": 100}], 100) == "step 100/100 · loss 4.2500 · 12,346 tokens/s"
+    images = first | {"step": 100, "tokens": 800, "samples": 800}
+    assert progress_line([images], 100) == "step 100/100 · loss 4.2500 · 12,346 samples/s"
 
 
 def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
