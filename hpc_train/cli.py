@@ -60,6 +60,9 @@ def run(arguments: Sequence[str]) -> int:
         return Exit.REFUSED
 
 
+OF_CHECKPOINT = ("export", "import", "verify")  # actions of the command ``checkpoint``
+
+
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     if is_own(arguments):
         return complete_words, arguments
@@ -68,7 +71,8 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
         name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, sorted(COMMANDS)))
+        fix = f"checkpoint {name}" if name in OF_CHECKPOINT else nearest(name, sorted(COMMANDS))
+        raise UserError(f"unknown command {name!r}", where="the command line", fix=fix)
     if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
         name = "help"  # Hydra's own would load every file of every config group
     if not named and arguments == ["--version"]:

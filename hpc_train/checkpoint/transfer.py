@@ -21,6 +21,7 @@ from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.writer import SaveFailed, write_tensors
+from hpc_train.config.extensions import family_of
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import ModelConfig
 from hpc_train.errors import UserError
@@ -37,7 +38,7 @@ def export(
     run: RunDirectory,
     step: int | None,
     to: Path,
-    format: str,
+    format: str | None,
     dtype: str | None,
     bar: Bar,
     weights: str | None = None,
@@ -48,18 +49,19 @@ def export(
 
     Args:
         step: the step of the checkpoint; None selects the newest.
-        format: ``hf`` or ``pt``.
+        format: ``hf`` or ``pt``; None takes ``hf`` if ``transformers`` has the model.
         dtype: torch's name for the dtype of the written tensors; None keeps the stored one.
         weights: the name of a hook whose tensors to write instead of the parameters, such as ema.
 
     Returns:
-        A dict of ``step``, ``path`` and ``bytes``, the bytes of the model in the checkpoint.
+        A dict of ``step``, ``path``, ``format`` and ``bytes``, the bytes of the model in the checkpoint.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged or removed meanwhile, or ``format`` does not support its
             model.
     """
     model, positions = _model(run)
+    format = format or ("pt" if family_of(model).hugging_face is None else "hf")
     store = CheckpointStore(run.checkpoints)
     for _ in range(TRIES):
         found = choose(run, step)
@@ -95,7 +97,7 @@ def _export(
             export_hf(stored, model, to, positions=positions, dtype=kind, advance=advance)
         else:
             export_pt(stored, model, to, dtype=kind, advance=advance)
-    return {"step": found.step, "path": str(to), "bytes": export_bytes(stored)}
+    return {"step": found.step, "path": str(to), "format": format, "bytes": export_bytes(stored)}
 
 
 def _model(run: RunDirectory) -> tuple[ModelConfig, int]:

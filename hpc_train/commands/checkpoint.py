@@ -18,15 +18,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from hpc_train.checkpoint.listing import (
+    NEWEST,
     Listed,
     choose,
+    choose_by_name,
     find_run,
     inspect_present,
     list_archived,
     list_checkpoints,
     list_set_aside,
 )
+from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
@@ -39,8 +43,8 @@ examples:
   python -m hpc_train checkpoint list mine
   python -m hpc_train checkpoint verify outputs/mine
   python -m hpc_train checkpoint export mine --to llama --dtype bfloat16
-  python -m hpc_train checkpoint export mine --to mine.pt --format pt
-  python -m hpc_train checkpoint export mine --to ema.pt --format pt --weights ema
+  python -m hpc_train checkpoint export mine --to mine.pt --checkpoint best
+  python -m hpc_train checkpoint export mine --to ema.pt --weights ema
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
   python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
@@ -79,7 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     for action in (verified, exported):
         action.add_argument("--step", type=int, metavar="N", help="the step (default: verify all, export the newest)")
     exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf) or a file (pt)")
-    exported.add_argument("--format", choices=["hf", "pt"], default="hf", help="default: %(default)s")
+    exported.add_argument(
+        "--checkpoint",
+        metavar="newest|best|STEP",
+        help="best: by checkpoint.keep_best, or by val_loss without it",
+    )
+    exported.add_argument(
+        "--format",
+        choices=["hf", "pt"],
+        help="default: pt for a PATH that ends in .pt or a model that transformers does not have, otherwise hf",
+    )
     exported.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
     exported.add_argument(
         "--weights", metavar="HOOK", help="export the weights that this hook keeps, such as ema, instead of the model's"
@@ -118,7 +131,8 @@ def _root() -> Path:
 
 def _list(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), options.action)
-    _show(list_checkpoints(run) + list_set_aside(run) + list_archived(run), "sizes", options.json)
+    found = list_checkpoints(run) + list_set_aside(run) + list_archived(run)
+    _show(found, "sizes", options.json, _ranking_metric(run))
     return Exit.DONE
 
 
@@ -133,7 +147,7 @@ def _verify(options: argparse.Namespace) -> int:
         verified = _verified(run, listed)
         if verified or not listed:  # otherwise the run has replaced all of them meanwhile
             break
-    _show(verified, "all bytes", options.json)
+    _show(verified, "all bytes", options.json, _ranking_metric(run))
     return Exit.FAILED if any(item.problem for item in verified) else Exit.DONE
 
 
@@ -156,14 +170,23 @@ def _export(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.transfer import export
 
     run = find_run(options.run, _root(), options.action)
-    result = export(run, options.step, options.to, options.format, options.dtype, _bar, options.weights)
+    step = options.step
+    if options.checkpoint not in (None, NEWEST):
+        step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
+    format = options.format or ("pt" if options.to.suffix in (".pt", ".pth") else None)
+    result = export(run, step, options.to, format, options.dtype, _bar, options.weights)
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
     if (options.to / "adapter_config.json").exists():
         hint = f"peft.PeftModel.from_pretrained(base, {str(options.to)!r})"
-    if options.format == "pt":
+    if result["format"] == "pt":
         hint = f"torch.load({str(options.to)!r}, mmap=True)"
     print(json.dumps(result) if options.json else f"step {result['step']}, {format_bytes(result['bytes'])}: {hint}")
     return Exit.DONE
+
+
+def _ranking_metric(run: RunDirectory) -> BestMetric:
+    kept = run.plain_config().get("checkpoint", {})
+    return best_metric(kept.get("keep_best"), kept.get("best_mode", "auto")) or LOWEST_LOSS
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -210,11 +233,14 @@ class _ProgressLines:
             )
 
 
-def _show(found: list[Listed], compared: str, as_json: bool) -> None:
+def _show(found: list[Listed], compared: str, as_json: bool, metric: BestMetric) -> None:
     if as_json:
         print(json.dumps([_as_json(item, compared) for item in found]))
     elif found:
-        Console(soft_wrap=True).print(_table(found, compared), highlight=False)
+        console = Console()
+        if not console.is_terminal:
+            console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+        console.print(_table(found, compared, metric), highlight=False)
     else:
         print("the run has no checkpoint yet")
 
@@ -227,6 +253,7 @@ def _as_json(item: Listed, compared: str) -> dict[str, Any]:
         "time": None if manifest is None else manifest.time,
         "bytes": None if manifest is None else manifest.size,
         "layout": None if manifest is None else dict(manifest.layout),
+        "metrics": {} if manifest is None else dict(manifest.metrics),
         "compared": compared,
         "problem": item.problem,
         "archived": item.archived,
@@ -234,24 +261,29 @@ def _as_json(item: Listed, compared: str) -> dict[str, Any]:
     }
 
 
-def _table(found: list[Listed], compared: str) -> Table:
+def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
+    """Returns the table; it has a column for ``metric`` if a checkpoint was evaluated, with the best one marked."""
+    results = [item.manifest.metrics.get(metric.name) if item.manifest else None for item in found]
+    known = any(value is not None for value in results)
+    best = best_step([Kept(item.checkpoint.step, item.manifest.metrics) for item in found if item.manifest], metric)
     table = Table(box=None, pad_edge=False)
-    for name in ("step", "age", "size"):
+    for name in ("step", "age", "size", *([metric.name] if known else [])):
         table.add_column(name, justify="right")
     table.add_column("layout")
     table.add_column("state", overflow="fold")
-    for item in found:
+    for item, value in zip(found, results, strict=True):
         manifest = item.manifest
+        mark = " (best)" if item.checkpoint.step == best and len(found) > 1 else ""
+        result = [] if not known else ["" if value is None else f"{value:.4f}{mark}"]
         state = f"intact ({compared} checked)" if item.problem is None else item.problem
         state = f"in the archive, {state}" if item.archived else state
         state += f"; files that do not belong to it: {', '.join(item.foreign)}" if item.foreign else ""
         if manifest is None:
-            table.add_row(str(item.checkpoint.step), "", "", "", state)
+            table.add_row(str(item.checkpoint.step), "", "", *result, "", state)
         else:
             age = format_duration(time.time() - manifest.time)
-            table.add_row(
-                str(item.checkpoint.step), age, format_bytes(manifest.size), _layout(dict(manifest.layout)), state
-            )
+            size, layout = format_bytes(manifest.size), _layout(dict(manifest.layout))
+            table.add_row(str(item.checkpoint.step), age, size, *result, layout, state)
     return table
 
 

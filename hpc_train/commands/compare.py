@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,14 +25,13 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.job_table import BEST
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of
-from hpc_train.run.comparison import DEFAULT, Comparison, Settings, is_number, metric_of, varied
+from hpc_train.run.comparison import DEFAULT, UNCOMPARED, Comparison, Settings, is_number, metric_of, varied
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.progress import speed_column
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table
-UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # they say nothing about the training
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> int:
         help="exit with 1 if it holds for a run, e.g. 'val_loss>1.02*baseline' or 'samples_per_s<1000'; repeatable",
     )
     parser.add_argument("--baseline", metavar="RUN", help="the baseline of --fail-if (default: the first run)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table with all metrics to FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
     conditions = [Threshold.parse(text) for text in options.fail_if]
@@ -75,6 +77,8 @@ def main(arguments: list[str]) -> int:
         highest = highest_is_best(options.metric, options.mode, "--mode")
         compared = replace(compared, metric=BestMetric(options.metric, highest))
     metric, rows = compared.ranked_by(views), _rows(found, views, compared)
+    if options.csv is not None:
+        _write_csv(options.csv, rows, compared.keys)
     if options.json:
         print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
         return _judged(conditions, found, views, options.baseline)
@@ -195,6 +199,16 @@ def _settings(rows: Sequence[Row], keys: Sequence[str]) -> Table:
     for key in keys:
         table.add_row(*map(Text, (key, *(row.settings.get(key, DEFAULT) for row in rows))))
     return table
+
+
+def _write_csv(path: Path, rows: Sequence[Row], settings: Sequence[str]) -> None:
+    metrics = dict.fromkeys(key for row in rows for key, value in row.view.metrics.items() if is_number(value))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", *settings, "state", *metrics, "held_s"])
+        for row in rows:
+            own = [row.settings.get(key, DEFAULT) for key in settings]
+            writer.writerow([row.name, *own, row.view.state, *map(row.view.metrics.get, metrics), row.held_s])
 
 
 def _as_json(row: Row, metric: BestMetric) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
+from hpc_train.cluster.allocation import current_allocation
 from hpc_train.commands.use_checkpoint import UsedCheckpoint, add_options
 from hpc_train.evaluate.config import evaluation_config
 from hpc_train.evaluate.request import EvaluationRequest
@@ -29,6 +31,8 @@ def main(arguments: list[str]) -> int:
     if options.submit:
         return used.submit("evaluate", arguments)
     request = EvaluationRequest(str(used.found.path), used.found.step, options.weights)
+    if current_allocation().node_rank == 0:
+        print(f"evaluating the checkpoint of step {used.found.step}", file=sys.stderr, flush=True)
     exit_code, result = used.run_workers(config, request, ENTRY)
     if result is not None:
         print(json.dumps(result) if options.json else _report(result))

@@ -14,7 +14,7 @@ from typing import Any
 from hpc_train.config.evaluation import highest_is_best
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.lookup import RunHandle, find_runs
-from hpc_train.run.comparison import DEFAULT, settings_of, varied
+from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.plots import Curves, Results, check_plot, draw
@@ -122,12 +122,12 @@ def _final(item: RunHandle, run: Curves, name: str) -> float:
 
 def _varied(items: Sequence[RunHandle]) -> dict[str, list[float | str]]:
     """Returns the values of each override that differs between the runs, one per run."""
-    settings = [settings_of(item.run) for item in items]
-    return {key: [_number_or_text(each.get(key, DEFAULT)) for each in settings] for key in varied(settings)}
+    compared = Comparison.of(item.run for item in items)
+    return {key: [_number_or_text(compared.of_run(item.run)[key]) for item in items] for key in compared.keys}
 
 
-def _number_or_text(value: str) -> float | str:
+def _number_or_text(value: str) -> int | float | str:
     try:
-        return float(value)
+        return int(value) if value.lstrip("+-").isdigit() else float(value)
     except ValueError:
         return value

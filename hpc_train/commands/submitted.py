@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View, outcome
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
@@ -39,8 +42,17 @@ def resume(arguments: list[str]) -> int:
     parser = _parser(resume)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     _add_submission_options(parser)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     found = find_run(options.target, "resume")
+    if rest and not all("=" in word and word[0] != "-" for word in rest):
+        parser.error(f"unrecognized arguments: {shlex.join(rest)}")
+    if rest:
+        command = _command_with(found.run, rest)
+        raise UserError(
+            f"resume continues with the frozen settings of the run, got {shlex.join(rest)}",
+            where="the command line",
+            fix=f"the command that started the run (with its -cd DIR, if it had one) and these overrides: {command}",
+        )
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         if options.json:
             print(outcome(found.run, View("done", {}, Exit.DONE)))
@@ -50,6 +62,14 @@ def resume(arguments: list[str]) -> int:
         print(f"already done: {done} of {total or done} steps; to train longer, {train_longer(record)}")
         return Exit.DONE
     return _resubmit([found], found.run.path, options)
+
+
+def _command_with(run: RunDirectory, overrides: Sequence[str]) -> str:
+    """Returns the command that continues ``run`` with other ``overrides``; it repeats those of the run."""
+    keys = {override.lstrip("+~").partition("=")[0] for override in (*overrides, "run.name=")}
+    kept = [each for each in run.record().get("overrides", []) if each.lstrip("+~").partition("=")[0] not in keys]
+    name = os.path.relpath(run.path, default_root())
+    return shlex.join(["python", "-m", "hpc_train", f"run.name={name}", *kept, *overrides])
 
 
 def retry(arguments: list[str]) -> int:
@@ -116,7 +136,9 @@ def cancel(arguments: list[str]) -> int:
         print(json.dumps({"cancelled": count, "ended_before": ended}))
         return Exit.DONE
     rest = f"; {counted(ended, 'has', 'have')} already ended" if ended else ""
-    print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{rest}")
+    saves = options.save or any(item.lives_here() for item in found)
+    then = "; they save a checkpoint first" if count and saves else ""
+    print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{then}{rest}")
     return Exit.DONE
 
 

@@ -21,6 +21,7 @@ from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.run.comparison import Comparison
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
+from hpc_train.telemetry.tracebacks import own_frames
 from hpc_train.units import counted, format_bytes, format_duration
 
 Section = tuple[str, list[str]]
@@ -69,13 +70,17 @@ def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
     console.print(Text(head if failures else f"{head}; nothing failed", style="bold"), soft_wrap=True)
     for failure in failures:
         title = f"\n{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"
-        console.print(Text(title + (f": {failure.message}" if failure.message else ""), style="bold"), soft_wrap=True)
+        title += (f": {failure.message}" if failure.message else "") + (f" ({failure.place})" if failure.place else "")
+        console.print(Text(title, style="bold"), soft_wrap=True)
         lines = [f"{shown(runs[i].run.path)}  {compared.words(runs[i].run)}".rstrip() for i in failure.runs]
         lines += [f"fix: {failure.advice}"] if failure.advice else []
         console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
     if failures:
         first = shown(runs[failures[0].runs[0]].run.path)
-        advice = [f"python -m hpc_train why {first}   shows all about the first one", *retry_lines(where, views)]
+        advice = [
+            f"python -m hpc_train why {first}   shows all about the first one",
+            *retry_lines(where, runs[0].run, views),
+        ]
         console.print(Text("\nwhat to do", style="bold"))
         console.print(Text("\n".join(f"  {line}" for line in advice)), soft_wrap=True)
 
@@ -99,7 +104,8 @@ def _sections(found: Diagnosis) -> Iterator[Section]:
     yield "Slurm", _slurm(found)
     yield "memory", _memory(found)
     yield "last checkpoint", _checkpoint(found)
-    yield "recovery actions", [_event(event) for event in found.done if not _is_refusal(event, found)]
+    told = "" if found.cause is None else found.cause.message
+    yield "recovery actions", [_event(event, told) for event in found.done if not _is_refusal(event, found)]
     yield "excluded nodes", [node.words for node in found.excluded_nodes]
     yield "time", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
     yield "what to do", list(found.advice)
@@ -122,7 +128,8 @@ def _cause(found: Diagnosis) -> list[str]:
     head = f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"
     lines = head.splitlines()
     if cause.kind != Failure.REFUSED:  # its traceback is the message
-        lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
+        traceback = own_frames(cause.traceback.rstrip())
+        lines += traceback.splitlines()[-TAIL_LINES:] if traceback != cause.message else []
     lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     lines += [f"NCCL: {cause.nccl_problem.meaning}"] if cause.nccl_problem else []
@@ -164,8 +171,9 @@ def _checkpoint(found: Diagnosis) -> list[str]:
     return [where, f"work lost by the failure: {lost}"]
 
 
-def _event(event: dict[str, Any]) -> str:
-    details = [str(event[key]) for key in ("class", "reason", "message") if event.get(key)]
+def _event(event: dict[str, Any], told: str) -> str:
+    """Returns one line; it leaves out the message that the section of the failure has ``told``."""
+    details = [str(event[key]) for key in ("class", "reason", "message") if event.get(key) and event[key] != told]
     who = f"rank {event['rank']} on {event['node']}" if event.get("rank") is not None else str(event["node"])
     step = f"step {event['step']}" if event.get("step") is not None else ""
     parts = [_clock(event["time"]), f"attempt {event['attempt']}", event["event"], who, step]

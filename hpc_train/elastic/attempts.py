@@ -42,6 +42,7 @@ from hpc_train.run.files import in_time, patiently
 from hpc_train.run.record import with_digest
 from hpc_train.run.requests import StopRequests
 from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
+from hpc_train.telemetry.tracebacks import own_frames
 
 REPLACED = "Slurm has ended or requeued the job"
 
@@ -293,7 +294,7 @@ def _failure_text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
     if is_secondary(failure):
         head += " most likely secondary to a failure that left no trace"
     log = run.logs / f"{cause.node}-{attempt:03d}.log"
-    lines = [head, failure.traceback.rstrip(), *failure.gpus, f"all output of this node: {log}"]
+    lines = [head, own_frames(failure.traceback.rstrip()), *failure.gpus, f"all output of this node: {log}"]
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from hpc_train.run.exits import HOST_MEMORY, RESPONSES, Exit, Failure, advice_fo
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.slurm.client import query
 from hpc_train.telemetry.progress import ended_early
+from hpc_train.telemetry.tracebacks import own_place
 
 Event = dict[str, Any]
 
@@ -36,6 +37,8 @@ STEPS = (  # reactions, besides the failures themselves
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25
+# failures that come again with the same code and settings
+SAME_AGAIN = (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED, Failure.NAN)
 
 # Advice for ends that the agents could not report, by the state that Slurm gives the job
 BY_STATE = {
@@ -153,10 +156,14 @@ def diagnose(found: RunHandle) -> Diagnosis:
 
 @dataclass(frozen=True)
 class SweepFailure:
-    """Describes what runs of a sweep failed from, with the first one's message; ``runs`` are indices."""
+    """Describes what runs of a sweep failed from, with the first one's message; ``runs`` are indices.
+
+    ``place`` is the line of the user's code, such as ``net.py:14 in forward``; empty if it is not known.
+    """
 
     kind: str
     message: str
+    place: str
     advice: str
     runs: tuple[int, ...]
 
@@ -170,25 +177,27 @@ def sweep_failures(found: Sequence[RunHandle], views: Sequence[View]) -> list[Sw
     for index, (item, view) in enumerate(zip(found, views, strict=True)):
         if view.exit in (None, Exit.DONE):
             continue
-        kind, message, whole = _why_ended(item.run, view)
+        kind, message, place, whole = _why_ended(item.run, view)
         alike = kind, re.sub(r"\d+", "0", message)
         advice = advice_for(Failure(kind), whole) if kind in list(Failure) else ""
-        group = groups.get(alike, SweepFailure(kind, message, advice, ()))
+        group = groups.get(alike, SweepFailure(kind, message, place, advice, ()))
         groups[alike] = replace(group, runs=(*group.runs, index))
     return sorted(groups.values(), key=lambda group: -len(group.runs))
 
 
-def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str]:
+def _why_ended(run: RunDirectory, view: View) -> tuple[str, str, str, str]:
     """Returns the class, or the state, of a run that did not finish, the line of its message that says most, and the
-    message."""
+    line of the user's code, and the whole message.
+    """
     cause = find_cause(run.read_events()) if view.exit != Exit.STOPPED else None
     if cause is not None:
         first = next(iter(cause.message.strip().splitlines()), "")
         # the line of the traceback also names the exception: KeyError: 'x'
         lines = reversed(cause.traceback.strip().splitlines())
-        return cause.kind, next((line for line in lines if line.endswith(first)), first), cause.message
+        message = next((line for line in lines if line.endswith(first)), first)
+        return cause.kind, message, own_place(cause.traceback) or "", cause.message
     last = next(iter(reversed(view.message.strip().splitlines())), "")  # the end of a traceback
-    return view.state, last, view.message
+    return view.state, last, "", view.message
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
@@ -281,8 +290,10 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(item.run.path)
-    if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED):
-        found.append(f"python -m hpc_train resume {where}   resumes from the last checkpoint")
+    if cause is None or cause.kind not in SAME_AGAIN:
+        saved = CheckpointStore(item.run.checkpoints).newest() is not None
+        begins = "resumes from the last checkpoint" if saved else "starts again: there is no checkpoint"
+        found.append(f"python -m hpc_train resume {where}   {begins}")
     return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   prints all output"]
 
 

@@ -39,13 +39,14 @@ def dry_run(line: CommandLine) -> int:
     if search:
         console.print("the sweeper chooses the values of each job during the search; the first values are checked here")
     refused, accepted = 0, []
+    plans: dict[str, int] = {}
     with line.composer() as compose:
         configs = [compose(overrides) for overrides in jobs]
     directory = _directory(configs[0])
     for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
         try:
             job = prepare(config, RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
-            text = _plan(job)
+            text = _shortened(_plan(job), number, plans)
             accepted.append(job)
         except UserError as error:
             refused += 1
@@ -56,6 +57,13 @@ def dry_run(line: CommandLine) -> int:
     total = f"{counted(len(jobs), 'job', 'jobs')}, {refused} refused" if refused else "nothing was written"
     console.print(f"verdict: {'refused' if refused else 'can be submitted'}\ndry run: {total}", highlight=False)
     return Exit.REFUSED if refused else Exit.DONE
+
+
+def _shortened(plan: str, number: int, plans: dict[str, int]) -> str:
+    """Returns the plan of a job, only with its overrides and directory if the rest is that of one of ``plans``."""
+    job, directory, rest = plan.split("\n", 2)
+    same = plans.setdefault(rest, number)
+    return plan if same == number else f"{job}\n{directory}\n  otherwise as job {same}"
 
 
 def _directory(config: DictConfig) -> Path:

@@ -22,6 +22,7 @@ from hpc_train.run.lease import job_ids
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import PATIENT_S, list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
+from hpc_train.telemetry.tracebacks import own_frames
 
 ASK_EVERY_S = 30.0
 ASK_MANY_EVERY_S = 60.0  # with more than MANY jobs
@@ -192,17 +193,26 @@ def view_of(
 ) -> View:
     """Returns a snapshot of the attempts of ``run`` from ``first_attempt`` on.
 
-    The run directory takes precedence over ``status``, which may be a minute old.
+    The run directory takes precedence over ``status``, which may be a minute old. Until these attempts have logged a
+    step, the metrics are those of the newest step before them.
 
     Args:
         output: the file with the output of the agents.
         steps: the total number of steps, if the config has it.
     """
+    view = _view_of(run, first_attempt, status, output, steps)
+    if not view.metrics:
+        earlier = (last_line(run.metrics_file(number)) for number in range(run.newest_attempt(), -1, -1))
+        view = replace(view, metrics=next(filter(None, earlier), {}))
+    return replace(view, steps=view.steps or steps or run.record().get("total_steps")) if view.metrics else view
+
+
+def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None) -> View:
     attempt = run.newest_attempt()
     present = status is not None and status.present
     if attempt < first_attempt:
         if status is not None and present:
-            return View(status.words, {})
+            return View(status.words, {}, is_working=False)
         return _lost(run, View("failed", {}), status, output)
     known = View(
         state="starting",
@@ -219,6 +229,8 @@ def view_of(
     if end is None:
         if status is not None and (status.is_suspended or _was_requeued(run, attempt, status)):
             return replace(known, state=status.words, is_working=False)
+        if stop_was_requested(run):
+            known = replace(known, state="stopping", is_working=False)
         return known if present else _lost(run, known, status, output)
     if present and not end.final:
         return replace(known, state=_between_starts(end, status), is_working=False)
@@ -347,8 +359,8 @@ def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, su
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
-def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
-    """Returns the traceback of the failing rank, and why the run was given up."""
+def failure_text(run: RunDirectory, end: dict[str, Any], *, whole: bool = False) -> str:
+    """Returns the traceback of the failing rank, ``whole`` or its own frames, and why the run was given up."""
     if "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:
@@ -359,5 +371,6 @@ def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
         if event["event"] == "worker_failed" and event["attempt"] == end["attempt"] and "traceback" in event
     ]
     head = f"rank {end['rank']} on {end['node']} failed ({end['class']}):"
-    text = f"{head}\n{failed[0]['traceback'].rstrip()}" if failed else f"{head} {end['message']}"
+    traceback = failed[0]["traceback"].rstrip() if failed else ""
+    text = f"{head}\n{traceback if whole else own_frames(traceback)}" if failed else f"{head} {end['message']}"
     return f"{text}\ngiven up: {end['message']}" if end["event"] == "stopped_retrying" else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -18,10 +19,11 @@ from rich.text import Text
 
 from hpc_train.config.schema import Config
 from hpc_train.launch.job_status import NOT_STARTED, View, time_left
+from hpc_train.run.code import frozen_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.progress import speed, speed_column
+from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
 from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0
@@ -97,7 +99,7 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
         view.state,
         str(view.nodes or job.config.cluster.nodes),
         "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
-        "" if loss is None else f"{loss:.4f}",
+        NOT_FINITE if loss is None and "loss" in metrics else "" if loss is None else f"{loss:.4f}",
         left,
         str(view.restarts or ""),
     )
@@ -117,12 +119,12 @@ MESSAGES = 5  # failures that are printed whole; the others are left to the comm
 
 
 def print_messages(jobs: Sequence[TableRow], views: Sequence[View]) -> None:
-    """Prints why jobs have failed, to standard error; equal messages once."""
-    failed: dict[str, list[TableRow]] = {}
+    """Prints why jobs have failed, to standard error; messages that differ only in numbers once."""
+    failed: dict[str, tuple[str, list[TableRow]]] = {}
     for job, view in zip(jobs, views, strict=True):
         if view.message:
-            failed.setdefault(view.message, []).append(job)
-    for message, same in [*failed.items()][:MESSAGES]:
+            failed.setdefault(re.sub(r"\d+", "0", view.message), (view.message, []))[1].append(job)
+    for message, same in [*failed.values()][:MESSAGES]:
         numbers = ", ".join(str(job.number) for job in same[:ROWS]) + (", ..." if len(same) > ROWS else "")
         head = f"job {numbers}" if len(same) == 1 else f"jobs {numbers}"
         print(f"{head}: {message}\n  run directory: {same[0].run.path}", file=sys.stderr)
@@ -165,7 +167,7 @@ def print_results(
         lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")
     if any(map(_is_unfinished, views)):
         lines.append(f"python -m hpc_train why {where}   names the causes")
-        lines += retry_lines(where, views)
+        lines += retry_lines(where, jobs[0].run, views)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -202,11 +204,17 @@ def table_of(
 BEST = " (best)"
 
 
-def retry_lines(sweep: str, views: Sequence[View]) -> list[str]:
-    """Returns the commands that submit the runs of ``sweep`` that did not finish again, with what they do."""
+def retry_lines(sweep: str, run: RunDirectory, views: Sequence[View]) -> list[str]:
+    """Returns the commands that submit the runs of ``sweep`` that did not finish again, with what they do.
+
+    Args:
+        run: any of its runs, which all have the same frozen code.
+    """
     count = sum(map(_is_unfinished, views))
     runs = counted(count, "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
+    if frozen_code(run) is None:
+        return [f"{command}   submits {runs} again, which import your present code"]
     lines = [f"{command}   submits {runs} again, with the same code"]
     failed = any(view.exit not in (None, Exit.DONE, Exit.STOPPED) for view in views)
     return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])

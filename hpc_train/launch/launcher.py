@@ -34,7 +34,7 @@ from hpc_train.launch.job_status import View
 from hpc_train.launch.monitor import Display, hand_over, report, wait
 from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
 from hpc_train.launch.submission import JobQueue, prepare
-from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code
+from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze
@@ -209,7 +209,10 @@ def enqueue(
     for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     executor.confirm(jobs, console)
-    code = code or snapshot_code([job.config for job in jobs], sweep / "code")
+    configs = [job.config for job in jobs]
+    code = code or snapshot_code(configs, sweep / "code")
+    if code is None and (note := unfrozen_note(configs)) is not None:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     for job in _followed(jobs, "writing run directories", console):
         # claim: until its submission a job belongs to this process
         freeze(job.config, job.run, claim=True, code=code, overrides=job.overrides)

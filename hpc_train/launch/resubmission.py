@@ -126,7 +126,7 @@ def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
     lines = [f"code: the present code of {origin[0]}, copied to {new[origin].snapshot}" for origin in changed]
     lines += [f"code: {tree} has not changed since its code was frozen" for tree, *_ in old.keys() - changed]
     if None in before:
-        lines.append("code: runs without frozen code import the present code in any case")
+        lines.append("code: no code was frozen for these runs, so they import your present code")
     return lines
 
 

@@ -58,18 +58,10 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     listed = _listed_code(root, config, into)
     names = [name for name in listed if not is_secret_file(name)]
     _check_size(root, names)
-    owners = [owner for each in configs for owner in (each.model, each.data)]
-    rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    own = [path for each in configs for path in own_code(each.optim)]
-    own += [each._target_ for config in configs for each in (*config.metrics.values(), *config.hooks.values())]
-    for target in {*rows, *own, *(name for owner in owners for name in _own_names(owner))}:
+    for target in _own_targets(configs):
         _check_target(target, root, names)
-    for entry in {each.run.entry for each in configs if each.run.entry is not None}:
-        _check_target(entry, root, names)
     for each in configs:
         _check_files(command_words(each), here, root, names)
-    for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
-        _check_target(kind.partition(":")[0], root, names)
     contents = {name: _file_content(root / name) for name in names}
     modes = _modes(root, names)
     digest = _digest(contents, modes)
@@ -214,6 +206,30 @@ def _import_paths(here: Path, root: Path) -> list[Path]:
     """Returns the directories inside the work tree from which this process imports, the current directory first."""
     found = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
     return [path for path in found if path.is_relative_to(root) and path.is_dir()]
+
+
+def unfrozen_note(configs: Sequence[Config]) -> str | None:
+    """Returns a line for the user whose modules in the current directory no snapshot keeps; None without such."""
+    here = Path(os.path.realpath(Path.cwd()))
+    own = sorted({re.split(r"[.:]", target)[0] for target in _own_targets(configs)})
+    local = [name for name in own if (here / f"{name}.py").is_file() or (here / name).is_dir()]
+    if not local or not configs[0].run.snapshot or _work_tree(here) is not None:
+        return None
+    return (
+        f"note: {here} is not in a git work tree, so its code is not frozen: jobs import {', '.join(local)} from there "
+        "when they start (after git init, they start from a copy)"
+    )
+
+
+def _own_targets(configs: Sequence[Config]) -> set[str]:
+    """Returns all import paths of a user's code in ``configs``."""
+    owners = [owner for each in configs for owner in (each.model, each.data)]
+    rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
+    own = [path for each in configs for path in own_code(each.optim)]
+    own += [each._target_ for config in configs for each in (*config.metrics.values(), *config.hooks.values())]
+    own += [each.run.entry for each in configs if each.run.entry is not None]
+    own += [owner.kind.partition(":")[0] for owner in owners if is_extension(owner.kind)]
+    return {*rows, *own, *(name for owner in owners for name in _own_names(owner))}
 
 
 def _own_names(owner: Any) -> list[str]:

@@ -14,6 +14,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 
 Settings = dict[str, str]  # override key -> value, as on the command line
+UNCOMPARED = ("run.name", "run.root", "run.fork", "launch.")  # they say nothing about the training
 DEFAULT = "default"  # the value in a table of a key that another run overrides
 
 
@@ -33,9 +34,40 @@ def metric_of(config: Config) -> BestMetric | None:
 
 
 def settings_of(run: RunDirectory) -> Settings:
-    """Returns the overrides with which ``run`` was frozen; empty for a run of an earlier version."""
+    """Returns the overrides with which ``run`` was frozen, without ``UNCOMPARED``; empty for an old run."""
     parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]
-    return {key: value for key, _, value in parts}
+    return {key: _spelled(value) for key, _, value in parts if not key.startswith(UNCOMPARED)}
+
+
+def _spelled(value: str) -> str:
+    """Returns a float in one spelling, as the command line of one run may have 3e-2 and that of another 0.03."""
+    try:
+        return value if value.lstrip("+-").isdigit() else str(float(value))
+    except ValueError:
+        return value
+
+
+def _completed(settings: Mapping[Path, Settings]) -> dict[Path, Settings]:
+    """Adds to each run what its config has for the overrides that only other runs have.
+
+    A run that was continued with other overrides than the rest of its sweep has such.
+    """
+    keys = dict.fromkeys(key for own in settings.values() for key in own)
+    found: dict[Path, Settings] = {}
+    for path, own in settings.items():
+        missing = [key for key in keys if key not in own]
+        config = RunDirectory(path).plain_config() if missing else {}
+        values = ((key, _value_in(config, key)) for key in missing)
+        found[path] = own | {key: _spelled(str(value)) for key, value in values if value is not None}
+    return found
+
+
+def _value_in(config: dict[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key; for a config group such as ``optim``, its file; None if it has none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value.get("name", value.get("kind")) if isinstance(value, dict) else value
 
 
 def varied(settings: Sequence[Settings]) -> list[str]:
@@ -60,8 +92,8 @@ class Comparison:
 
     @classmethod
     def of(cls, runs: Iterable[RunDirectory], metric: BestMetric | None = None) -> Comparison:
-        """Reads the overrides from the records of ``runs``."""
-        settings = {run.path: settings_of(run) for run in runs}
+        """Reads the overrides from the records of ``runs``, and what only some of them override from their configs."""
+        settings = _completed({run.path: settings_of(run) for run in runs})
         return cls(tuple(varied([*settings.values()])), settings, metric)
 
     @property

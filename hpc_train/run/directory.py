@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import read_lines
@@ -107,6 +109,17 @@ class RunDirectory:
             UserError: it is damaged and has no intact copy, or another version of hpc_train wrote it in another format.
         """
         return read_record(self.path)
+
+    def plain_config(self) -> dict[str, Any]:
+        """The frozen config as plain values, in a tenth of the time of ``freeze.load``, for listing many runs.
+
+        It is neither checked against the record nor converted to the types of the schema; {} if it is not readable.
+        """
+        try:
+            found = yaml.load(self.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C parser
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""

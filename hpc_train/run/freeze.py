@@ -277,7 +277,7 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
         (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
     shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
     # the file name holds host and pid, so that two submitters never append to one file
-    EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
+    EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
         "warning", message="continues with changed settings: " + "; ".join(different)
     )
 

@@ -12,6 +12,7 @@ from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 IMAGES = (".png", ".pdf", ".svg")
 GIB = 1 << 30
@@ -22,8 +23,10 @@ SHARES = {  # key of the metrics -> name and line style
     "host_share": ("host", ":"),
 }
 PANEL = (6.0, 3.6)  # inches
+COLORS = 10  # in matplotlib's default cycle
 MOST_LABELS = 12  # in a legend
 FEW_POINTS = 20
+WIDE_LOSS = 100.0  # the same of the loss
 WIDE = 20.0  # ratio of the largest to the smallest value of a key from which its axis is logarithmic
 
 Line = Mapping[str, Any]
@@ -98,6 +101,18 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
     Args:
         over: ``step``, ``hours``, ``samples`` or ``tokens``.
     """
+    from cycler import cycler
+    from matplotlib import colormaps, rc_context
+
+    colors: Any = {}
+    if len(curves) > COLORS:  # no two runs in one color
+        spread = [colormaps["turbo"](index / (len(curves) - 1)) for index in range(len(curves))]
+        colors = {"axes.prop_cycle": cycler(color=spread)}
+    with rc_context(colors):  # also while it is saved: only then the color of a line is looked up
+        _figure(curves, over, results).savefig(path, dpi=120)
+
+
+def _figure(curves: Sequence[Curves], over: str, results: Results | None) -> Figure:
     from matplotlib.figure import Figure
 
     keys = list(results.varied) if results is not None else []
@@ -118,13 +133,16 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
         axes.set_axis_off()
     if 1 < len(curves) <= MOST_LABELS:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _loss(axes: Axes, curves: Sequence[Curves], over: str) -> None:
     for number, run in enumerate(curves):
         axes.plot(*run.of("loss", over), color=f"C{number}", label=run.name, linewidth=1, marker=run.marker)
         axes.plot(*run.of("val_loss", over), color=f"C{number}", linestyle="--", marker="o", markersize=3)
+    values = [line["loss"] for run in curves for line in run.lines if line.get("loss") is not None]
+    if values and min(values) > 0 and max(values) >= WIDE_LOSS * min(values):
+        axes.set_yscale("log")
     _titled(axes, "loss (dashed: validation)")
 
 

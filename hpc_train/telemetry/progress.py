@@ -31,6 +31,8 @@ LOOK_S = 1.0  # the agent waits at most this long for the file system
 PLAIN_LINE_EVERY_S = 5.0  # interval of lines if the output is not a terminal
 WINDOW = 20  # number of logged steps from which the remaining time is estimated
 
+NOT_FINITE = "not finite"  # a loss that JSON cannot hold; its line has null
+
 Look = tuple[list[dict[str, Any]], list[Event]]  # new lines of metrics, new events
 
 
@@ -154,8 +156,8 @@ def progress_line(
         return f"starting: {'first step' if built else 'importing torch, connecting the ranks and building the model'}"
     line = recent[-1]
     parts = [f"step {line['step']}" + (f"/{total}" if total else "")]
-    if line.get("loss") is not None:
-        parts.append(f"loss {line['loss']:.4f}")
+    if "loss" in line:
+        parts.append(f"loss {NOT_FINITE if line['loss'] is None else format(line['loss'], '.4f')}")
     parts += speed(line)
     if total and line["step"] < total:
         parts.append(f"{format_duration((total - line['step']) * _seconds_per_step(recent))} left")

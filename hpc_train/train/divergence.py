@@ -38,7 +38,8 @@ class Divergence:
 class DivergenceWatch:
     """Checks every logged step for divergence."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, precision: str = "fp32") -> None:
+        self._is_fp16 = precision == "fp16"
         self._limit = config.nonfinite_limit
         self._mads = config.spike_mads
         self.max_rollbacks = config.max_rollbacks
@@ -57,7 +58,7 @@ class DivergenceWatch:
         if skipped >= self._limit:
             reason = (
                 f"no gradient was finite in the last {skipped} steps: the training has diverged; try a smaller "
-                "optim.lr, more optim.warmup_steps, or precision=bf16 instead of fp16"
+                "optim.lr or more optim.warmup_steps" + (", or precision=bf16" if self._is_fp16 else "")
             )
             return Divergence(step - skipped, reason, fatal=True)
         if skipped or not math.isfinite(loss):

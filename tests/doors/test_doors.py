@@ -118,7 +118,7 @@ def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
     assert done.returncode == 1, output
     assert re.search(r"^job 0 · dp · optim\.lr=0\.001 · done", done.stdout, re.MULTILINE), output
     assert re.search(r"^1 +dp +100000000\.0 +failed ", done.stdout, re.MULTILINE), output
-    assert "2 jobs: " in done.stdout and "retry --failed outputs/sweep --code now" in done.stdout, output
+    assert "2 jobs: " in done.stdout and "retry --failed outputs/sweep   submits" in done.stdout, output
     assert re.search(r"rank 0 on \S+ failed \(nan\):\nthe run has diverged: ", output), output
     assert "Traceback" not in output
     run = tmp_path / "outputs" / "sweep" / "1"

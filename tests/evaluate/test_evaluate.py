@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.listing import choose_by_name
-from hpc_train.commands.use_checkpoint import LOWEST_LOSS as VAL_LOSS
+from hpc_train.commands import checkpoint
 from hpc_train.config.compose import compose, typed
+from hpc_train.config.evaluation import LOWEST_LOSS as VAL_LOSS
 from hpc_train.errors import UserError
 from hpc_train.evaluate.config import evaluation_config
 from hpc_train.run.directory import RunDirectory
@@ -58,6 +59,20 @@ def test_the_best_checkpoint_is_evaluated_on_other_data(trained: Path) -> None:
     )
     assert more["step"] == best[0] and more["samples"] == {"validation": 24}
     assert more["metrics"]["val_loss"] != pytest.approx(best[1], rel=1e-6)
+
+
+def test_the_best_checkpoint_is_marked_and_exported(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, loss = min(losses(trained).items(), key=lambda item: item[1])
+    run, to = str(trained / "outputs" / "base"), tmp_path / "best.pt"
+    assert checkpoint.main(["list", run]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["step", "age", "size", "val_loss"]
+    assert [row.split()[0] for row in rows if f"{loss:.4f} (best)" in row] == [str(best)]
+    assert checkpoint.main(["export", run, "--to", str(to), "--checkpoint", "best", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["step"], result["format"], to.is_file()) == (best, "pt", True)
 
 
 def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:

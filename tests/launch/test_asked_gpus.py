@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch import cost
+from hpc_train.launch.executors import cost
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.limits import check_limits
 from hpc_train.slurm.site import NodeKind, Partition, Site

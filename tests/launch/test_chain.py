@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch import cost
+from hpc_train.launch.executors import cost
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import JobStatus, folded
 from hpc_train.slurm.site import Site

@@ -86,6 +86,14 @@ def test_a_refusal_is_told_once(run: RunDirectory, capsys: pytest.CaptureFixture
     assert "what to do\n  data.path=DIR\n" in text
 
 
+def test_a_divergence_is_told_once_and_not_resumed(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "no gradient was finite in the last 50 steps"
+    fail(run, 0, 0, Failure.NAN, message=message, traceback=message)
+    text = page(run, capsys)
+    assert text.count(message) == 1
+    assert "hpc_train resume" not in text, "the same settings diverge again"
+
+
 def test_json_has_all_of_it(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     fail(run, 1, 3, Failure.OUT_OF_MEMORY, traceback=TRACEBACK)
     found = json.loads(page(run, capsys, "--json"))
@@ -157,7 +165,7 @@ def test_an_error_of_a_gpu_is_told_with_what_to_do(
     text = page(run, capsys)
     assert f"{failure}, rank 3 on n1" in text
     assert RESPONSES[failure].advice in text
-    assert (f"hpc_train resume {run.path}" in text) == resumes
+    assert (f"hpc_train resume {run.path}   starts again: there is no checkpoint" in text) == resumes
 
 
 COMPLETION = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.executors.local import SessionExecutor, jobs_at_once
+from hpc_train.launch.executors.local import LocalJobExecutor, SessionExecutor, jobs_at_once
 from hpc_train.run.requests import watch_signals
 from tests.launch.jobs import make_job
 
@@ -34,6 +34,13 @@ def test_jobs_at_once_on_cores(
     cluster = ClusterConfig(cpu_workers=workers)
     jobs = [make_job(tmp_path, number, cluster=cluster, cap=cap) for number in range(count)]
     assert jobs_at_once(jobs, cores, gpus=0) == expected
+
+
+def test_a_sweep_says_how_many_jobs_train_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    jobs = [make_job(tmp_path / "sweep", number) for number in range(3)]
+    assert LocalJobExecutor().check(jobs) == ["this machine (2 cores) trains 1 job at a time; the others wait"]
+    assert LocalJobExecutor().check(jobs[:1]) == []
 
 
 def test_jobs_at_once_on_gpus(tmp_path: Path) -> None:

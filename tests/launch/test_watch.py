@@ -36,7 +36,7 @@ def submitted(tmp_path: Path, first_attempt: int = 0) -> Submitted:
 def test_the_states_of_a_job(tmp_path: Path) -> None:
     item = submitted(tmp_path)
     run = item.job.run
-    assert item.view(PRESENT) == View("waiting", {})
+    assert item.view(PRESENT) == View("waiting", {}, is_working=False)
     run.claim_attempt()
     assert item.view(PRESENT) == View("starting", {}, steps=100)
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})

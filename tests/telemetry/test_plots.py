@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,3 +62,21 @@ def test_what_cannot_be_drawn_is_told(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["plot", str(sweep)]) == 2
     assert "pip install 'hpc_train[plots]'" in capsys.readouterr().err
+
+
+def test_every_run_has_its_own_color_and_whole_numbers_stay_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(12):
+        job = make_job(tmp_path / "sweep", number)
+        freeze(job.config, job.run, overrides=[f"model.dim={number}"])
+        for step in (1, 2):
+            append_line(
+                job.run.metrics_file(0), {"step": step, "time": 1.0, "attempt": 0, "loss": 10.0 ** (number - 9)}
+            )
+    picture = tmp_path / "x.svg"
+    assert run(["plot", str(tmp_path / "sweep"), "--out", str(picture)]) == 0
+    text = picture.read_text()
+    assert {f"{number}: dim={number}" for number in range(12)} <= labels(picture)
+    assert len(set(re.findall(r"fill: none; stroke: (#\w{6}); stroke-linecap", text))) >= 12
+    assert "$\\mathdefault{10^{-8}}$" in labels(picture), "losses of many sizes need a logarithmic axis"

@@ -39,10 +39,11 @@ def test_the_line() -> None:
     first = {"time": 0.0, "step": 10, "loss": 4.25, "tokens_per_s": 12345.6, "step_s": 3.0}
     assert progress_line([first], 100) == "step 10/100 · loss 4.2500 · 12,346 tokens/s · 4:30 left"
     last = first | {"time": 40.0, "step": 20, "loss": None}
-    assert progress_line([first, last], 100, 2) == "step 20/100 · 12,346 tokens/s · 5:20 left · 2 restarts"
-    assert progress_line([last | {"step": 100}], 100) == "step 100/100 · 12,346 tokens/s"
-    images = last | {"step": 100, "tokens": 800, "samples": 800}
-    assert progress_line([images], 100) == "step 100/100 · 12,346 samples/s"
+    shown = "step 20/100 · loss not finite · 12,346 tokens/s · 5:20 left · 2 restarts"
+    assert progress_line([first, last], 100, 2) == shown
+    assert progress_line([first | {"step": 100}], 100) == "step 100/100 · loss 4.2500 · 12,346 tokens/s"
+    images = first | {"step": 100, "tokens": 800, "samples": 800}
+    assert progress_line([images], 100) == "step 100/100 · loss 4.2500 · 12,346 samples/s"
 
 
 def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

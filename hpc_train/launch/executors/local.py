@@ -25,6 +25,7 @@ from hpc_train.launch.executors.executor import Job, RunAgent, Share, local_shap
 from hpc_train.launch.job_status import PRESENT, JobStatus
 from hpc_train.launch.storage import check_room
 from hpc_train.run.code import frozen_code
+from hpc_train.units import counted
 
 
 class ProcessExecutor:
@@ -120,8 +121,13 @@ class LocalJobExecutor(ProcessExecutor):
         return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
-        check_room(jobs)
-        return []  # ``shape`` has refused what this machine does not have
+        check_room(jobs)  # ``shape`` has refused what this machine does not have
+        room = self.at_once(jobs)
+        if room >= len(jobs):
+            return []
+        cores, gpus = len(os.sched_getaffinity(0)), visible_gpus()
+        has = counted(gpus, "GPU", "GPUs") if jobs[0].gpus else counted(cores, "core", "cores")
+        return [f"this machine ({has}) trains {counted(room, 'job', 'jobs')} at a time; the others wait"]
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
