@@ -174,7 +174,11 @@ def _atomic_output(to: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to ``to`` at the end and removed after a failure."""
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UserError(f"{to} already exists", where="--to", fix="--to with a path that does not exist")
-    to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "--to with a path in a directory that you may write"
+        raise UserError(f"{to.parent} cannot be created ({error.strerror})", where="--to", fix=fix) from error
     partial = to.with_name(f".{to.name}.partial")
     _remove(partial)
     try:

@@ -104,7 +104,7 @@ def _submit(arguments: list[str], options: argparse.Namespace) -> int:
     from hpc_train.config.compose import compose, typed
     from hpc_train.launch.command_job import follow, submit, without_submission
 
-    run = None if options.action == "import" else find_run(options.run, _root(), options.action)
+    run = None if options.action == "import" else find_run(options.run, _root(), f"checkpoint {options.action}")
     config = load(run) if run is not None and run.config.exists() else typed(compose([]))
     folder = _root() if run is None else run.logs
     return follow(
@@ -117,13 +117,13 @@ def _root() -> Path:
 
 
 def _list(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), options.action)
+    run = find_run(options.run, _root(), f"checkpoint {options.action}")
     _show(list_checkpoints(run) + list_set_aside(run) + list_archived(run), "sizes", options.json)
     return Exit.DONE
 
 
 def _verify(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), options.action)
+    run = find_run(options.run, _root(), f"checkpoint {options.action}")
     verified: list[Listed] = []
     for _ in range(TRIES):
         listed = list_checkpoints(run)
@@ -155,7 +155,7 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 def _export(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.transfer import export
 
-    run = find_run(options.run, _root(), options.action)
+    run = find_run(options.run, _root(), f"checkpoint {options.action}")
     result = export(run, options.step, options.to, options.format, options.dtype, _bar, options.weights)
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
     if (options.to / "adapter_config.json").exists():

@@ -64,10 +64,10 @@ class UsedCheckpoint:
     options: argparse.Namespace
 
     @classmethod
-    def select(cls, options: argparse.Namespace) -> UsedCheckpoint:
-        """Raises UserError if there is no such run or checkpoint."""
+    def select(cls, options: argparse.Namespace, command: str) -> UsedCheckpoint:
+        """Raises UserError if there is no such run or checkpoint. ``command`` is the command that is called."""
         register_launcher()
-        run = find_run(options.run, Path(default_root()), "verify")
+        run = find_run(options.run, Path(default_root()), command)
         config = load(run)
         kept = config.checkpoint
         best = best_metric(kept.keep_best, kept.best_mode) or LOWEST_LOSS

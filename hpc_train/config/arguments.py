@@ -70,6 +70,10 @@ class CommandLine:
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
         """Parses ``arguments``. An unknown option ends the process, as in Hydra."""
         args = get_args_parser().parse_intermixed_args(list(arguments))
+        for override in args.overrides:
+            if not override.strip() or override.lstrip("+~").startswith("="):
+                what = f"the argument {override!r} names no config key"
+                raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
         shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
         return cls(
             overrides=tuple(args.overrides),

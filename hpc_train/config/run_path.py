@@ -85,11 +85,7 @@ def fork_source(root: str, name: str, fork: str, path: Path) -> Path:
 
 def _checked(name: str, key: str) -> str:
     if not NAME.fullmatch(name):
-        raise UserError(
-            f"{name!r} is not a valid run name",
-            where=key,
-            fix=f"{key}=NAME of letters, digits and _-.+=,@; / separates two names, and no name starts with . or -",
-        )
+        raise invalid_name(name, key)
     longest = max(name.split("/"), key=len)
     if len(longest) > LONGEST_NAME:
         raise UserError(
@@ -98,6 +94,15 @@ def _checked(name: str, key: str) -> str:
             fix=f"a shorter {key}",
         )
     return name
+
+
+def invalid_name(name: str, key: str) -> UserError:
+    """Returns the error for a ``run.name`` or ``run.fork`` with characters that it may not have."""
+    return UserError(
+        f"{name!r} is not a valid run name",
+        where=key,
+        fix=f"{key}=NAME of letters A-Z, digits and _-.+=,@; / separates two names, and no name starts with . or -",
+    )
 
 
 def _check_writable(path: Path) -> None:

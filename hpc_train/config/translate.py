@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
+from hpc_train.config.run_path import invalid_name
 from hpc_train.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -67,10 +68,19 @@ def _of_override(error: OverrideParseException) -> UserError:
     fix = "python -m hpc_train --help lists groups and keys"
     if "=" not in override:
         return UserError(f"{override} is no override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
-    if value.strip() and value.strip()[0] not in "'\"":
+    if key in ("run.name", "run.fork"):
+        return invalid_name(value, key)
+    if (open_ := _unclosed(value)) is not None:
+        fix = f"close the {open_}, or put a value with special characters in quotes: '{key}=\"...\"'"
+    elif value.strip() and value.strip()[0] not in "'\"":
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"
     return UserError(f"Hydra cannot parse the override {override}", where=override, fix=fix)
+
+
+def _unclosed(value: str) -> str | None:
+    """Returns the first kind of bracket that ``value`` opens more often than it closes."""
+    return next((pair[0] for pair in ("[]", "{}", "()") if value.count(pair[0]) > value.count(pair[1])), None)
 
 
 def _of_python(error: BaseException) -> UserError | None:

@@ -273,8 +273,9 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
     if not has_begun(run):
         (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
     shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
-    # the file name holds host and pid, so that two submitters never append to one file
-    EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
+    # The file name holds host and pid, so that two submitters never append to one file. The event belongs to the
+    # attempt that follows: as one of the last attempt, it would prolong that one until now.
+    EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
         "warning", message="continues with changed settings: " + "; ".join(different)
     )
 

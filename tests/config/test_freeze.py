@@ -54,12 +54,14 @@ def test_the_record_says_which_code_and_config(run: RunDirectory) -> None:
 
 def test_free_keys_may_change_and_the_config_before_is_kept(run: RunDirectory) -> None:
     freeze(config(run, "strategy=dp"), run)
+    assert run.claim_attempt() == 0
     first, run_id = run.config.read_text(), run.record()["run_id"]
     freeze(config(run, "strategy=zero2", "train.steps=9"), run)
     assert (run.path / "config-000.yaml").read_text() == first
     assert load(run).strategy.data_parallel == "zero2"
     assert run.record()["run_id"] == run_id
     (warning,) = run.read_events()
+    assert warning["attempt"] == 1  # the one that follows: the time between the two counts for neither
     assert "strategy.name: dp -> zero2" in warning["message"]
 
 

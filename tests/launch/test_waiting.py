@@ -18,6 +18,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import PRESENT, JobStatus, View
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.events import EventLog
+from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job
 
 
@@ -193,3 +194,15 @@ def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:
     queue.advance()
     assert queue.over
     assert monitor.report(queue, queue._console) == 1
+
+
+@pytest.mark.parametrize(("exit_code", "summaries"), [(0, 1), (2, 0), (None, 0)])
+def test_the_summary_is_that_of_a_job_that_is_done(exit_code: int | None, summaries: int, tmp_path: Path) -> None:
+    """A run with a result is resumed: it is done, refused because its checkpoints are gone, or left by Ctrl-C."""
+    job, output = make_job(tmp_path / "sweep"), io.StringIO()
+    freeze(job.config, job.run)
+    job.run.update_record(result={"steps": 4, "loss": 2.0}, total_steps=4)
+    progress = monitor.JobProgress(job, Console(file=output))
+    progress.show([View("done", {}, exit_code)])
+    progress.close()
+    assert output.getvalue().count("done: 4 steps") == summaries
