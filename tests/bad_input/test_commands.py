@@ -29,6 +29,14 @@ REFUSED: list[tuple[list[str], str]] = [  # arguments, and what the message must
     (["plot", "mine", "-o", "none/x.png"], "the directory none does not exist"),
     (["plot", "mine", "-o", "/proc/x.png"], "cannot be written"),
     (["plot", "mine", "--metric", "nope"], "compare RUN"),
+    (["prepare", "a.txt", "--out", "a.txt"], "cannot be created (File exists)"),
+    (["prepare", "a.txt", "--out", "/proc/x"], "cannot be created"),
+    (["prepare", "a.txt", "--out", "x", "--encoding", "nope"], "unknown encoding: nope"),
+    (["prepare", "", "--out", "x"], "'' matches no input file"),
+    (["prepare", "--images", "pictures", "--out", "a.txt/x"], "cannot be created"),
+    (["checkpoint", "export", "mine", "--to", "a.txt/x"], "no checkpoint"),
+    (["evaluate", "outputs"], "evaluate outputs/mine"),
+    (["generate", "outputs", "text"], "generate outputs/mine"),
 ]  # fmt: skip
 
 
@@ -46,6 +54,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     log = WorkerLog(run.logs / "n0-000.log", FileWriter("the output"))
     log.write(0, b"hello\n")
     log.close()
+    (tmp_path / "a.txt").write_text("text")
+    for split in ("train", "validation"):
+        (tmp_path / "pictures" / split / "cat").mkdir(parents=True)
+        (tmp_path / "pictures" / split / "cat" / "a.png").touch()
     return tmp_path
 
 
