@@ -94,15 +94,19 @@ def _of_python(error: BaseException) -> UserError | None:
         return UserError(
             "-m and an option that only shows something are both given", where="the command line", fix="remove -m"
         )
+    return _of_system(error) if isinstance(error, OSError) else None
+
+
+def _of_system(error: OSError) -> UserError | None:
     if isinstance(error, PermissionError) and error.filename:
         fix = "run.root=DIR with a directory that you may write; for a shared run its owner must set run.group=GROUP"
         return UserError(
             f"you have no permission to access {error.filename}", where="the permissions of the file", fix=fix
         )
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
+    if error.errno == errno.EROFS:
         what = f"{error.filename} is on a file system that is read-only here"
         return UserError(what, where="the path", fix="run.root=DIR with a directory that you may write")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
         return UserError(f"the disk or quota is full ({error.strerror})", where="run.root or TMPDIR", fix=fix)
     return None

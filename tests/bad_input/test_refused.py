@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -302,3 +303,5 @@ def test_a_full_disk_is_told_in_one_message() -> None:
     assert mistake is not None
     assert mistake.what == "the disk or quota is full (No space left on device)"
     assert "run.root" in mistake.fix
+    mistake = translate(OSError(errno.EROFS, "Read-only file system", "/ro/x"))
+    assert mistake is not None and mistake.what == "/ro/x is on a file system that is read-only here"
