@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -68,8 +68,14 @@ class CommandLine:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
-        """Parses ``arguments``. An unknown option ends the process, as in Hydra."""
-        args = get_args_parser().parse_intermixed_args(list(arguments))
+        """Parses ``arguments``.
+
+        Raises:
+            UserError: an option is unknown or misses its value, or an override has no key.
+        """
+        parser = get_args_parser()
+        setattr(parser, "error", _refuse)  # noqa: B010 - Hydra's own prints its usage, which hides those of hpc_train
+        args = parser.parse_intermixed_args(list(arguments))
         for override in args.overrides:
             if not override.strip() or override.lstrip("+~").startswith("="):
                 what = f"the argument {override!r} names no config key"
@@ -121,6 +127,12 @@ class CommandLine:
             )
         listed = [part for item in given for part in _search_directories(item)]
         return [f"hydra.searchpath=[{','.join([f'file://{self.config_directory}', *listed])}]"]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(
+        message, where="the command line", fix="`python -m hpc_train help` and --hydra-help list the options"
+    )
 
 
 def with_right_plus(arguments: Sequence[str]) -> list[str]:

@@ -201,6 +201,17 @@ def _exclusive_freeze(run: RunDirectory) -> Iterator[None]:
         yield
 
 
+def claim_run(run: RunDirectory) -> None:
+    """Records that this process will work on the frozen ``run``; while it lives, no other process may.
+
+    Raises:
+        UserError: the run is live, perhaps because another command has claimed it a moment ago.
+    """
+    with _exclusive_freeze(run):
+        refuse_live(run)
+        run.update_record(claimed_by=this_process())
+
+
 def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
     refuse_live(run)
     if imported_model(run) is not None:

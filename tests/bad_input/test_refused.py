@@ -49,6 +49,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["optim.lr=["], "close the ["),
     (["=5"], "names no config key"),
     ([""], "names no config key"),
+    (["--nope"], "unrecognized arguments: --nope"),
+    (["--cfg", "nope"], "invalid choice: 'nope'"),
     (["cluster.health_check=a;b"], """'cluster.health_check="a;b"'"""),
     (["cluster.preflight_action.tpc=stop"], "did you mean tcp?"),
     (["data.sequence_length=1.5"], "data.sequence_length"),
