@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from hpc_train.config.hydra_settings import (
     with_listed_globs,
     with_params,
 )
+from hpc_train.config.own_files import refuse_unreadable_files
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
@@ -90,6 +91,10 @@ class CommandLine:
             config_name=args.config_name or PRIMARY,
         )
 
+    def initialized(self) -> AbstractContextManager[None]:
+        """Initializes Hydra's compose API with the directories in which Hydra searches a primary config."""
+        return initialized(self.primary_directory, self.config_directory if self.config_name != PRIMARY else None)
+
     @property
     def primary_directory(self) -> Path | None:
         return Path(self.config_path).absolute() if self.config_path else None
@@ -105,7 +110,7 @@ class CommandLine:
     @contextmanager
     def composer(self) -> Iterator[JobComposer]:
         """Yields a composer for the jobs of this command line. It writes nothing."""
-        with initialized(self.primary_directory):
+        with self.initialized():
 
             def compose(overrides: list[str]) -> DictConfig:
                 others = [override for override in overrides if not _is_search_path(override)]
@@ -121,7 +126,9 @@ class CommandLine:
             return given
         if not self.config_directory.is_dir():
             raise UserError(
-                f"the directory {self.config_directory} does not exist",
+                f"{self.config_directory} is a file"
+                if self.config_directory.exists()
+                else f"the directory {self.config_directory} does not exist",
                 where="--config-dir",
                 fix="-cd DIR, with an existing directory",
             )
@@ -150,6 +157,7 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
     refuse_secret_arguments(arguments)
     arguments = [_with_quoted_list(argument) for argument in arguments]
     line = CommandLine.parse(arguments)
+    refuse_unreadable_files(line)
     options = _without(arguments, line.overrides)
     line = replace(line, overrides=tuple(EXPERIMENT.sub("experiment=", text, count=1) for text in line.overrides))
     line = _without_globs(line)
@@ -275,7 +283,7 @@ def _chosen(line: CommandLine) -> _Chosen:
         return _Chosen()
     listed = [str(override.input_line) for override in experiments]
     others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
-    with initialized(line.primary_directory):
+    with line.initialized():
         found = {_choice(line, experiment, others) for experiment in expand(listed)}
     if not has_strategy and not any(
         _names_strategy(choice.params) for choice in found

@@ -110,6 +110,13 @@ def _check_writable(path: Path) -> None:
         raise UserError(
             f"{path} is a file, not a run directory", where="run.name", fix="another run.name, or move the file"
         )
+    broken = next((parent for parent in (path, *path.parents) if parent.is_symlink() and not parent.exists()), None)
+    if broken is not None:
+        raise UserError(
+            f"{broken} is a symbolic link to {broken.readlink()}, which does not exist",
+            where="run.name" if broken == path else "run.root",
+            fix="correct or remove the link, or set another run.name or run.root",
+        )
     present = next(parent for parent in (path, *path.parents) if parent.exists())
     if not present.is_dir():
         raise UserError(

@@ -106,6 +106,9 @@ def _of_system(error: OSError) -> UserError | None:
     if error.errno == errno.EROFS:
         what = f"{error.filename} is on a file system that is read-only here"
         return UserError(what, where="the path", fix="run.root=DIR with a directory that you may write")
+    if error.errno == errno.EFBIG:
+        fix = "`ulimit -f unlimited` in the shell that starts the run, or in cluster.setup"
+        return UserError("a file would be larger than the limit of this shell", where="ulimit -f", fix=fix)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
         return UserError(f"the disk or quota is full ({error.strerror})", where="run.root or TMPDIR", fix=fix)

@@ -182,14 +182,26 @@ DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEE
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories."""
     try:
-        found = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+        found = [entry for entry in os.scandir(folder) if _is_directory(entry) and not entry.name.startswith(".")]
     except OSError:  # it does not exist, or belongs to somebody else
         return
     for path in (Path(entry.path).absolute() for entry in found if entry.name != "code"):
-        if (path / "config.yaml").exists() and (path / "attempts").exists():
+        if _is_run(path):
             yield path
         elif depth > 1:
             yield from run_directories(path, depth - 1)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a symbolic link to itself
+        return entry.is_dir()
+    return False
+
+
+def _is_run(path: Path) -> bool:
+    with suppress(OSError):  # it belongs to somebody else
+        return (path / "config.yaml").exists() and (path / "attempts").exists()
+    return False
 
 
 def _newest_last(paths: Iterable[Path]) -> list[Path]:

@@ -88,7 +88,9 @@ def freeze(
         run.create()
     except OSError as error:
         raise UserError(
-            f"cannot create {run.path}: {error.strerror}", where="run.root", fix="set run.root to a writable directory"
+            f"cannot create {error.filename or run.path}: {error.strerror}",
+            where="run.root",
+            fix="set run.root to a writable directory",
         ) from error
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
@@ -243,7 +245,7 @@ def has_begun(run: RunDirectory) -> bool:
 
 
 def _has_trained(run: RunDirectory) -> bool:
-    saved = is_present(run.checkpoints) and any(run.checkpoints.iterdir())
+    saved = is_present(run.checkpoints) and run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
     return saved or any(True for _ in run.read_all_metrics())
 
 

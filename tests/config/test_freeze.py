@@ -90,7 +90,12 @@ def test_a_run_that_never_took_a_step_accepts_another_config(run: RunDirectory) 
     assert load(run).model.dim == 64  # type: ignore[union-attr]
     assert (run.path / "config-000.yaml").read_text() == first
     assert run.record()["run_id"] == run_id and not (run.path / "pp_split.json").exists()
-    (run.checkpoints / "step-00000010").mkdir()
+    run.checkpoints.rmdir()
+    run.checkpoints.touch()
+    with pytest.raises(UserError, match=f"cannot create {run.checkpoints}"):
+        freeze(config(run, "model.dim=64"), run)
+    run.checkpoints.unlink()
+    (run.checkpoints / "step-00000010").mkdir(parents=True)
     with pytest.raises(UserError, match="different configuration"):
         freeze(config(run, "model.dim=32"), run)
 
