@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpc_train.config.arguments import CommandLine
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
+PACKAGE = re.compile(r"^#\s*@package\s", re.MULTILINE)
 GROUPS = get_type_hints(Config)
 MISSING = "???"
 
@@ -35,9 +36,12 @@ def refuse_unreadable_files(line: CommandLine) -> None:
     Raises:
         UserError: a file is not UTF-8, no table, or its ``defaults`` are no list or contain the file itself.
     """
-    for path in _chosen(line).values():
+    for group, path in _chosen(line).items():
         if not path.is_relative_to(config_directory()):
             _refuse_unreadable(path, relative(path))
+            if group == "experiment" and not PACKAGE.search(path.read_text(encoding="utf-8")):
+                what = f"{relative(path)} is an experiment, and its keys would be below experiment"
+                raise UserError(what, where=relative(path), fix="start the file with `# @package _global_`")
 
 
 def _refuse_unreadable(path: Path, name: str) -> None:

@@ -52,6 +52,8 @@ def _of_hydra(text: str) -> UserError:
         group, name = found[2], found[3]
         fix = f"{group}={name} without +; in the defaults of a file: override {group}: {name}"
         return UserError(what, where=where, fix=fix)
+    if found := re.match(r"Could not override '(\S+)'\. No match in the defaults list.*\s.*use (\+\S+)", text):
+        return UserError(f"{found[1]} has no choice that could be overridden", where=found[1], fix=found[2])
     if found := re.match(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = found[1].partition("=")
         fix = f"add -m for a sweep, or give one value; a list is {key}=[{values}]"
@@ -154,7 +156,7 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
         return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
-    if "Cannot merge DictConfig with ListConfig" in first or "is not a ListConfig" in first:
+    if re.search(r"Cannot merge DictConfig with ListConfig|is not a ListConfig|Cannot assign \w+ to Dict", first):
         return _of_node(key, yaml.SequenceNode if "is not a ListConfig" in first else yaml.MappingNode)
     shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
     return UserError(first, where=key or "the config", fix=shows)
@@ -178,6 +180,8 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
     if instead := instead_of_key(key):
         return instead
     names = _names_beside(error)
+    if group in ("metrics", "hooks") and "args" in names:
+        return f"+{key.removesuffix(f'.{error.key}')}.args.{error.key}=VALUE, or without + if the file sets it"
     return nearest(error.key, names) if names else ""
 
 

@@ -223,6 +223,13 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
             fix=f"start a run from them with run.name={config.run.name} run.fork=NEW",
         )
     if not is_present(run.config):
+        inside = len(list(run.path.glob("*/config.yaml")))
+        if inside:
+            raise UserError(
+                f"{run.path} has {inside} runs of a sweep or group, and a run of this name would hide them",
+                where="run.name",
+                fix=f"another run.name, such as run.name={run.path.name}/NAME",
+            )
         recorded = run.record().get("config_hash")
         if _has_trained(run) and recorded is not None and recorded != _hash(text_of(config).encode()):
             raise _damaged(run, f"{run.config} is missing, and the run was started with another config than this one")

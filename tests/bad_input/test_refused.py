@@ -38,6 +38,10 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["data.args.digits=3"], "add data=custom"),
     (["+cluster=local"], "cluster=local without +"),
     (["+optim.lr=1"], "optim.lr=1 without +"),
+    (["metrics=f1"], "fix:    +metrics=f1"),
+    (["+metrics=top_k", "metrics.top_k.k=0"], "metrics.top_k.args.k=VALUE"),
+    (["eval_sets=5"], "eval_sets must be NAME: VALUE pairs"),
+    (["run.name=sweep"], "has 2 runs of a sweep or group"),
     (["optim.name=adam"], "did you mean adamw?"),
     (["precision.name=fp61"], "fp64"),
     (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
@@ -152,6 +156,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["-cd", "site", "cluster=nested"], "start the file with `# @package _global_`"),
     (["freeze", "-cd", "site", "cluster=typo"], "site/cluster/typo.yaml:2"),
     (["-cd", "blank/a.py"], "is a file"),
+    (["-cd", "site", "experiment=bare"], "start the file with `# @package _global_`"),
     (["-cd", "site", "-cn", "mine"], "optim.lr"),
     (["optim.lr=interval(0,1)", "-m"], "commas"),
     (["script", "nosuch"], "KEY=VALUE"),
@@ -193,11 +198,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "site" / "cluster").mkdir(parents=True)
     for name, lines in SITES.items():
         (tmp_path / "site" / "cluster" / f"{name}.yaml").write_text(f"defaults: [local, _self_]\n{lines}\n")
+    (tmp_path / "site" / "experiment").mkdir()
+    (tmp_path / "site" / "experiment" / "bare.yaml").write_text("optim: {lr: 1e-3}\n")
     (tmp_path / "site" / "mine.yaml").write_text("defaults: [config, _self_]\noptim:\n  lr: -1\n")
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "taken").touch()
     (tmp_path / "outputs" / "broken").symlink_to("gone")
     (tmp_path / "loop").symlink_to("loop")
+    for number in range(2):
+        (tmp_path / "outputs" / "sweep" / str(number)).mkdir(parents=True)
+        (tmp_path / "outputs" / "sweep" / str(number) / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
