@@ -18,6 +18,7 @@ from hpc_train.cluster.environment import refuse_loopback_down, refuse_unknown_i
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.data.loader import begun
 from hpc_train.elastic.decision import ended_without_report, is_secondary
+from hpc_train.elastic.worker_process import _failure
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
 from hpc_train.run.exits import FILE_SYSTEM, Failure, advice_for, classify
@@ -241,3 +242,12 @@ def test_an_interface_that_no_node_has_is_refused() -> None:
     refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo"})
     with pytest.raises(UserError, match="has no network interface nope"):
         refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo,nope"})
+
+
+def test_what_a_worker_reports_can_be_sent_and_printed() -> None:
+    """The name of a file that is not UTF-8 has halves of surrogate pairs."""
+    report = _failure(FileNotFoundError(errno.ENOENT, "No such file", os.fsdecode(b"caf\xe9.jpg")))
+    assert r"caf\udce9.jpg" in report["message"] and "caf" in report["traceback"]
+    for text in (report["message"], report["traceback"]):
+        assert text.encode().decode() == text
+    assert _failure(SystemExit(3))["message"] == "the code called exit(3)"
