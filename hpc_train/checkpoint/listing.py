@@ -13,7 +13,7 @@ from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
-from hpc_train.run.directory import RunDirectory, sweep_given
+from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 
 
@@ -157,20 +157,21 @@ def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None 
     return listed.manifest
 
 
-def find_run(target: str, root: Path, action: str = "list") -> RunDirectory:
+def find_run(target: str, root: Path, command: str = "checkpoint list") -> RunDirectory:
     """Returns the run, or the imported weights, in the directory ``target`` or ``root``/``target``.
 
     Args:
-        action: the action of ``checkpoint`` that the message suggests for one run of a sweep.
+        command: the command that the message suggests for one run of a sweep.
 
     Raises:
-        UserError: neither directory has checkpoints, or ``target`` is a sweep.
+        UserError: neither directory has checkpoints, or ``target`` is a sweep, or empty.
     """
+    refuse_empty_name(target)
     for path in (Path(target), root / target):
         if (path / "checkpoints").is_dir():
             return RunDirectory(path.absolute())
-        if path.is_dir() and (runs := list(path.glob("*/config.yaml"))):
-            raise sweep_given(target, len(runs), f"checkpoint {action}")
+        if path.is_dir() and (runs := sorted(path.glob("*/config.yaml"))):
+            raise sweep_given(target, [config.parent for config in runs], command)
     raise UserError(
         f"no run with checkpoints in {target}",
         where="RUN",

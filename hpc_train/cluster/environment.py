@@ -123,6 +123,17 @@ def refuse_unknown_interface(environment: Mapping[str, str] = os.environ) -> Non
         )
 
 
+def refuse_loopback_down() -> None:
+    """Raises UserError if the loopback interface, through which the processes of a node connect, is down."""
+    loopback = psutil.net_if_stats().get("lo")
+    if loopback is not None and not loopback.isup:
+        raise UserError(
+            f"the loopback interface lo of {socket.gethostname()} is down, so its processes cannot connect",
+            where="the network of this machine, or of this container",
+            fix="ip link set lo up, as root; in a container, start it with a network",
+        )
+
+
 REASON = "node-local, to save the quota of the home directory; removed at the end of the job"
 CACHES = {
     "TRITON_CACHE_DIR": "triton",

@@ -117,7 +117,7 @@ def _submit(arguments: list[str], options: argparse.Namespace) -> int:
     from hpc_train.config.compose import compose, typed
     from hpc_train.launch.command_job import follow, submit, without_submission
 
-    run = None if options.action == "import" else find_run(options.run, _root(), options.action)
+    run = None if options.action == "import" else find_run(options.run, _root(), f"checkpoint {options.action}")
     config = load(run) if run is not None and run.config.exists() else typed(compose([]))
     folder = _root() if run is None else run.logs
     return follow(
@@ -130,14 +130,14 @@ def _root() -> Path:
 
 
 def _list(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), options.action)
+    run = find_run(options.run, _root(), f"checkpoint {options.action}")
     found = list_checkpoints(run) + list_set_aside(run) + list_archived(run)
     _show(found, "sizes", options.json, _ranking_metric(run))
     return Exit.DONE
 
 
 def _verify(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), options.action)
+    run = find_run(options.run, _root(), f"checkpoint {options.action}")
     verified: list[Listed] = []
     for _ in range(TRIES):
         listed = list_checkpoints(run)
@@ -169,7 +169,7 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 def _export(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.transfer import export
 
-    run = find_run(options.run, _root(), options.action)
+    run = find_run(options.run, _root(), f"checkpoint {options.action}")
     step = options.step
     if options.checkpoint not in (None, NEWEST):
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step

@@ -26,7 +26,7 @@ examples:
 def main(arguments: list[str]) -> int:
     """Evaluates on this machine or the nodes of the Slurm step, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
-    used = UsedCheckpoint.select(options)
+    used = UsedCheckpoint.select(options, "evaluate")
     config = evaluation_config(used.config, rest)
     if options.submit:
         return used.submit("evaluate", arguments)

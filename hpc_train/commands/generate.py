@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     texts = _prompts([word for word in rest if not is_override(word)], options.prompts)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     sampling.check()
-    used = UsedCheckpoint.select(options)
+    used = UsedCheckpoint.select(options, "generate")
     config = generation_config(used.config, _with_directory(overrides, options.config_dir))
     chosen = choose_tokenizer(config, options.tokenizer)
     codec = chosen.open()

@@ -6,6 +6,7 @@ import argparse
 import heapq
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,14 +29,20 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     wanted = Wanted(_ranks(options.rank), Level[options.level], options.json)
     found = find_run(options.target, "logs")
-    attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
+    attempt = _attempt(found.run, options.attempt)
     if not options.follow:
         _print_failure(found.run, attempt, wanted)
     logs = NodeLogs(found.run, max(0, attempt), wanted)
     if options.follow:
         return _follow(found, logs)
+    printed = False
     for line in logs.read():
         print(line)
+        printed = True
+    if not printed:
+        rank = "any rank" if logs.wanted.ranks is None else f"rank {options.rank}"
+        none = f"attempt {attempt} has no output of {rank} at level {options.level} or above"
+        print("the run has not started yet" if attempt < 0 else none, file=sys.stderr)
     return Exit.DONE
 
 
@@ -57,6 +64,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, or per failure")
     return parser
+
+
+def _attempt(run: RunDirectory, wanted: int | None) -> int:
+    """Returns the attempt to print: the newest one by default, -1 before the first."""
+    newest = run.newest_attempt()
+    if wanted is None:
+        return newest
+    if 0 <= wanted <= newest or (wanted >= 0 and any(run.logs.glob(f"*-{wanted:03d}.log"))):
+        return wanted
+    exist = (
+        f"it has attempts 0 to {newest}" if newest > 0 else "it has only attempt 0" if newest == 0 else "it has none"
+    )
+    fix = "without --attempt, the newest one is printed"
+    raise UserError(f"the run has no attempt {wanted}: {exist}", where="--attempt", fix=fix)
 
 
 def _ranks(text: str) -> frozenset[int] | None:

@@ -36,6 +36,9 @@ def main(arguments: list[str]) -> int:
     if not any(run.lines for run in curves):
         raise UserError("no run has logged a step yet", where="RUN", fix="plot them after telemetry.log_every steps")
     results = None
+    if options.metric is not None and not _is_sweep(items):
+        fix = "name a sweep; `compare RUN... --metric NAME` compares single runs"
+        raise UserError("--metric names the result of a sweep, and these are single runs", where="--metric", fix=fix)
     if _is_sweep(items):
         results = _results(items, curves, options.metric)
         curves = [replace(run, name=f"{run.name}: {_words(results, index)}") for index, run in enumerate(curves)]

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "inputs", nargs="+", metavar="INPUT", help="a file, a directory or a quoted glob; may be gzipped"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
+    parser.add_argument("--out", type=_directory, required=True, metavar="DIR", help="output directory")
     parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default: %(default)s)")
     parser.add_argument("--eos", metavar="TOKEN", help="token after each document (default: that of the tokenizer)")
     parser.add_argument(
@@ -126,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+def _directory(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
 
 
 def _bars(console: Console) -> Bars:

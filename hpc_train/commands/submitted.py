@@ -135,7 +135,7 @@ def cancel(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"cancelled": count, "ended_before": ended}))
         return Exit.DONE
-    rest = f"; {counted(ended, 'has', 'have')} already ended" if ended else ""
+    rest = f"; {counted(ended, 'is', 'are')} not waiting or running" if ended else ""
     saves = options.save or any(item.lives_here() for item in found)
     then = "; they save a checkpoint first" if count and saves else ""
     print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{then}{rest}")

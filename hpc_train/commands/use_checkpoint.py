@@ -62,10 +62,10 @@ class UsedCheckpoint:
     options: argparse.Namespace
 
     @classmethod
-    def select(cls, options: argparse.Namespace) -> UsedCheckpoint:
-        """Raises UserError if there is no such run or checkpoint."""
+    def select(cls, options: argparse.Namespace, command: str) -> UsedCheckpoint:
+        """Raises UserError if there is no such run or checkpoint. ``command`` is the command that is called."""
         register_launcher()
-        run = find_run(options.run, Path(default_root()), "verify")
+        run = find_run(options.run, Path(default_root()), command)
         config = load(run)
         metric = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode) or LOWEST_LOSS
         return cls(run, config, choose_by_name(run, options.checkpoint, metric), options)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -32,6 +32,7 @@ from hpc_train.config.hydra_settings import (
     with_params,
 )
 from hpc_train.config.job_composer import JobComposer, is_choice
+from hpc_train.config.own_files import refuse_unreadable_files
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
@@ -67,8 +68,18 @@ class CommandLine:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
-        """Parses ``arguments``. An unknown option ends the process, as in Hydra."""
-        args = get_args_parser().parse_intermixed_args(list(arguments))
+        """Parses ``arguments``.
+
+        Raises:
+            UserError: an option is unknown or misses its value, or an override has no key.
+        """
+        parser = get_args_parser()
+        setattr(parser, "error", _refuse)  # noqa: B010 - Hydra's own prints its usage, which hides those of hpc_train
+        args = parser.parse_intermixed_args(list(arguments))
+        for override in args.overrides:
+            if not override.strip() or override.lstrip("+~").startswith("="):
+                what = f"the argument {override!r} names no config key"
+                raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
         shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
         return cls(
             overrides=tuple(args.overrides),
@@ -78,6 +89,10 @@ class CommandLine:
             config_path=args.config_path,
             config_name=args.config_name or PRIMARY,
         )
+
+    def initialized(self) -> AbstractContextManager[None]:
+        """Initializes Hydra's compose API with the directories in which Hydra searches a primary config."""
+        return initialized(self.primary_directory, self.config_directory if self.config_name != PRIMARY else None)
 
     @property
     def primary_directory(self) -> Path | None:
@@ -94,7 +109,7 @@ class CommandLine:
     @contextmanager
     def composer(self) -> Iterator[JobComposer]:
         """Yields a composer for the jobs of this command line. It writes nothing."""
-        with initialized(self.primary_directory):
+        with self.initialized():
 
             def compose(overrides: list[str]) -> DictConfig:
                 others = [override for override in overrides if not _is_search_path(override)]
@@ -110,12 +125,20 @@ class CommandLine:
             return given
         if not self.config_directory.is_dir():
             raise UserError(
-                f"the directory {self.config_directory} does not exist",
+                f"{self.config_directory} is a file"
+                if self.config_directory.exists()
+                else f"the directory {self.config_directory} does not exist",
                 where="--config-dir",
                 fix="-cd DIR, with an existing directory",
             )
         listed = [part for item in given for part in _search_directories(item)]
         return [f"hydra.searchpath=[{','.join([f'file://{self.config_directory}', *listed])}]"]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(
+        message, where="the command line", fix="`python -m hpc_train help` and --hydra-help list the options"
+    )
 
 
 def with_right_plus(arguments: Sequence[str]) -> list[str]:
@@ -133,6 +156,7 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
     refuse_secret_arguments(arguments)
     arguments = [_with_quoted_list(argument) for argument in arguments]
     line = CommandLine.parse(arguments)
+    refuse_unreadable_files(line)
     options = _without(arguments, line.overrides)
     line = replace(line, overrides=tuple(EXPERIMENT.sub("experiment=", text, count=1) for text in line.overrides))
     line = _without_globs(line)
@@ -258,7 +282,7 @@ def _chosen(line: CommandLine) -> _Chosen:
         return _Chosen()
     listed = [str(override.input_line) for override in experiments]
     others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
-    with initialized(line.primary_directory):
+    with line.initialized():
         found = {_choice(line, experiment, others) for experiment in expand(listed)}
     if not has_strategy and not any(
         _names_strategy(choice.params) for choice in found

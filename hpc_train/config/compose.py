@@ -102,14 +102,26 @@ def version_base() -> dict[str, str]:
 
 
 @contextmanager
-def initialized(directory: Path | None = None) -> Iterator[None]:
-    """Initializes Hydra's compose API with ``directory``, or with the packaged ``conf/``."""
+def initialized(directory: Path | None = None, added: Path | None = None) -> Iterator[None]:
+    """Initializes Hydra's compose API with ``directory``, or with the packaged ``conf/``.
+
+    Args:
+        added: a further directory that may hold the primary config, which is not searched in ``hydra.searchpath``.
+    """
     import hydra
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_repository import ConfigRepository
+    from hydra.core.global_hydra import GlobalHydra
 
     register()
     with hydra.initialize_config_dir(
         config_dir=str(directory or config_directory()), job_name="hpc_train", **version_base()
     ):
+        loader = GlobalHydra.instance().config_loader()
+        if added is not None and isinstance(loader, ConfigLoaderImpl):
+            path = loader.get_search_path()
+            path.prepend("command-line", f"file://{added}", "schema")  # the schema must be the last one
+            loader.repository = ConfigRepository(path)
         yield
 
 

@@ -11,23 +11,59 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.arguments import CommandLine
 from hpc_train.config.groups import config_directory
 from hpc_train.config.mistakes import all_mistakes
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
 from hpc_train.errors import UserError, UserErrors
 
+if TYPE_CHECKING:
+    from hpc_train.config.arguments import CommandLine
+
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
+PACKAGE = re.compile(r"^#\s*@package\s", re.MULTILINE)
 GROUPS = get_type_hints(Config)
 MISSING = "???"
+
+
+def refuse_unreadable_files(line: CommandLine) -> None:
+    """Checks the user's files that the command line chooses for what Hydra reports without the name of the file.
+
+    Raises:
+        UserError: a file is not UTF-8, no table, or its ``defaults`` are no list or contain the file itself.
+    """
+    for group, path in _chosen(line).items():
+        if not path.is_relative_to(config_directory()):
+            _refuse_unreadable(path, relative(path))
+            if group == "experiment" and not PACKAGE.search(path.read_text(encoding="utf-8")):
+                what = f"{relative(path)} is an experiment, and its keys would be below experiment"
+                raise UserError(what, where=relative(path), fix="start the file with `# @package _global_`")
+
+
+def _refuse_unreadable(path: Path, name: str) -> None:
+    try:
+        root = _read(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 ({error.reason})", where=name, fix="save the file as UTF-8") from error
+    except yaml.reader.ReaderError as error:
+        what = f"{name} has a character that YAML does not allow (#x{error.character:04x})"
+        raise UserError(what, where=name, fix="remove the character") from error
+    defaults = _find(root, "defaults")
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{name} must be NAME: VALUE pairs", where=name, fix="one line NAME: VALUE for each key")
+    if defaults is not None and not isinstance(defaults, yaml.SequenceNode):
+        where = f"{name}:{defaults.start_mark.line + 1}"
+        raise UserError("defaults must be a list", where=where, fix="defaults: [NAME, _self_]")
+    if defaults is not None and path.stem in [each.value for each in defaults.value]:
+        where = f"{name}:{defaults.start_mark.line + 1}"
+        raise UserError(f"the defaults of {name} contain the file itself", where=where, fix="name another file there")
 
 
 @contextmanager

@@ -86,11 +86,7 @@ def fork_source(root: str, name: str, fork: str, path: Path) -> Path:
 
 def _checked(name: str, key: str) -> str:
     if not NAME.fullmatch(name):
-        raise UserError(
-            f"{name!r} is not a valid run name",
-            where=key,
-            fix=f"{key}=NAME of letters, digits and _-.+=,@; / separates two names, and no name starts with . or -",
-        )
+        raise invalid_name(name, key)
     longest = max(name.split("/"), key=len)
     if len(longest) > LONGEST_NAME:
         raise UserError(
@@ -101,10 +97,26 @@ def _checked(name: str, key: str) -> str:
     return name
 
 
+def invalid_name(name: str, key: str) -> UserError:
+    """Returns the error for a ``run.name`` or ``run.fork`` with characters that it may not have."""
+    return UserError(
+        f"{name!r} is not a valid run name",
+        where=key,
+        fix=f"{key}=NAME of letters A-Z, digits and _-.+=,@; / separates two names, and no name starts with . or -",
+    )
+
+
 def _check_writable(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(
             f"{path} is a file, not a run directory", where="run.name", fix="another run.name, or move the file"
+        )
+    broken = next((parent for parent in (path, *path.parents) if parent.is_symlink() and not parent.exists()), None)
+    if broken is not None:
+        raise UserError(
+            f"{broken} is a symbolic link to {broken.readlink()}, which does not exist",
+            where="run.name" if broken == path else "run.root",
+            fix="correct or remove the link, or set another run.name or run.root",
         )
     present = next(parent for parent in (path, *path.parents) if parent.exists())
     if not present.is_dir():

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
+from hpc_train.config.run_path import invalid_name
 from hpc_train.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def _of_hydra(text: str) -> UserError:
         group, name = found[2], found[3]
         fix = f"{group}={name} without +; in the defaults of a file: override {group}: {name}"
         return UserError(what, where=where, fix=fix)
+    if found := re.match(r"Could not override '(\S+)'\. No match in the defaults list.*\s.*use (\+\S+)", text):
+        return UserError(f"{found[1]} has no choice that could be overridden", where=found[1], fix=found[2])
     if found := re.match(r"Ambiguous value for argument '(.*)'", text):
         key, _, values = found[1].partition("=")
         fix = f"add -m for a sweep, or give one value; a list is {key}=[{values}]"
@@ -67,10 +70,19 @@ def _of_override(error: OverrideParseException) -> UserError:
     fix = "python -m hpc_train --help lists groups and keys"
     if "=" not in override:
         return UserError(f"{override} is no override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
-    if value.strip() and value.strip()[0] not in "'\"":
+    if key in ("run.name", "run.fork"):
+        return invalid_name(value, key)
+    if (open_ := _unclosed(value)) is not None:
+        fix = f"close the {open_}, or put a value with special characters in quotes: '{key}=\"...\"'"
+    elif value.strip() and value.strip()[0] not in "'\"":
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"
     return UserError(f"Hydra cannot parse the override {override}", where=override, fix=fix)
+
+
+def _unclosed(value: str) -> str | None:
+    """Returns the first kind of bracket that ``value`` opens more often than it closes."""
+    return next((pair[0] for pair in ("[]", "{}", "()") if value.count(pair[0]) > value.count(pair[1])), None)
 
 
 def _of_python(error: BaseException) -> UserError | None:
@@ -84,12 +96,22 @@ def _of_python(error: BaseException) -> UserError | None:
         return UserError(
             "-m and an option that only shows something are both given", where="the command line", fix="remove -m"
         )
+    return _of_system(error) if isinstance(error, OSError) else None
+
+
+def _of_system(error: OSError) -> UserError | None:
     if isinstance(error, PermissionError) and error.filename:
         fix = "run.root=DIR with a directory that you may write; for a shared run its owner must set run.group=GROUP"
         return UserError(
             f"you have no permission to access {error.filename}", where="the permissions of the file", fix=fix
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno == errno.EROFS:
+        what = f"{error.filename} is on a file system that is read-only here"
+        return UserError(what, where="the path", fix="run.root=DIR with a directory that you may write")
+    if error.errno == errno.EFBIG:
+        fix = "`ulimit -f unlimited` in the shell that starts the run, or in cluster.setup"
+        return UserError("a file would be larger than the limit of this shell", where="ulimit -f", fix=fix)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
         return UserError(f"the disk or quota is full ({error.strerror})", where="run.root or TMPDIR", fix=fix)
     return None
@@ -134,7 +156,7 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
         return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
-    if "Cannot merge DictConfig with ListConfig" in first or "is not a ListConfig" in first:
+    if re.search(r"Cannot merge DictConfig with ListConfig|is not a ListConfig|Cannot assign \w+ to Dict", first):
         return _of_node(key, yaml.SequenceNode if "is not a ListConfig" in first else yaml.MappingNode)
     shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
     return UserError(first, where=key or "the config", fix=shows)
@@ -158,6 +180,8 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
     if instead := instead_of_key(key):
         return instead
     names = _names_beside(error)
+    if group in ("metrics", "hooks") and "args" in names:
+        return f"+{key.removesuffix(f'.{error.key}')}.args.{error.key}=VALUE, or without + if the file sets it"
     return nearest(error.key, names) if names else ""
 
 

@@ -63,7 +63,7 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
     """
     found: dict[Path, InputFile] = {}
     for argument in arguments:
-        paths = list(_expand(argument))
+        paths = list(_expand(argument)) if argument.strip() else []
         if not paths:
             raise UserError(
                 f"{argument!r} matches no input file",

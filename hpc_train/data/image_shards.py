@@ -23,7 +23,7 @@ from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.dataset import SPLITS
 from hpc_train.data.images import DecodedImages, check_classes, class_names, image_files
 from hpc_train.errors import UserError
-from hpc_train.run.files import write_json
+from hpc_train.run.files import make_directory, write_json
 
 META = "shards.json"
 FIX = "build the directory with: python -m hpc_train prepare --images DIRECTORY --out DIR"
@@ -131,7 +131,7 @@ def make_shards(source: Path, out: Path, shard_bytes: int, on_progress: Callable
         raise UserError(
             f"{out} contains shards of other images", where="--out", fix="use another directory, or remove it"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, "--out")
     done, total = 0, len(listing)
     for split in SPLITS:
         rows: list[tuple[int, int, int, int]] = []

@@ -116,7 +116,7 @@ class MicroBatchReader:
         )
         before = set(multiprocessing.active_children())
         with _on_exit_of_a_child(signal.SIG_DFL):  # without the handler that torch installs
-            self._iterator: Iterator[Stacked | Exception] | None = iter(loader)
+            self._iterator: Iterator[Stacked | Exception] | None = begun(loader)
         self._processes = tuple(set(multiprocessing.active_children()) - before)
         self._stop = Finalize(self, _stop, args=(self._iterator, self._processes), exitpriority=100)
 
@@ -286,6 +286,15 @@ def _wide(targets: Array) -> Array:
 
 def _identity(stacked: Any) -> Any:
     return stacked
+
+
+def begun(loader: DataLoader[Stacked | Exception]) -> Iterator[Stacked | Exception]:
+    """Returns the iterator of ``loader``, whose processes it starts; an OSError names the place of the semaphores."""
+    try:
+        return iter(loader)
+    except OSError as error:  # the message of a semaphore, which the C library creates in /dev/shm, names no file
+        error.strerror = f"{error.strerror}: a semaphore for the loader processes in /dev/shm"
+        raise
 
 
 def _init_loader_process(parent: int, number: int) -> None:

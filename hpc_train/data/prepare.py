@@ -6,6 +6,7 @@ writing ``meta.json`` commits the directory. Uncommitted files are ignored.
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import hashlib
 import json
@@ -27,7 +28,7 @@ from hpc_train.data.dataset import SPLITS, position
 from hpc_train.data.documents import Encoder, InputFile, Piece, fingerprint, open_encoder, read_documents
 from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
 from hpc_train.errors import UserError
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import make_directory, read_json, write_json
 from hpc_train.run.processes import die_with_parent
 
 _SHARDS = ".shards"
@@ -118,10 +119,15 @@ def prepare(
             where="--validation-share",
             fix="--validation-share=0.01",
         )
+    try:
+        codecs.lookup(settings.encoding)
+    except LookupError as error:
+        fix = "--encoding utf-8, latin-1 or another codec of Python"
+        raise UserError(str(error), where="--encoding", fix=fix) from error
     encoder = open_encoder(settings.tokenizer, settings.eos)
     keys = [_key(source, settings) for source in inputs]
     whole = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, "--out")
     with _locked(out):
         existing = _finished(out, whole)
         if existing is None:

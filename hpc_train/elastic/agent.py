@@ -25,6 +25,7 @@ from hpc_train.cluster.environment import (
     export_job_environment,
     node_local_caches,
     own_environment,
+    refuse_loopback_down,
     refuse_unknown_interface,
     threads_per_rank,
 )
@@ -84,6 +85,8 @@ def run_agent(
     with nonfailing_streams(), watch_signals() as stop:
         try:
             refuse_few_descriptors()
+            if allocation.nodes == 1:
+                refuse_loopback_down()
             if end is not None:
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()

@@ -252,7 +252,7 @@ class Attempts:
             if action is Action.FINISH and self.config.run.command is not None:  # a worker of ours records it itself
                 events.record(self.run, result={"steps": progress_of(self.run, self.config)})
             events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
-            if leave.cause is None and reason:
+            if reason and (leave.cause is None or action is Action.REQUEUE):
                 print(reason, file=sys.stderr)
 
 

@@ -141,14 +141,23 @@ def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CollectiveFailure):
         text = str(error) if error.__cause__ is None else text
         secondary = error.secondary
+    message = f"the code called exit({error})" if isinstance(error, SystemExit) else str(error) or type(error).__name__
     return {
         "kind": "failed",
         "class": classify(error),
-        "message": str(error) or type(error).__name__,
-        "traceback": text,
+        "message": _encodable(message),
+        "traceback": _encodable(text),
         "secondary": secondary,
         "time": time.time(),
     }
+
+
+def _encodable(text: str) -> str:
+    """Writes out the halves of surrogate pairs, which the name of a file in another encoding has, as in ``\\udce9``.
+
+    They can neither be printed nor sent.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 FORKSERVER = multiprocessing.get_context("forkserver")

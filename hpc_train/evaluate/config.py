@@ -7,6 +7,7 @@ step that it is started on. ``key=value`` changes a key of the result.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -22,6 +23,7 @@ OF_RUN = (
     *("model", "strategy", "optim", "precision", "batch", "data", "train", "checkpoint", "elastic"),
     *("metrics", "eval_sets"),
 )
+TRAINING_ONLY = re.compile(r"[+~]*(?:(?:optim|checkpoint|hooks|launch)[=.]|train\.(?:steps|epochs)=)")
 
 
 def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
@@ -61,6 +63,13 @@ def _check(line: CommandLine) -> None:
             f"{changed[0]} changes the model, but a checkpoint fits only the model that was trained",
             where="the command line",
             fix="leave it out; the model is that of the run",
+        )
+    unused = [each for each in line.overrides if TRAINING_ONLY.match(each)]
+    if unused:
+        raise UserError(
+            f"{unused[0]} has no effect: it is a setting of the training, and the checkpoint is trained",
+            where="the command line",
+            fix="leave it out; data, strategy, batch and precision can be changed",
         )
 
 

@@ -20,7 +20,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.run.directory import RunDirectory, sweep_given
+from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
 from hpc_train.run.processes import is_alive
@@ -103,8 +103,9 @@ def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
         unreadable: whether to return directories that cannot be read, with their ``error``, instead of raising it.
 
     Raises:
-        UserError: there is no run or sweep.
+        UserError: there is no run or sweep, or ``target`` is empty.
     """
+    refuse_empty_name(target)
     root = Path(default_root())
     for path in (Path(target), root / target):
         runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
@@ -113,6 +114,9 @@ def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
             for error in [item.error for item in found if item.error is not None and not unreadable]:
                 raise error
             return found
+        if (path / RECORD).exists():
+            fix = "restore the file, or repeat the command that started the run, which writes it again"
+            raise UserError(f"the run directory {path} has no config.yaml", where=str(path), fix=fix)
     raise UserError(
         f"no run or sweep found in {target}",
         where="the command line",
@@ -131,7 +135,7 @@ def find_run(target: str, command: str = "status") -> RunHandle:
     """
     found = find_runs(target)
     if len(found) > 1:
-        raise sweep_given(target, len(found), command)
+        raise sweep_given(target, [item.run.path for item in found], command)
     return found[0]
 
 
@@ -169,14 +173,26 @@ DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEE
 def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories."""
     try:
-        found = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+        found = [entry for entry in os.scandir(folder) if _is_directory(entry) and not entry.name.startswith(".")]
     except OSError:  # it does not exist, or belongs to somebody else
         return
     for path in (Path(entry.path).absolute() for entry in found if entry.name != "code"):
-        if (path / "config.yaml").exists() and (path / "attempts").exists():
+        if _is_run(path):
             yield path
         elif depth > 1:
             yield from run_directories(path, depth - 1)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a symbolic link to itself
+        return entry.is_dir()
+    return False
+
+
+def _is_run(path: Path) -> bool:
+    with suppress(OSError):  # it belongs to somebody else
+        return (path / "config.yaml").exists() and (path / "attempts").exists()
+    return False
 
 
 def _newest_last(paths: Iterable[Path]) -> list[Path]:

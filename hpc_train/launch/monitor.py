@@ -44,9 +44,11 @@ class JobProgress:
         self._progress = Progress(job.run, console, _resume_hint(job) if job.overrides else None)
         self._announce_at = time.monotonic() + PATIENCE_S
         self._shown = ""
+        self._exit: int | None = None
 
     def show(self, views: Sequence[View]) -> None:
         view = views[0]
+        self._exit = view.exit
         if view.state in ("starting", "running"):
             self._progress.tick()
         elif view.state == "waiting":
@@ -58,7 +60,8 @@ class JobProgress:
             self._console.print(view.state, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._progress.finish()
+        # the record of a job that was refused, or is left, may have the result of an earlier one
+        self._progress.finish(failed=self._exit != Exit.DONE)
 
 
 def wait(

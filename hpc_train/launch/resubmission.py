@@ -23,9 +23,9 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import share
+from hpc_train.run.freeze import claim_run
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
-from hpc_train.run.processes import this_process
 from hpc_train.run.requests import stop_was_requested
 
 LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first
@@ -67,7 +67,7 @@ def resubmit(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     executor.confirm(jobs, console)
     for job in jobs:
-        job.run.update_record(claimed_by=this_process())
+        claim_run(job.run)
     runs = [(item.run, item.config) for item in found]
     for line in take_code_again(runs) if code_now else notes_on_changed_code(runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

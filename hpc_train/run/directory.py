@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,12 +182,22 @@ class RunDirectory:
             yield from filter(_is_event, read_lines(path))
 
 
-def sweep_given(target: str, count: int, command: str) -> UserError:
-    """Returns the error for a sweep of ``count`` runs that is given to a command for one run."""
+def refuse_empty_name(target: str) -> None:
+    """Raises UserError if the name of a run is empty. As a path it would be the run root, with all its runs."""
+    if not target.strip():
+        raise UserError(
+            "the name of the run or sweep is empty",
+            where="the command line",
+            fix="name a run, or a directory; a shell variable such as $RUN may be unset",
+        )
+
+
+def sweep_given(target: str, runs: Sequence[Path], command: str) -> UserError:
+    """Returns the error for several ``runs`` in a directory that is given to a command for one run."""
     return UserError(
-        f"{target} is a sweep of {count} runs",
+        f"{target} has {len(runs)} runs",
         where="the command line",
-        fix=f"name one run: python -m hpc_train {command} {target.rstrip('/')}/0",
+        fix=f"name one run: python -m hpc_train {command} {target.rstrip('/')}/{runs[0].name}",
     )
 
 

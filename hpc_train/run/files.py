@@ -288,6 +288,19 @@ def share(directory: Path, name: str) -> None:
     share_one(directory, name)
 
 
+def make_directory(path: Path, option: str) -> None:
+    """Creates the directory ``path``, which ``option`` of the command line names, unless it exists.
+
+    Raises:
+        UserError: it cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"the directory {path} cannot be created ({error.strerror})"
+        raise UserError(what, where=option, fix=f"{option} with a path in a directory that you may write") from error
+
+
 def share_one(path: Path, name: str) -> None:
     """Gives one directory or file to the group, without its contents."""
     group, status = group_id(name), path.lstat()

@@ -90,7 +90,9 @@ def freeze(
         run.create()
     except OSError as error:
         raise UserError(
-            f"cannot create {run.path}: {error.strerror}", where="run.root", fix="set run.root to a writable directory"
+            f"cannot create {error.filename or run.path}: {error.strerror}",
+            where="run.root",
+            fix="set run.root to a writable directory",
         ) from error
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
@@ -203,6 +205,17 @@ def _exclusive_freeze(run: RunDirectory) -> Iterator[None]:
         yield
 
 
+def claim_run(run: RunDirectory) -> None:
+    """Records that this process will work on the frozen ``run``; while it lives, no other process may.
+
+    Raises:
+        UserError: the run is live, perhaps because another command has claimed it a moment ago.
+    """
+    with _exclusive_freeze(run):
+        refuse_live(run)
+        run.update_record(claimed_by=this_process())
+
+
 def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
     check_messages(config.telemetry.messages)
     refuse_live(run)
@@ -213,6 +226,13 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
             fix=f"start a run from them with run.name={config.run.name} run.fork=NEW",
         )
     if not is_present(run.config):
+        inside = len(list(run.path.glob("*/config.yaml")))
+        if inside:
+            raise UserError(
+                f"{run.path} has {inside} runs of a sweep or group, and a run of this name would hide them",
+                where="run.name",
+                fix=f"another run.name, such as run.name={run.path.name}/NAME",
+            )
         recorded = run.record().get("config_hash")
         if _has_trained(run) and recorded is not None and recorded != _hash(text_of(config).encode()):
             raise _damaged(run, f"{run.config} is missing, and the run was started with another config than this one")
@@ -235,7 +255,7 @@ def has_begun(run: RunDirectory) -> bool:
 
 
 def _has_trained(run: RunDirectory) -> bool:
-    saved = is_present(run.checkpoints) and any(run.checkpoints.iterdir())
+    saved = is_present(run.checkpoints) and run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
     return saved or any(True for _ in run.read_all_metrics())
 
 
@@ -276,7 +296,8 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
     if not has_begun(run):
         (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
     shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
-    # the file name holds host and pid, so that two submitters never append to one file
+    # The file name holds host and pid, so that two submitters never append to one file. The event belongs to the
+    # attempt that follows: as one of the last attempt, it would prolong that one until now.
     EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1).write(
         "warning", message="continues with changed settings: " + "; ".join(different)
     )

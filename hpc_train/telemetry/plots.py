@@ -39,7 +39,7 @@ def check_plot(path: Path, option: str) -> None:
         option: the option of the command line that names the file.
 
     Raises:
-        UserError: matplotlib is not installed, or does not support the file type.
+        UserError: matplotlib is not installed, or does not support the file type, or the file cannot be written.
     """
     try:
         import matplotlib  # noqa: F401
@@ -51,6 +51,17 @@ def check_plot(path: Path, option: str) -> None:
         raise UserError(
             f"{path} is not an image file", where=option, fix=f"use a file name that ends in {', '.join(IMAGES)}"
         )
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{path} is a directory" if path.is_dir() else f"the directory {path.parent} does not exist"
+        raise UserError(what, where=option, fix="name a file in a directory that exists")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        fix = "name a file in a directory that you may write"
+        raise UserError(f"{path} cannot be written ({error.strerror})", where=option, fix=fix) from error
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -37,6 +38,10 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["data.args.digits=3"], "add data=custom"),
     (["+cluster=local"], "cluster=local without +"),
     (["+optim.lr=1"], "optim.lr=1 without +"),
+    (["metrics=f1"], "fix:    +metrics=f1"),
+    (["+metrics=top_k", "metrics.top_k.k=0"], "metrics.top_k.args.k=VALUE"),
+    (["eval_sets=5"], "eval_sets must be NAME: VALUE pairs"),
+    (["run.name=sweep"], "has 2 runs of a sweep or group"),
     (["optim.name=adam"], "did you mean adamw?"),
     (["precision.name=fp61"], "fp64"),
     (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
@@ -45,7 +50,11 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["optim.lr=foo"], "optim.lr"),
     (["optim.lr="], "optim.lr"),
     (["optim.lr"], "optim.lr"),
-    (["optim.lr=["], "optim.lr"),
+    (["optim.lr=["], "close the ["),
+    (["=5"], "names no config key"),
+    ([""], "names no config key"),
+    (["--nope"], "unrecognized arguments: --nope"),
+    (["--cfg", "nope"], "invalid choice: 'nope'"),
     (["cluster.health_check=a;b"], """'cluster.health_check="a;b"'"""),
     (["cluster.preflight_action.tpc=stop"], "did you mean tcp?"),
     (["data.sequence_length=1.5"], "data.sequence_length"),
@@ -62,6 +71,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # out of range
     (["optim.lr=-1"], "above 0"),
     (["optim.lr=nan"], "above 0"),
+    (["optim.lr=inf"], "too large"),
+    (["train.seed=9223372036854775808"], "too large"),
     (["train.steps=0"], "must be at least 1"),
     (["model.dropout=1.5"], "below 1"),
     (["batch.global_size=0"], "batch.global_size"),
@@ -122,9 +133,12 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["run.name=../x"], "run name"),
     (["run.name=/x"], "run name"),
     (["run.name='a b'"], "run name"),
+    (["run.name=Übung"], "letters A-Z"),
     (["run.name=taken"], "is a file"),
     (["run.root=empty/../outputs/taken"], "not a directory"),
     ([f"run.name={'x' * 300}"], "has 300 characters"),
+    (["run.name=broken"], "is a symbolic link to gone"),
+    (["run.root=loop"], "is a symbolic link to loop"),
     (["run.root=/proc/x"], "no permission to write to /proc"),
     (["run.fork=x"], "run.name=OLD"),
     (["run.name=none", "run.fork=x"], "the run to fork does not exist"),
@@ -141,6 +155,9 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["-cd", "site", "cluster=cores"], "set in: cluster.cpus_per_gpu in site/cluster/cores.yaml:2"),
     (["-cd", "site", "cluster=nested"], "start the file with `# @package _global_`"),
     (["freeze", "-cd", "site", "cluster=typo"], "site/cluster/typo.yaml:2"),
+    (["-cd", "blank/a.py"], "is a file"),
+    (["-cd", "site", "experiment=bare"], "start the file with `# @package _global_`"),
+    (["-cd", "site", "-cn", "mine"], "optim.lr"),
     (["optim.lr=interval(0,1)", "-m"], "commas"),
     (["script", "nosuch"], "KEY=VALUE"),
     (["freeze", "optim.lr=1,2"], "one run"),
@@ -148,6 +165,15 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
 ]  # fmt: skip
 
 
+FILES = {  # their bytes, and what the message names
+    "latin": (b"comment: caf\xe9\n", "latin.yaml is not UTF-8"),
+    "zero": (b"comment: \x00\n", "zero.yaml has a character that YAML does not allow"),
+    "number": (b"5\n", "number.yaml must be NAME: VALUE pairs"),
+    "lines": (b"- a\n", "lines.yaml must be NAME: VALUE pairs"),
+    "nothing": (b"defaults: null\n", "defaults must be a list"),
+    "word": (b"# me\ndefaults: local\n", "set in: site/cluster/word.yaml:2"),
+    "self": (b"defaults: [self]\n", "contain the file itself"),
+}
 SITES = {  # lines after the defaults
     "time": "time: 24:00:00",
     "blank": "account: ???",
@@ -172,8 +198,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "site" / "cluster").mkdir(parents=True)
     for name, lines in SITES.items():
         (tmp_path / "site" / "cluster" / f"{name}.yaml").write_text(f"defaults: [local, _self_]\n{lines}\n")
+    (tmp_path / "site" / "experiment").mkdir()
+    (tmp_path / "site" / "experiment" / "bare.yaml").write_text("optim: {lr: 1e-3}\n")
+    (tmp_path / "site" / "mine.yaml").write_text("defaults: [config, _self_]\noptim:\n  lr: -1\n")
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "taken").touch()
+    (tmp_path / "outputs" / "broken").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    for number in range(2):
+        (tmp_path / "outputs" / "sweep" / str(number)).mkdir(parents=True)
+        (tmp_path / "outputs" / "sweep" / str(number) / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
@@ -196,6 +230,15 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert output.count("set in:") == 1
     assert output.count("fix:") == 1
     assert everything(place) == before
+
+
+def test_a_file_that_hydra_cannot_load_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (data, named) in FILES.items():
+        (place / "site" / "cluster" / f"{name}.yaml").write_bytes(data)
+        assert run(["-cd", "site", f"cluster={name}", "launch.dry_run=true"]) == 2
+        output = "".join(capsys.readouterr())
+        assert named in output
+        assert output.count("set in:") == output.count("fix:") == 1
 
 
 OWN = """
@@ -326,3 +369,6 @@ def test_a_full_disk_is_told_in_one_message() -> None:
     assert mistake is not None
     assert mistake.what == "the disk or quota is full (No space left on device)"
     assert "run.root" in mistake.fix
+    assert "ulimit -f" in str(translate(OSError(errno.EFBIG, "File too large")))
+    mistake = translate(OSError(errno.EROFS, "Read-only file system", "/ro/x"))
+    assert mistake is not None and mistake.what == "/ro/x is on a file system that is read-only here"

@@ -54,12 +54,14 @@ def test_the_record_says_which_code_and_config(run: RunDirectory) -> None:
 
 def test_free_keys_may_change_and_the_config_before_is_kept(run: RunDirectory) -> None:
     freeze(config(run, "strategy=dp"), run)
+    assert run.claim_attempt() == 0
     first, run_id = run.config.read_text(), run.record()["run_id"]
     freeze(config(run, "strategy=zero2", "train.steps=9"), run)
     assert (run.path / "config-000.yaml").read_text() == first
     assert load(run).strategy.data_parallel == "zero2"
     assert run.record()["run_id"] == run_id
     (warning,) = run.read_events()
+    assert warning["attempt"] == 1  # the one that follows: the time between the two counts for neither
     assert "strategy.name: dp -> zero2" in warning["message"]
 
 
@@ -88,7 +90,12 @@ def test_a_run_that_never_took_a_step_accepts_another_config(run: RunDirectory) 
     assert load(run).model.dim == 64  # type: ignore[union-attr]
     assert (run.path / "config-000.yaml").read_text() == first
     assert run.record()["run_id"] == run_id and not (run.path / "pp_split.json").exists()
-    (run.checkpoints / "step-00000010").mkdir()
+    run.checkpoints.rmdir()
+    run.checkpoints.touch()
+    with pytest.raises(UserError, match=f"cannot create {run.checkpoints}"):
+        freeze(config(run, "model.dim=64"), run)
+    run.checkpoints.unlink()
+    (run.checkpoints / "step-00000010").mkdir(parents=True)
     with pytest.raises(UserError, match="different configuration"):
         freeze(config(run, "model.dim=32"), run)
 

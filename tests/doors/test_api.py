@@ -104,7 +104,7 @@ def test_a_sweep_gives_a_list_of_runs() -> None:
     assert [run.config.optim.lr for run in runs] == [1e-3, 3e-4]
     assert [run.status().exit_code for run in runs] == [0, 0]
     assert [run.path for run in hpc_train.find_runs("sweep")] == [run.path for run in runs]
-    with pytest.raises(hpc_train.UserError, match="is a sweep of 2 runs"):
+    with pytest.raises(hpc_train.UserError, match="has 2 runs"):
         hpc_train.Run("sweep")
 
 

@@ -5,17 +5,35 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import psutil
 import pytest
 
 from hpc_train.checkpoint.writer import SaveFailed
-from hpc_train.cluster.environment import refuse_unknown_interface
+from hpc_train.cluster.environment import refuse_loopback_down, refuse_unknown_interface
 from hpc_train.cluster.kernel_counters import OomKills
+from hpc_train.data.loader import begun
 from hpc_train.elastic.decision import ended_without_report, is_secondary
+from hpc_train.elastic.worker_process import _failure
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
 from hpc_train.run.exits import FILE_SYSTEM, Failure, advice_for, classify
+
+
+def semaphore_failure() -> str:
+    """Returns the message if the loader cannot create a semaphore for its processes."""
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError) as error:
+        begun(cast("Any", Loader()))
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +229,7 @@ def test_a_limit_of_cpu_time_is_named(exit_code: int, monkeypatch: pytest.Monkey
     ("message", "advice"),
     [
         ("OSError: [Errno 28] No space left on device: '/dev/shm/torch_12_34'", "batch.loader_workers=0"),
+        (semaphore_failure(), "batch.loader_workers=0"),
         ("unable to write to file </torch_12_34_0>: No space left on device (28)", "batch.loader_workers=0"),
         ("rank 0: [Errno 28] No space left on device: '/scratch/run'", "set another run.root"),
     ],
@@ -219,7 +238,23 @@ def test_the_advice_for_a_full_disk_fits_the_disk(message: str, advice: str) -> 
     assert advice in advice_for(Failure.DISK_FULL, message)
 
 
+def test_a_loopback_interface_that_is_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_loopback_down()
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
+    with pytest.raises(UserError, match="loopback interface lo"):
+        refuse_loopback_down()
+
+
 def test_an_interface_that_no_node_has_is_refused() -> None:
     refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo"})
     with pytest.raises(UserError, match="has no network interface nope"):
         refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo,nope"})
+
+
+def test_what_a_worker_reports_can_be_sent_and_printed() -> None:
+    """The name of a file that is not UTF-8 has halves of surrogate pairs."""
+    report = _failure(FileNotFoundError(errno.ENOENT, "No such file", os.fsdecode(b"caf\xe9.jpg")))
+    assert r"caf\udce9.jpg" in report["message"] and "caf" in report["traceback"]
+    for text in (report["message"], report["traceback"]):
+        assert text.encode().decode() == text
+    assert _failure(SystemExit(3))["message"] == "the code called exit(3)"

@@ -91,6 +91,8 @@ def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
     [
         (["model.dim=32"], "model.dim=32 changes the model"),
         (["model=vit_tiny"], "model=vit_tiny changes the model"),
+        (["optim.lr=1"], "optim.lr=1 has no effect"),
+        (["train.steps=9"], "train.steps=9 has no effect"),
         (["optim.lr=1,2"], "describe a sweep"),
         (["data.no_such_key=1"], "there is no key data.no_such_key"),
     ],

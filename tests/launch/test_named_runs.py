@@ -41,4 +41,4 @@ def test_a_finished_run_is_not_resumed(sweep: Path, capsys: pytest.CaptureFixtur
 
 def test_cancelling_counts_in_words(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cancel", str(sweep / "0")]) == 0
-    assert "cancelling 0 of 1 job; 1 has already ended" in capsys.readouterr().out
+    assert "cancelling 0 of 1 job; 1 is not waiting or running" in capsys.readouterr().out

@@ -53,6 +53,7 @@ def test_the_runs_below_the_root_are_listed_without_slurm(root: Path, capsys: py
     for other in ("2026-01-01/.hydra", "sweep/code/hash"):
         (root / other / "attempts").mkdir(parents=True)
         (root / other / "config.yaml").write_text("lr: 1")
+    (root / "loop").symlink_to("loop")
     with mock.patch.object(lookup, "load", side_effect=AssertionError("it takes 10 times as long")):
         assert listed(capsys) == ([*SWEEP, MINE], "")
         rows, notes = listed(capsys, "--newest", "1")

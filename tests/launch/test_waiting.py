@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 from rich.console import Console
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch import monitor
+from hpc_train.errors import UserError
+from hpc_train.launch import monitor, resubmission
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.job_status import PRESENT, JobStatus, View
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.events import EventLog
+from hpc_train.run.freeze import freeze
+from hpc_train.run.processes import process
 from tests.launch.jobs import make_job
 
 
@@ -193,3 +197,36 @@ def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:
     queue.advance()
     assert queue.over
     assert monitor.report(queue, queue._console) == 1
+
+
+@pytest.mark.parametrize(("exit_code", "summaries"), [(0, 1), (2, 0), (None, 0)])
+def test_the_summary_is_that_of_a_job_that_is_done(exit_code: int | None, summaries: int, tmp_path: Path) -> None:
+    """A run with a result is resumed: it is done, refused because its checkpoints are gone, or left by Ctrl-C."""
+    job, output = make_job(tmp_path / "sweep"), io.StringIO()
+    freeze(job.config, job.run)
+    job.run.update_record(result={"steps": 4, "loss": 2.0}, total_steps=4)
+    progress = monitor.JobProgress(job, Console(file=output))
+    progress.show([View("done", {}, exit_code)])
+    progress.close()
+    assert output.getvalue().count("done: 4 steps") == summaries
+
+
+def test_of_two_commands_that_resume_a_run_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other command claims the run after this one has found it free."""
+    job, other = make_job(tmp_path / "sweep"), subprocess.Popen(["sleep", "60"])
+    freeze(job.config, job.run)
+
+    def claim(jobs: Sequence[Job], console: Console) -> None:
+        job.run.update_record(claimed_by=process(other.pid))
+
+    executor = SimpleNamespace(check=lambda jobs: [], confirm=claim)
+    monkeypatch.setattr(resubmission, "select_executor", lambda cluster: executor)
+    item: Any = SimpleNamespace(run=job.run, config=job.config, job=lambda trust_owner: job)
+    try:
+        with pytest.raises(UserError, match=f"is live: process {other.pid}"):
+            resubmission.resubmit([item], tmp_path / "sweep", detach=True)
+    finally:
+        other.kill()
+        other.wait()

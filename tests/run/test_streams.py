@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hpc_train.launch.executors.allocation import run_in_foreground
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze
+from tests.config.composing import config_of
 
 PROGRAM = """
 import os, sys
@@ -37,3 +43,16 @@ def test_a_process_goes_on(closed: str, tmp_path: Path) -> None:
     assert file.read_text() == "whole", "no output of a child is in a file of its parent"
     if not closed:
         assert "loss 4.2 ? 1,234 tokens/s" in done.stdout
+
+
+def test_a_full_disk_behind_standard_output_does_not_end_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ended = RunDirectory(tmp_path / "run"), []
+    freeze(config_of(f"run.root={tmp_path}", "run.name=run"), run)
+    monkeypatch.setattr("hpc_train.elastic.agent.run_agent", lambda run, tick: ended.append(run) or 0)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run_in_foreground(run, None) == 0
+    assert ended == [run]

@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from hpc_train.errors import Mistakes, UserError, nearest
 
 _METADATA = "hpc_train"
+LARGEST = 2**63 - 1  # torch has no larger integers; infinity is larger
 
 
 @dataclass(frozen=True)
@@ -104,5 +105,9 @@ def _check_key(name: str, value: Any, info: KeyInfo) -> None:
         numbers = f"a number {info.range}, or " if info.range else ""
         words = nearest(value, info.choices)
         raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{words}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if not info.holds(value):
         raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
+    if not abs(value) <= LARGEST:  # also of NaN
+        raise UserError(f"{name} is {value}, which is too large or no number", where=name, fix=f"{name}=N, finite")

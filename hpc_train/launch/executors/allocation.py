@@ -27,6 +27,7 @@ from hpc_train.launch.storage import check_room
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
+from hpc_train.run.streams import nonfailing_streams
 from hpc_train.telemetry.progress import Progress
 
 # A run that cannot continue without a node ends with its first agent. srun kills agents that then do not end, as on a
@@ -106,6 +107,7 @@ def _nodes_here() -> int:
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
 
 
+@nonfailing_streams()
 def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int:
     """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code.
 
