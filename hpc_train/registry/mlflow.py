@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hpc_train.config.mlflow_server import server_uri
+from hpc_train.config.mlflow_server import check_answers, server_uri
 from hpc_train.config.schema import MlflowConfig
 from hpc_train.registry.lineage import MANIFEST
 from hpc_train.registry.registry import CHECKPOINT, Model, Promoted, bad_reference
@@ -27,6 +27,7 @@ class MlflowRegistry:
         self._uri = server_uri(settings)
         self._experiment = settings.experiment
         check_installed()
+        check_answers(self._uri)
 
     def promote(self, model: Model) -> Promoted:
         client = self._client()

@@ -96,9 +96,11 @@ class Service(http.server.ThreadingHTTPServer):
     def model_versions_get_download_uri(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"artifact_uri": self.versions[int(given["version"]) - 1]["source"]}
 
-    def registered_models_alias(self, given: dict[str, Any]) -> dict[str, Any]:
+    def registered_models_alias(self, given: dict[str, Any]) -> dict[str, Any] | None:
         if "version" in given:
             self.aliases[given["alias"]] = given["version"]
+        if given["alias"] not in self.aliases:
+            return None
         return {"model_version": self.versions[int(self.aliases[given["alias"]]) - 1]}
 
     def listed(self, folder: str) -> dict[str, Any]:
