@@ -132,7 +132,7 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Artifact]:
     wandb_run = SimpleNamespace(url="https://example.org", resumed=False, log_artifact=log_artifact)
     wandb_run.finish = lambda: None
     wandb_run.define_metric = lambda name, **more: None
-    module = SimpleNamespace(Artifact=Artifact, init=lambda **settings: wandb_run, Settings=dict, __version__="0.31.0")
+    module = SimpleNamespace(Artifact=Artifact, init=lambda **settings: wandb_run, Settings=dict)
     module.Api = lambda: SimpleNamespace(artifact=lambda reference, type: stored[reference])
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(sink, "why_offline", lambda: None)

@@ -92,10 +92,11 @@ class Replay:
             return
         if not self._is_open:
             self._is_open = self.backend.open()
-        for first in range(0, len(lines), BATCH):
-            self.backend.write(lines[first : first + BATCH])
-            self.sent += len(lines[first : first + BATCH])
-            advance(self.sent, len(lines))
+        size = BATCH if isinstance(self.backend, Tracker) else len(lines)  # a table is written anew as a whole
+        for first in range(0, len(lines), size):
+            self.backend.write(lines[first : first + size])
+            self.sent += len(lines[first : first + size])
+            advance(min(first + size, len(lines)), len(lines))
 
     def _known(self) -> int:
         """Returns the step up to which lines need not be sent; 0 for a backend that replaces those of earlier steps."""

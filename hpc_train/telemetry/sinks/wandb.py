@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import netrc
 import os
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ OFFLINE = "recording offline, send the metrics later with python -m hpc_train sy
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
 ARTIFACT_S = 600.0  # time limit to finish with the upload of a checkpoint
-SYNCS_ALL = (0, 29)  # the first version whose `wandb sync` keeps all attempts of an offline run, as in pyproject.toml
 
 
 class Wandb(Tracker):
@@ -90,8 +88,6 @@ class Wandb(Tracker):
     def _init(self) -> None:
         import wandb
 
-        if self.mode == "offline" and (old := _loses_attempts(wandb.__version__)):
-            self._tell(old)
         identity = self._identity
         self._run = wandb.init(
             id=identity.run_id,
@@ -154,18 +150,6 @@ class Wandb(Tracker):
 
     def outcome(self) -> dict[str, Any]:
         return {"mode": self.mode, "url": self.url}
-
-
-def _loses_attempts(version: str) -> str | None:
-    """Returns a warning if this version of wandb does not upload all attempts of an offline run."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found >= SYNCS_ALL:
-        return None
-    needed = ".".join(map(str, SYNCS_ALL))
-    return (
-        f"W&B: `wandb sync` of the installed wandb {version} uploads only the last attempt of an offline run. "
-        f"Run pip install 'wandb>={needed}' before you upload this run"
-    )
 
 
 def service() -> str:
