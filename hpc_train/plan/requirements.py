@@ -67,6 +67,8 @@ def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields the packages that keys need, the keys, and what the user can set instead."""
     if config.telemetry.tensorboard:
         yield "tensorboard", "telemetry.tensorboard=true", "telemetry.tensorboard=false"
+    if config.telemetry.mlflow.uri is not None:
+        yield "mlflow", f"telemetry.mlflow.uri={config.telemetry.mlflow.uri}", "telemetry.mlflow.uri=null"
     if config.optim.moments == "8bit":
         yield "torchao", "optim.moments=8bit", "optim.moments=bf16, which needs no extra package"
     if isinstance(config.data, ImagesDataConfig | ShardsDataConfig):

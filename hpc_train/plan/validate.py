@@ -20,6 +20,7 @@ from typing import Any
 
 from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.extensions import family_of, is_extension, location, source_of
+from hpc_train.config.mlflow_server import server_uri
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.source_check import check_call
@@ -126,6 +127,7 @@ def check_values(config: Config) -> None:
         lambda: node_range(config.cluster),
         lambda: _check_fabric_variables(config.cluster.fabric),
         lambda: preflight_actions(config.cluster),
+        lambda: None if config.telemetry.mlflow.uri is None else server_uri(config.telemetry.mlflow),
         lambda: parse_save_every(config.checkpoint.every),
         lambda: parse_recomputation(config.train.activation_checkpointing),
         lambda: parse_hang_timeout(config.elastic.hang_timeout_s),

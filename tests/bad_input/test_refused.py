@@ -46,6 +46,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["precision.name=fp61"], "fp64"),
     (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
     (["telemetry.wandb.mode=on"], "offline"),
+    (["telemetry.mlflow.uri=mlruns"], "MLflow no longer writes to its file store"),
     # wrong types and forms
     (["optim.lr=foo"], "optim.lr"),
     (["optim.lr="], "optim.lr"),

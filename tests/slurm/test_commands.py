@@ -56,7 +56,9 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     )
     cluster.call("scancel", job_id(run))
     cluster.wait_for_state(job_id(run), "CANCELLED")
-    assert "cancelling 0 of 1 job; 1 is not waiting or running" in cluster.hpc_train("cancel", "run", cwd=tmp_path).stdout
+    assert (
+        "cancelling 0 of 1 job; 1 is not waiting or running" in cluster.hpc_train("cancel", "run", cwd=tmp_path).stdout
+    )
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
     assert log == sorted(log, key=lambda line: line[:23])
     assert any(f"step {stopped_at}/100" in line for line in log)

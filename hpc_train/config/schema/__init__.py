@@ -31,6 +31,7 @@ from hpc_train.config.schema.operation import (
     ElasticConfig,
     LaunchConfig,
     MessagesConfig,
+    MlflowConfig,
     ProfileConfig,
     RunConfig,
     TelemetryConfig,
@@ -43,9 +44,9 @@ __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
     "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MessagesConfig", "MixtureDataConfig",
-    "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig", "SFTDataConfig",
-    "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig", "TargetConfig", "TelemetryConfig",
-    "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+    "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig",
+    "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig", "TargetConfig",
+    "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 

@@ -124,6 +124,18 @@ class WandbConfig:
 
 
 @dataclass
+class MlflowConfig:
+    """MLflow, which needs a server and the extra hpc_train[mlflow]."""
+
+    uri: str | None = key(
+        None,
+        "The address of the MLflow server, such as http://HOST:5000. auto takes MLFLOW_TRACKING_URI. null sends "
+        "nothing during the training.",
+    )
+    experiment: str = key("hpc_train", "The MLflow experiment.")
+
+
+@dataclass
 class ProfileConfig:
     """A profile of some steps, written to profile/ in the run directory."""
 
@@ -149,7 +161,9 @@ class TelemetryConfig:
 
     log_every: int = key(10, "Steps between two log lines.", at_least=1, unit="steps")
     wandb: WandbConfig = group(WandbConfig)
+    mlflow: MlflowConfig = group(MlflowConfig)
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
+    csv: bool = key(False, "Whether metrics are also written to metrics.csv in the run directory, one row per step.")
     profile: ProfileConfig = group(ProfileConfig)
     messages: MessagesConfig = group(MessagesConfig)
     gpu_idle_minutes: float = key(
