@@ -25,6 +25,7 @@ from hpc_train.config.source_check import check_call
 from hpc_train.config.values import (
     check_divides,
     check_profiled_steps,
+    check_prometheus,
     node_range,
     parse_hang_timeout,
     parse_recomputation,
@@ -142,6 +143,7 @@ def _check_lists(config: Config) -> None:
             fix="even, flops, measured, or the number of layers of each stage: [1,2,2]",
         )
     check_optimizers(config.optim, in_container=config.cluster.container.image is not None)
+    check_prometheus(config.telemetry.prometheus)
     node_range(config.cluster)
     _check_fabric_variables(config.cluster.fabric)
     preflight_actions(config.cluster)

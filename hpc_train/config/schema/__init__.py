@@ -31,6 +31,7 @@ from hpc_train.config.schema.operation import (
     ElasticConfig,
     LaunchConfig,
     ProfileConfig,
+    PrometheusConfig,
     RunConfig,
     TelemetryConfig,
     WandbConfig,
@@ -40,11 +41,12 @@ from hpc_train.config.schema.training import BatchConfig, OptimConfig, Precision
 
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
-    "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
-    "GPTConfig", "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "ModelConfig",
-    "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig", "SFTDataConfig", "ShardsDataConfig",
-    "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig",
-    "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+    "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
+    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "ModelConfig",
+    "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "PrometheusConfig", "RunConfig",
+    "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig",
+    "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig",
+    "WandbConfig",
 ]  # fmt: skip
 
 
