@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
-from hpc_train.config.secrets import without_secrets
 from hpc_train.data.feed import LocalBatch
 from hpc_train.data.mixture import SourceSeen
 from hpc_train.data.sampler import Skipped
@@ -27,8 +26,10 @@ from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
-from hpc_train.telemetry.metrics import MetricsLog, Sink, TensorBoard, WandbIdentity, WandbRun, finite_or_none
+from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
+from hpc_train.telemetry.sinks.background import BackgroundSink
+from hpc_train.telemetry.sinks.table import Session, open_sinks
 from hpc_train.train.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 from hpc_train.units import format_duration
@@ -47,9 +48,7 @@ class Report:
     world_size: int
     total_steps: int
     metrics: MetricsLog | None = None
-    wandb: WandbRun | None = None
-    tensorboard: TensorBoard | None = None
-    log_checkpoint: bool = False
+    sinks: Sequence[BackgroundSink] = ()
     advice: AdviceWatch | None = None
     _began: float = field(default_factory=time.monotonic)
     _last: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +114,7 @@ class Report:
         self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Prints text of a hook and sends it to W&B and TensorBoard."""
+        """Prints text of a hook and sends it to the sinks."""
         if self.metrics is not None:
             print(f"{name} after step {step}:\n{text}")
             self.metrics.text(step, name, text)
@@ -216,61 +215,38 @@ class Report:
         self.events.write(event, step=step, **details | last, ledger=total.as_json())
 
     def close(self) -> None:
-        """Closes the metrics, W&B and TensorBoard in bounded time."""
+        """Closes the metrics and the sinks in bounded time, and records what became of the sinks."""
         if self.metrics is not None:
             self.metrics.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            newest = CheckpointStore(self.run.checkpoints).newest() if self.log_checkpoint else None
-            self.wandb.finish(None if newest is None else newest.path)
-            problem = {} if self.wandb.problem is None else {"problem": self.wandb.problem}
-            self.events.record(self.run, wandb={"mode": self.wandb.mode, "url": self.wandb.url, **problem})
+        outcomes = {sink.name: outcome for sink in self.sinks if (outcome := sink.outcome())}
+        if outcomes:
+            self.events.record(self.run, **outcomes)
 
 
 def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, start: int, total: int) -> Report:
-    """Opens the report of this rank with W&B and TensorBoard as configured.
+    """Opens the report of this rank with the sinks that the config asks for.
 
     Raises:
-        UserError: TensorBoard is enabled and not installed.
+        UserError: the package of a sink is not installed.
     """
     report = Report(run, events, mesh.device, mesh.layout.world_size, total)
     if mesh.rank != 0:
         return report
-    sinks: list[Sink] = []
-    if config.telemetry.tensorboard:
-        report.tensorboard = TensorBoard(run, start)
-        sinks.append(report.tensorboard)
-    if config.telemetry.wandb.mode != "disabled":
-        report.wandb = WandbRun(config.telemetry.wandb, _identity(config, run), partial(_tell, events))
-        report.log_checkpoint = config.telemetry.wandb.log_checkpoint
-        sinks.append(report.wandb)
-    report.metrics = MetricsLog(run, events.attempt, sinks, events)
+    session = Session(config, run, start, partial(_tell, events), partial(_newest_checkpoint, run))
+    report.sinks = open_sinks(session)
+    report.metrics = MetricsLog(run, events.attempt, report.sinks, events)
     return report
 
 
+def _newest_checkpoint(run: RunDirectory) -> Path | None:
+    newest = CheckpointStore(run.checkpoints).newest()
+    return None if newest is None else newest.path
+
+
 def _tell(events: EventLog, message: str) -> None:
-    """Prints a message about W&B in the log of the worker and, by an event, on the console."""
+    """Prints a message about a sink in the log of the worker and, by an event, on the console."""
     print(message, flush=True)
     events.write("warning", message=message)
-
-
-def _identity(config: Config, run: RunDirectory) -> WandbIdentity:
-    record = run.record()
-    sweep = run.path.parent if _is_sweep(run.path.parent) else None
-    name = run.path.name if sweep is None else f"{sweep.name}/{run.path.name}"
-    about = {"code": record.get("code"), "versions": record.get("versions"), "run_directory": str(run.path)}
-    return WandbIdentity(
-        run_id=record.get("run_id") or run.path.name,
-        name=name,
-        group=None if sweep is None else sweep.name,
-        directory=run.path,
-        config=without_secrets(config) | about,
-    )
-
-
-def _is_sweep(folder: Path) -> bool:
-    return (folder / "multirun.yaml").exists()
 
 
 def _log_line(line: dict[str, Any], total: int) -> str:

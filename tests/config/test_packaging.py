@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hpc_train.telemetry.metrics import SYNCS_ALL
+from hpc_train.telemetry.sinks.wandb import SYNCS_ALL
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "hpc_train", "hydra_plugins", "conf")

@@ -167,7 +167,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "run/file_writer.py": "no",
     "run/files.py": "no",
     "slurm/site.py": "no",
-    "telemetry/metrics.py": "no",
+    "telemetry/sinks/background.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",
 }
 

@@ -10,8 +10,10 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.telemetry import metrics
-from hpc_train.telemetry.metrics import MetricsLog, TensorBoard
+from hpc_train.telemetry.metrics import MetricsLog
+from hpc_train.telemetry.sinks import tensorboard
+from hpc_train.telemetry.sinks.background import BackgroundSink
+from hpc_train.telemetry.sinks.tensorboard import TensorBoard
 from tests.run.outage import detachable
 from tests.train.runs import frozen, run_attempt
 
@@ -22,6 +24,15 @@ class Remembering:
 
     def log(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Text is not remembered."""
+
+    def end(self) -> None:
+        self.lines.append({"step": "end"})
+
+    def close(self) -> None:
+        self.lines.append({"step": "closed"})
 
 
 def test_lines_are_json_without_nan_and_reach_every_sink(tmp_path: Path) -> None:
@@ -51,7 +62,7 @@ def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
 
 
 def test_tensorboard_that_is_missing_is_a_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="package tensorboard, which is not installed"):
         TensorBoard(RunDirectory(tmp_path), 0)
 
@@ -67,15 +78,21 @@ def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> Non
         log.write({"step": 2, "attempt": 0})
     log.write({"step": 3, "attempt": 0})
     log.close()
-    assert [line["step"] for line in sink.lines] == [1, 2, 3]
+    assert [line["step"] for line in sink.lines] == [1, 2, 3, "end", "closed"]
     assert [line["step"] for line in run.read_all_metrics()] == [1, 2, 3]
 
 
-def test_tensorboard_on_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = TensorBoard(RunDirectory(tmp_path), 0)
-    thread = log._writer.file_writer.event_writer._async_writer._worker
+def test_tensorboard_on_a_full_disk_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TensorBoard(RunDirectory(tmp_path), 0)
+    backend.open()
+    thread = backend._writer.file_writer.event_writer._async_writer._worker
     thread.exception = OSError(28, "No space left on device")  # as of a failed write in this thread
+    monkeypatch.setattr(backend, "open", lambda: True)
+    log = BackgroundSink(backend, RunDirectory(tmp_path))
     for step in (1, 2):
         log.log({"step": step, "time": 0.0, "loss": 1.0})
     log.close()
-    assert capsys.readouterr().out.count("cannot write the files of TensorBoard; continuing without it") == 1
+    said = capsys.readouterr().out
+    assert said.count("TensorBoard: OSError: [Errno 28] No space left on device; continuing without it") == 1

@@ -17,14 +17,23 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import WandbConfig
-from hpc_train.telemetry import metrics
-from hpc_train.telemetry.metrics import WandbIdentity, WandbRun, resolve_mode
+from hpc_train.run.directory import RunDirectory
+from hpc_train.telemetry.sinks import background, wandb
+from hpc_train.telemetry.sinks.background import BackgroundSink
+from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.sink import Backend
+from hpc_train.telemetry.sinks.wandb import WandbBackend, resolve_mode
 from tests.telemetry import wandb_service
 from tests.train.runs import frozen, run_attempt
 
 
-def identity(path: Path) -> WandbIdentity:
-    return WandbIdentity("abc123", "run", None, path, {"key": 1})
+def backend(path: Path, told: Any = print, checkpoint: Any = None) -> WandbBackend:
+    identity = Identity("abc123", "run", None, path, {"key": 1})
+    return WandbBackend(WandbConfig(mode="offline", project="p"), identity, told, checkpoint)
+
+
+def sink(path: Path, told: Any = print) -> BackgroundSink:
+    return BackgroundSink(backend(path, told), RunDirectory(path), told)
 
 
 class FakeRun:
@@ -73,28 +82,29 @@ def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypat
         return fake
 
     install(monkeypatch, init)
-    run = WandbRun(WandbConfig(mode="offline", project="p"), identity(tmp_path))
+    client = backend(tmp_path, checkpoint=lambda: tmp_path)
+    run = BackgroundSink(client, RunDirectory(tmp_path))
     until = time.monotonic() + 0.1
     while time.monotonic() < until:
         assert not asked, "W&B starts before the first step"
     for step in (1, 2, 3, 2, 3):
         run.log({"step": step, "loss": float(step)})
-    run.finish(checkpoint=tmp_path)
+    run.close()
     assert [line["step"] for line in fake.lines] == [1, 2, 3, 2, 3]
     assert ("*", {"step_metric": "step"}) in fake.defined
     assert (asked["id"], asked["resume"], asked["mode"], asked["project"]) == ("abc123", "allow", "offline", "p")
     assert fake.artifacts[0].folders == [str(tmp_path)]
     assert fake.finished
-    assert (run.mode, run.url) == ("offline", fake.url)
+    assert run.outcome() == {"mode": "offline", "url": fake.url}
 
 
 @pytest.mark.usefixtures("no_account")
 def test_wandb_sync_keeps_all_attempts_of_an_offline_run(tmp_path: Path) -> None:
     for steps in (range(1, 5), range(5, 9)):  # two attempts; the second went on where the first had stopped
-        attempt = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
+        attempt = sink(tmp_path)
         for step in steps:
             attempt.log({"step": step, "loss": 1 / step})
-        attempt.finish()
+        attempt.close()
         time.sleep(1.0 - time.time() % 1.0)  # wandb names a folder by the second
     recorded = sorted(map(str, (tmp_path / "wandb").glob("offline-run-*")))
     assert len(recorded) == 2
@@ -116,7 +126,7 @@ def test_a_wandb_that_would_lose_attempts_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str, warns: bool
 ) -> None:
     install(monkeypatch, lambda **settings: FakeRun(), version)
-    WandbRun(WandbConfig(mode="offline"), identity(tmp_path)).finish()
+    sink(tmp_path).close()
     said = capsys.readouterr().out
     assert (f"the installed wandb {version}" in said and "pip install 'wandb>=0.29'" in said) is warns
     assert warns or said == ""
@@ -134,10 +144,10 @@ def leave(**settings: Any) -> None:
 def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: Any, word: str) -> None:
     install(monkeypatch, init)
     told: list[str] = []
-    run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path), told.append)
+    run = sink(tmp_path, told.append)
     for step in range(5):
         run.log({"step": step})
-    run.finish()
+    run.close()
     run.log({"step": 6})
     assert len(told) == 1
     assert word in told[0] and run.problem is not None and word in run.problem
@@ -145,9 +155,9 @@ def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
+    run = sink(tmp_path)
     run.log({"step": 1})
-    run.finish()
+    run.close()
     assert capsys.readouterr().out.count("W&B") == 1
 
 
@@ -155,13 +165,13 @@ def test_one_that_hangs_costs_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch, lambda **settings: time.sleep(60))
-    monkeypatch.setattr(metrics, "FINISH_S", 0.5)
-    monkeypatch.setattr(metrics, "QUEUED_LINES", 3)
+    monkeypatch.setattr(Backend, "finish_s", 0.5)
+    monkeypatch.setattr(background, "QUEUED_LINES", 3)
     began = time.monotonic()
-    run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
+    run = sink(tmp_path)
     for step in range(10):
         run.log({"step": step})
-    run.finish()
+    run.close()
     assert time.monotonic() - began < 5
     assert capsys.readouterr().out.count("W&B") == 1
 
@@ -207,7 +217,7 @@ def test_auto_is_online_with_a_key_and_a_service_that_answers(
 def test_auto_is_offline_when_the_service_is_silent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics, "ANSWER_S", 0.3)
+    monkeypatch.setattr(wandb, "ANSWER_S", 0.3)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")

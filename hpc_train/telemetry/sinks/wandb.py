@@ -1,0 +1,155 @@
+"""Sends the metrics of a run to W&B. All attempts of a run log to one W&B run."""
+
+from __future__ import annotations
+
+import html
+import netrc
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hpc_train.config.schema import WandbConfig
+from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.sink import Backend, Line
+
+SERVICE = "https://api.wandb.ai"
+OFFLINE = "recording offline, upload later with wandb sync"
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
+ARTIFACT_S = 600.0  # time limit to finish with the upload of a checkpoint
+SYNCS_ALL = (0, 29)  # the first version whose `wandb sync` keeps all attempts of an offline run, as in pyproject.toml
+
+
+class WandbBackend(Backend):
+    """Sends lines to W&B.
+
+    Args:
+        tell: called with each message for the user.
+        checkpoint: returns the directory of a checkpoint to upload as an artifact at the end; None uploads nothing.
+
+    Attributes:
+        mode: online, offline or disabled; None until it has been determined.
+    """
+
+    name = "wandb"
+    label = "W&B"
+    _run: Any
+
+    def __init__(
+        self,
+        settings: WandbConfig,
+        identity: Identity,
+        tell: Callable[[str], object] = print,
+        checkpoint: Callable[[], Path | None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._tell = tell
+        self._checkpoint = checkpoint
+        self.finish_s = Backend.finish_s if checkpoint is None else ARTIFACT_S
+        self.mode: str | None = None
+        self.url: str | None = None
+
+    def open(self) -> bool:
+        self.mode = resolve_mode(self._settings.mode, self._tell)
+        if self.mode == "disabled":
+            return False
+        import wandb
+
+        if self.mode == "offline" and (old := _loses_attempts(wandb.__version__)):
+            self._tell(old)
+        identity = self._identity
+        self._run = wandb.init(
+            id=identity.run_id,
+            resume="allow",
+            name=identity.name,
+            group=identity.group,
+            project=self._settings.project,
+            entity=self._settings.entity,
+            config=identity.config,
+            dir=str(identity.directory),
+            mode=self.mode,  # type: ignore[arg-type]
+            # the agent logs the worker's output, and the run directory has a snapshot of the code
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+        self.url = self._run.url
+        # use a custom step, because W&B drops lines with a smaller step, which a resume produces
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        return True
+
+    def write(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            self._run.log(line)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        import wandb
+
+        self._run.log({"step": step, name: wandb.Html(f"<pre>{html.escape(text)}</pre>")})  # keeps the line breaks
+
+    def finish(self) -> None:
+        folder = None if self._checkpoint is None else self._checkpoint()
+        if folder is not None:
+            import wandb
+
+            artifact = wandb.Artifact(f"checkpoint-{self._identity.run_id}", type="model")
+            artifact.add_dir(str(folder))
+            self._run.log_artifact(artifact)
+        self._run.finish()
+
+    def outcome(self) -> dict[str, Any]:
+        return {"mode": self.mode, "url": self.url}
+
+
+def _loses_attempts(version: str) -> str | None:
+    """Returns a warning if this version of wandb does not upload all attempts of an offline run."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found >= SYNCS_ALL:
+        return None
+    needed = ".".join(map(str, SYNCS_ALL))
+    return (
+        f"W&B: `wandb sync` of the installed wandb {version} uploads only the last attempt of an offline run. "
+        f"Run pip install 'wandb>={needed}' before you upload this run"
+    )
+
+
+def resolve_mode(asked: str, tell: Callable[[str], object] = print) -> str:
+    """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else it is
+    offline, which is told unless there is no key and ``auto`` was asked.
+    """
+    chosen = os.environ.get("WANDB_MODE", "") if asked == "auto" else asked
+    if chosen in ("offline", "disabled") or (asked == "auto" and chosen == "online"):
+        return chosen
+    service = os.environ.get("WANDB_BASE_URL") or SERVICE
+    if not _has_key(service):
+        if asked == "online":
+            tell(f"W&B: there is no API key for {service}; {OFFLINE}. Before the next run: wandb login")
+        return "offline"
+    if not _answers(service):
+        tell(f"W&B: {service} did not respond within {ANSWER_S:g} s; {OFFLINE}")
+        return "offline"
+    return "online"
+
+
+def _has_key(service: str) -> bool:
+    if any(os.environ.get(name) for name in KEYS):
+        return True
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(service).hostname or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _answers(service: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{service.rstrip('/')}/healthz", timeout=ANSWER_S).close()
+    except urllib.error.HTTPError:
+        return True  # any HTTP status is a response
+    except OSError:
+        return False
+    return True
