@@ -15,6 +15,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -118,7 +119,8 @@ class Endpoint:
         except (OSError, UserError):
             self._server.server_close()
             raise
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint", daemon=True)
+        serve = partial(self._server.serve_forever, poll_interval=0.1)
+        self._thread = threading.Thread(target=serve, name="metrics endpoint", daemon=True)
         self._thread.start()
 
     def publish(self, snapshot: Snapshot) -> None:
