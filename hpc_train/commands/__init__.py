@@ -34,6 +34,7 @@ COMMANDS = {
     "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK),
     "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK),
+    "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow, TensorBoard or a CSV file", _MANAGE),
     "resume": Command("submitted:resume", "submit a run again", _MANAGE),
     "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE),
     "cancel": Command("submitted:cancel", "end runs", _MANAGE),

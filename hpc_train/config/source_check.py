@@ -19,10 +19,10 @@ from hpc_train.errors import UserError, nearest
 IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
 
 _EXTRAS = {  # module -> the extra of hpc_train that installs it
-    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "opentelemetry.exporter.otlp.proto.http": "otlp",
-    "opentelemetry.sdk.metrics": "otlp", "peft": "lora", "prometheus_client": "prometheus", "safetensors": "hf",
-    "tensorboard": "tensorboard", "tokenizers": "tokenizers", "torchao": "8bit", "torchmetrics": "metrics",
-    "transformers": "hf",
+    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow",
+    "opentelemetry.exporter.otlp.proto.http": "otlp", "opentelemetry.sdk.metrics": "otlp", "peft": "lora",
+    "prometheus_client": "prometheus", "safetensors": "hf", "tensorboard": "tensorboard",
+    "tokenizers": "tokenizers", "torchao": "8bit", "torchmetrics": "metrics", "transformers": "hf",
 }  # fmt: skip
 
 

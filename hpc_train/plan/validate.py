@@ -19,6 +19,7 @@ from typing import Any
 
 from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
+from hpc_train.config.mlflow_server import server_uri
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.source_check import check_call
@@ -147,6 +148,8 @@ def _check_lists(config: Config) -> None:
     node_range(config.cluster)
     _check_fabric_variables(config.cluster.fabric)
     preflight_actions(config.cluster)
+    if config.telemetry.mlflow.uri is not None:
+        server_uri(config.telemetry.mlflow)
     parse_save_every(config.checkpoint.every)
     parse_recomputation(config.train.activation_checkpointing)
     parse_hang_timeout(config.elastic.hang_timeout_s)

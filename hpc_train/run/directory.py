@@ -18,6 +18,8 @@ profile/                     traces of chosen steps and ranks, and the time brea
 .locks/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
 code/HASH/                   the frozen copy of the user's code; the runs of a sweep share one in the sweep's directory
 wandb/
+tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)
+metrics.csv                  the metrics of all attempts as one table (telemetry.csv)
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     if found.get("problem"):
         return f"not recorded: {found['problem']}"
     if found.get("mode") == "offline":
-        return f"recorded offline; wandb sync {run.wandb}/offline-run-*   uploads all attempts (wandb 0.29 or newer)"
+        return f"recorded offline; python -m hpc_train sync {run.path}   sends all attempts"
     return "disabled; enable it with telemetry.wandb.mode=online and WANDB_API_KEY"
 
 

@@ -196,7 +196,7 @@ def test_the_summary_says_where_how_and_what_next(run: RunDirectory) -> None:
     text = summary(run, "python -m hpc_train +strategy=dp run.name=run")
     assert "done: 100 steps, 1,000 tokens/s; training loss 4.9800 -> 3.0000, validation loss 3.1000" in text
     assert str(run.path) in text
-    assert f"wandb sync {run.path}/wandb/offline-run-*" in text
+    assert f"python -m hpc_train sync {run.path} " in text
     assert "python -m hpc_train +strategy=dp run.name=run train.steps=200" in text
     assert "•" in text
     assert "warning:" not in text

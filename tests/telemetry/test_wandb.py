@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import http.server
-import os
+import importlib
+import json
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import WandbConfig
+from hpc_train.commands import sync
+from hpc_train.config.schema import Config, WandbConfig
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks import background, wandb
 from hpc_train.telemetry.sinks.background import BackgroundSink
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.sinks.sink import Backend
-from hpc_train.telemetry.sinks.wandb import WandbBackend, resolve_mode
+from hpc_train.telemetry.sinks.table import Session, open_sinks
+from hpc_train.telemetry.sinks.wandb import Wandb, resolve_mode
 from tests.telemetry import wandb_service
 from tests.train.runs import frozen, run_attempt
 
 
-def backend(path: Path, told: Any = print, checkpoint: Any = None) -> WandbBackend:
+def backend(path: Path, told: Any = print, checkpoint: Any = None) -> Wandb:
     identity = Identity("abc123", "run", None, path, {"key": 1})
-    return WandbBackend(WandbConfig(mode="offline", project="p"), identity, told, checkpoint)
+    return Wandb(WandbConfig(mode="offline", project="p"), identity, 0, told, checkpoint)
 
 
 def sink(path: Path, told: Any = print) -> BackgroundSink:
@@ -99,24 +104,50 @@ def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("no_account")
-def test_wandb_sync_keeps_all_attempts_of_an_offline_run(tmp_path: Path) -> None:
-    for steps in (range(1, 5), range(5, 9)):  # two attempts; the second went on where the first had stopped
-        attempt = sink(tmp_path)
-        for step in steps:
-            attempt.log({"step": step, "loss": 1 / step})
-        attempt.close()
-        time.sleep(1.0 - time.time() % 1.0)  # wandb names a folder by the second
-    recorded = sorted(map(str, (tmp_path / "wandb").glob("offline-run-*")))
-    assert len(recorded) == 2
+def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first attempt is sent by ``sync``, up to a rollback; the second one by itself."""
+    run = frozen(tmp_path / "run", "+strategy=single")
+    logged(run, 0, [1, 2, 3, 4, 3, 4, 5], lr=0.1)  # step 3 and 4 are done again
     with wandb_service.service() as receiver:
-        own = {"WANDB_BASE_URL": receiver.url, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
-        own |= {f"WANDB_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "CACHE", "DATA")}
-        command = [sys.executable, "-m", "wandb", "sync", *recorded]
-        done = subprocess.run(
-            command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert receiver.steps() == list(range(1, 9)), done.stdout + done.stderr
+        for name in ("CONFIG", "CACHE", "DATA"):
+            monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+        assert sync.main([str(run.path)]) == 1  # without a key
+        assert "there is no API key" in capsys.readouterr().err
+        monkeypatch.setenv("WANDB_BASE_URL", receiver.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        assert sync.main([str(run.path)]) == 0
+        assert receiver.steps() == [1, 2, 3, 4, 5]
+        assert "sent 5 lines, up to step 5" in capsys.readouterr().out
+        assert [line["loss"] for _, line in sorted(receiver.history.items())] == [1.0, 2.0, 3.1, 4.1, 5.0]
+        (run.path / "tracking" / "wandb.json").unlink()  # as if the attempt had been killed: the service knows
+        importlib.import_module(
+            "wandb"
+        ).teardown()  # its process accepts an id once; attempts are processes of their own
+        session = Session(with_online(load(run)), run, 4, print, lambda: None)
+        attempt = MetricsLog(run, 1, open_sinks(session))
+        for step in (5, 6, 7):
+            attempt.write({"step": step, "time": 0.0, "attempt": 1, "loss": 0.5})
+        attempt.close()
+        importlib.import_module("wandb").teardown()
+        assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
+        assert sync.main([str(run.path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["sent"] == 0
+        assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def logged(run: RunDirectory, attempt: int, steps: list[int], **values: float) -> None:
+    """Writes metrics as an attempt without trackers does; the loss tells how often a step was done before."""
+    log, done = MetricsLog(run, attempt), dict.fromkeys(steps, 0)
+    for step in steps:
+        log.write({"step": step, "time": 1e9 + step, "attempt": attempt, "loss": step + 0.1 * done[step], **values})
+        done[step] += 1
+    log.close()
+
+
+def with_online(config: Config) -> Config:
+    return replace(config, telemetry=replace(config.telemetry, wandb=WandbConfig(mode="online")))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +229,7 @@ def test_auto_is_offline_without_a_key() -> None:
     assert resolve_mode("disabled") == "disabled"
     told: list[str] = []
     assert resolve_mode("online", told.append) == "offline"
-    assert "there is no API key for https://api.wandb.ai; recording offline" in told[0]
+    assert "there is no API key for https://api.wandb.ai; wandb login stores one; recording offline" in told[0]
 
 
 @pytest.mark.usefixtures("no_account")

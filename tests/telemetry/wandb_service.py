@@ -1,4 +1,4 @@
-"""A stand-in for the W&B service on this machine: as much of it as ``wandb sync`` asks for."""
+"""A stand-in for the W&B service on this machine: as much of it as a run asks for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Service(http.server.ThreadingHTTPServer):
         run = {
             **{"id": "run", "name": "abc123", "displayName": "run", "config": "{}", "wandbConfig": '{"t": 1}'},
             **{"project": {"name": "p", "entity": {"name": "e"}}, "historyLineCount": len(self.history)},
-            **{"eventsLineCount": 0, "logLineCount": 0, "eventsTail": "[]", "tags": [], "summaryMetrics": "{}"},
+            **{"eventsLineCount": 0, "logLineCount": 0, "eventsTail": "[]", "tags": []},
+            "summaryMetrics": json.dumps(self.history[max(self.history)] if self.history else {}),
             "historyTail": json.dumps([json.dumps(self.history[max(self.history)])] if self.history else []),
         }
         if operation == "UpsertBucket":

@@ -30,6 +30,7 @@ from hpc_train.config.schema.operation import (
     CheckpointConfig,
     ElasticConfig,
     LaunchConfig,
+    MlflowConfig,
     ProfileConfig,
     PrometheusConfig,
     RunConfig,
@@ -42,8 +43,8 @@ from hpc_train.config.schema.training import BatchConfig, OptimConfig, Precision
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
-    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "ModelConfig",
-    "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "PrometheusConfig", "RunConfig",
+    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig", "MlflowConfig",
+    "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "PrometheusConfig", "RunConfig",
     "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig",
     "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig",
     "WandbConfig",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from typing import Any
@@ -41,6 +42,7 @@ class BackgroundSink:
     def __init__(self, backend: Backend, run: RunDirectory, tell: Callable[[str], object] = print) -> None:
         self._backend = backend
         self._metrics = run.metrics
+        self._later = f"; send them later with: python -m hpc_train sync {run.path} --to {backend.name}"
         self._tell = tell
         self.problem: str | None = None
         self._inactive = False
@@ -99,6 +101,8 @@ class BackgroundSink:
             self._backend.finish()
         except BaseException as error:  # errors of clients derive from several bases, SystemExit among them
             self._give_up(f"{type(error).__name__}: {error}")
+            with suppress(Exception):
+                self._backend.abandon()
 
     def _waiting(self) -> list[Line | _Text | None]:
         """Waits for an item and returns it with those that wait behind it; the end is always the last one."""
@@ -124,4 +128,4 @@ class BackgroundSink:
             self._inactive = True
             self.problem = reason
             label = self._backend.label
-            self._tell(f"{label}: {reason}; continuing without it, the metrics are in {self._metrics}")
+            self._tell(f"{label}: {reason}; continuing without it, the metrics are in {self._metrics}{self._later}")

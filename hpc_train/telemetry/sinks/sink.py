@@ -56,6 +56,9 @@ class Backend:
     def finish(self) -> None:
         """Sends what is buffered and disconnects. It is not called after an error."""
 
+    def abandon(self) -> None:
+        """Frees what it holds on to, such as a lock, after an error."""
+
     def outcome(self) -> dict[str, Any]:
         """Returns what ``run.json`` records about it, such as the URL of the run."""
         return {}

@@ -9,10 +9,12 @@ from pathlib import Path
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.sinks.background import BackgroundSink
+from hpc_train.telemetry.sinks.csv import Csv
 from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.mlflow import Mlflow
 from hpc_train.telemetry.sinks.sink import Backend
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
-from hpc_train.telemetry.sinks.wandb import WandbBackend
+from hpc_train.telemetry.sinks.wandb import Wandb
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,22 @@ def _wandb(session: Session) -> Backend | None:
     if settings.mode == "disabled":
         return None
     checkpoint = session.newest_checkpoint if settings.log_checkpoint else None
-    return WandbBackend(settings, Identity.of(session.config, session.run), session.tell, checkpoint)
+    return Wandb(settings, Identity.of(session.config, session.run), session.first_step, session.tell, checkpoint)
+
+
+def _mlflow(session: Session) -> Backend | None:
+    settings = session.config.telemetry.mlflow
+    if settings.uri is None:
+        return None
+    return Mlflow(settings, Identity.of(session.config, session.run), session.first_step, session.tell)
+
+
+def _csv(session: Session) -> Backend | None:
+    return Csv(session.run, session.first_step) if session.config.telemetry.csv else None
 
 
 # each returns its backend, or None if the config does not ask for it
-BACKENDS: tuple[Callable[[Session], Backend | None], ...] = (_tensorboard, _wandb)
+BACKENDS: tuple[Callable[[Session], Backend | None], ...] = (_tensorboard, _wandb, _mlflow, _csv)
 
 
 def open_sinks(session: Session) -> list[BackgroundSink]:
@@ -56,3 +69,31 @@ def open_sinks(session: Session) -> list[BackgroundSink]:
     """
     found = [create(session) for create in BACKENDS]
     return [BackgroundSink(backend, session.run, session.tell) for backend in found if backend is not None]
+
+
+Tell = Callable[[str], object]
+
+
+def _wandb_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:
+    return Wandb(config.telemetry.wandb, Identity.of(config, run), tell=tell, patience_s=0.0, replays=True)
+
+
+def _mlflow_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:
+    return Mlflow(config.telemetry.mlflow, Identity.of(config, run), tell=tell, patience_s=0.0)
+
+
+def _tensorboard_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:
+    return TensorBoard(run, patience_s=0.0)
+
+
+def _csv_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:
+    return Csv(run)
+
+
+# the trackers of ``sync``, whether or not the config asks for them
+REPLAYS: dict[str, Callable[[Config, RunDirectory, Tell], Backend]] = {
+    Wandb.name: _wandb_replay,
+    Mlflow.name: _mlflow_replay,
+    TensorBoard.name: _tensorboard_replay,
+    Csv.name: _csv_replay,
+}

@@ -9,28 +9,33 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from hpc_train.config.schema import WandbConfig
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.sink import Backend, Line
+from hpc_train.telemetry.sinks.sink import Line
+from hpc_train.telemetry.sinks.tracker import Position, Tracker
 
 SERVICE = "https://api.wandb.ai"
-OFFLINE = "recording offline, upload later with wandb sync"
+OFFLINE = "recording offline, send the metrics later with python -m hpc_train sync"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
 ARTIFACT_S = 600.0  # time limit to finish with the upload of a checkpoint
 SYNCS_ALL = (0, 29)  # the first version whose `wandb sync` keeps all attempts of an offline run, as in pyproject.toml
 
 
-class WandbBackend(Backend):
-    """Sends lines to W&B.
+class Wandb(Tracker):
+    """Sends lines to W&B. Recorded offline, it gets all lines of the attempt, and ``sync`` sends each step once.
 
     Args:
         tell: called with each message for the user.
         checkpoint: returns the directory of a checkpoint to upload as an artifact at the end; None uploads nothing.
+        replays: whether it serves ``sync``, which sends several runs and records nothing offline.
 
     Attributes:
         mode: online, offline or disabled; None until it has been determined.
@@ -38,27 +43,51 @@ class WandbBackend(Backend):
 
     name = "wandb"
     label = "W&B"
+    acknowledges = False  # the process of wandb sends in the background
     _run: Any
 
     def __init__(
         self,
         settings: WandbConfig,
         identity: Identity,
+        first_step: int = 0,
         tell: Callable[[str], object] = print,
         checkpoint: Callable[[], Path | None] | None = None,
+        replays: bool = False,
+        **more: Any,
     ) -> None:
+        super().__init__(RunDirectory(identity.directory), first_step, **more)
         self._settings = settings
         self._identity = identity
         self._tell = tell
         self._checkpoint = checkpoint
-        self.finish_s = Backend.finish_s if checkpoint is None else ARTIFACT_S
+        self._replays = replays
+        self.finish_s = Tracker.finish_s if checkpoint is None else ARTIFACT_S
         self.mode: str | None = None
         self.url: str | None = None
 
+    @property
+    def where(self) -> str:
+        return f"{service()}/{self._settings.entity or ''}/{self._settings.project}"
+
     def open(self) -> bool:
-        self.mode = resolve_mode(self._settings.mode, self._tell)
-        if self.mode == "disabled":
-            return False
+        self.mode = "online" if self._replays else resolve_mode(self._settings.mode, self._tell)
+        if self._replays and (why := why_offline()) is not None:
+            fix = "wandb login, or WANDB_API_KEY, on a machine with a route to the service"
+            raise UserError(f"W&B: {why}", where="WANDB_API_KEY, WANDB_BASE_URL", fix=fix)
+        if self.mode == "offline":
+            self._init()
+            return True
+        return self.mode == "online" and super().open()
+
+    def connect(self, position: Position) -> Position:
+        self._init()
+        if not self._run.resumed:
+            return replace(position, step=0)
+        step = self._run.summary.get("step")  # of the last line that has arrived
+        return replace(position, step=step if isinstance(step, int) else position.step)
+
+    def _init(self) -> None:
         import wandb
 
         if self.mode == "offline" and (old := _loses_attempts(wandb.__version__)):
@@ -75,15 +104,26 @@ class WandbBackend(Backend):
             dir=str(identity.directory),
             mode=self.mode,  # type: ignore[arg-type]
             # the agent logs the worker's output, and the run directory has a snapshot of the code
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                reinit="create_new" if self._replays else "default",
+            ),
         )
         self.url = self._run.url
         # use a custom step, because W&B drops lines with a smaller step, which a resume produces
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        return True
 
     def write(self, lines: Sequence[Line]) -> None:
+        if self.mode == "offline":
+            self.send(lines)
+        else:
+            super().write(lines)
+
+    def send(self, lines: Sequence[Line]) -> None:
         for line in lines:
             self._run.log(line)
 
@@ -93,6 +133,12 @@ class WandbBackend(Backend):
         self._run.log({"step": step, name: wandb.Html(f"<pre>{html.escape(text)}</pre>")})  # keeps the line breaks
 
     def finish(self) -> None:
+        if self.mode == "offline":
+            self.disconnect()
+        else:
+            super().finish()
+
+    def disconnect(self) -> None:
         folder = None if self._checkpoint is None else self._checkpoint()
         if folder is not None:
             import wandb
@@ -118,6 +164,11 @@ def _loses_attempts(version: str) -> str | None:
     )
 
 
+def service() -> str:
+    """Returns the address of the W&B service."""
+    return os.environ.get("WANDB_BASE_URL") or SERVICE
+
+
 def resolve_mode(asked: str, tell: Callable[[str], object] = print) -> str:
     """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else it is
     offline, which is told unless there is no key and ``auto`` was asked.
@@ -125,15 +176,20 @@ def resolve_mode(asked: str, tell: Callable[[str], object] = print) -> str:
     chosen = os.environ.get("WANDB_MODE", "") if asked == "auto" else asked
     if chosen in ("offline", "disabled") or (asked == "auto" and chosen == "online"):
         return chosen
-    service = os.environ.get("WANDB_BASE_URL") or SERVICE
-    if not _has_key(service):
-        if asked == "online":
-            tell(f"W&B: there is no API key for {service}; {OFFLINE}. Before the next run: wandb login")
-        return "offline"
-    if not _answers(service):
-        tell(f"W&B: {service} did not respond within {ANSWER_S:g} s; {OFFLINE}")
-        return "offline"
-    return "online"
+    why = why_offline()
+    if why is None:
+        return "online"
+    if asked == "online" or _has_key(service()):
+        tell(f"W&B: {why}; {OFFLINE}")
+    return "offline"
+
+
+def why_offline() -> str | None:
+    """Returns why nothing can be sent to the service from here; None if it responds and there is a key."""
+    address = service()
+    if not _has_key(address):
+        return f"there is no API key for {address}; wandb login stores one"
+    return None if _answers(address) else f"{address} did not respond within {ANSWER_S:g} s"
 
 
 def _has_key(service: str) -> bool:

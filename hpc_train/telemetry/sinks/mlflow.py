@@ -1,0 +1,159 @@
+"""Sends the metrics of a run to an MLflow server. All attempts of a run log to one MLflow run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from hpc_train.config.mlflow_server import server_uri
+from hpc_train.config.schema import MlflowConfig
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.sink import HEAD, Line
+from hpc_train.telemetry.sinks.tracker import Position, Tracker
+
+RUN_TAG, STEP_TAG, SWEEP_TAG = "hpc_train.run_id", "hpc_train.step", "hpc_train.sweep"
+BATCH_METRICS = 1000  # the server's limits for one request
+BATCH_PARAMS = 100
+PARAM_CHARACTERS = 6000
+NOT_IN_NAMES = re.compile(r"[^\w\-./ :]")
+
+
+class Mlflow(Tracker):
+    """Sends lines to an MLflow server.
+
+    The server is told the last step in the same request as its values, so each step arrives once even if the process
+    is killed.
+
+    Args:
+        tell: called with each message for the user.
+
+    Raises:
+        UserError: the extra ``hpc_train[mlflow]`` is not installed, or the address is not that of a server.
+    """
+
+    name = "mlflow"
+    label = "MLflow"
+    _client: Any
+
+    def __init__(
+        self,
+        settings: MlflowConfig,
+        identity: Identity,
+        first_step: int = 0,
+        tell: Callable[[str], object] = print,
+        **more: Any,
+    ) -> None:
+        super().__init__(RunDirectory(identity.directory), first_step, **more)
+        self.uri = server_uri(settings)
+        check_installed()
+        self._experiment = settings.experiment
+        self._identity = identity
+        self._tell = tell
+        self._texts = True
+        self._url: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.uri} {self._experiment}"
+
+    def connect(self, position: Position) -> Position:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(self.uri)
+        run = find_or_create(self._client, self._experiment, self._identity)
+        params = dict(flattened(self._identity.config))
+        missing = [(key, value) for key, value in params.items() if key not in run.data.params]  # they are immutable
+        self._log_params(run.info.run_id, missing)
+        self._client.update_run(run.info.run_id, status="RUNNING")
+        self._url = f"{self.uri.rstrip('/')}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+        return replace(position, step=int(run.data.tags.get(STEP_TAG, 0)), run=run.info.run_id)
+
+    def send(self, lines: Sequence[Line]) -> None:
+        from mlflow.entities import RunTag
+
+        for last, metrics in _batches(lines):
+            self._client.log_batch(self.position.run, metrics=metrics, tags=[RunTag(STEP_TAG, str(last))])
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Stores a text as an artifact; the server may have no place for artifacts."""
+        if not self._texts:
+            return
+        try:
+            self._client.log_text(self.position.run, text, f"{name}/step-{step:08d}.txt")
+        except Exception as error:
+            self._texts = False
+            self._tell(f"MLflow: texts are not stored: {error}")
+
+    def disconnect(self) -> None:
+        total = self.directory.record().get("total_steps")
+        done = isinstance(total, int) and self.position.step >= total
+        # a run that has stopped before its last step waits for its next attempt
+        self._client.update_run(self.position.run, status="FINISHED" if done else "SCHEDULED")
+
+    def outcome(self) -> dict[str, Any]:
+        return {"url": self._url}
+
+    def _log_params(self, run_id: str, params: Sequence[tuple[str, str]]) -> None:
+        from mlflow.entities import Param
+
+        for first in range(0, len(params), BATCH_PARAMS):
+            chunk = params[first : first + BATCH_PARAMS]
+            self._client.log_batch(run_id, params=[Param(key, value) for key, value in chunk])
+
+
+def check_installed() -> None:
+    """Raises UserError if MLflow's client is not installed."""
+    if find_spec("mlflow") is None:
+        raise UserError(
+            "MLflow needs the package mlflow-skinny, which is not installed",
+            where="telemetry.mlflow.uri",
+            fix="pip install 'hpc_train[mlflow]'",
+        )
+
+
+def find_or_create(client: Any, experiment: str, identity: Identity) -> Any:
+    """Returns the MLflow run with the id of the run in a tag; all attempts and ``sync`` use the same one."""
+    found = client.get_experiment_by_name(experiment)
+    experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+    same = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{identity.run_id}'", max_results=1)
+    if same:
+        return same[0]
+    tags = {RUN_TAG: identity.run_id} | ({} if identity.group is None else {SWEEP_TAG: identity.group})
+    return client.create_run(experiment_id, tags=tags, run_name=identity.name)
+
+
+def flattened(config: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the dotted keys of a config and their values as text."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{head}{key}.")
+        else:
+            yield NOT_IN_NAMES.sub("_", f"{head}{key}"), str(value)[:PARAM_CHARACTERS]
+
+
+def _batches(lines: Sequence[Line]) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the metrics of whole lines, as many as fit into one request, with the last step of each batch."""
+    batch: list[Any] = []
+    last = 0
+    for line in lines:
+        metrics = list(_metrics(line))
+        if batch and len(batch) + len(metrics) > BATCH_METRICS:
+            yield last, batch
+            batch = []
+        batch += metrics
+        last = line["step"]
+    if batch:
+        yield last, batch
+
+
+def _metrics(line: Line) -> Iterator[Any]:
+    from mlflow.entities import Metric
+
+    for key, value in line.items():
+        if key not in HEAD and isinstance(value, int | float):
+            yield Metric(NOT_IN_NAMES.sub("_", key), float(value), int(1000 * line["time"]), line["step"])

@@ -1,0 +1,166 @@
+"""Continues the one run of a tracker where the last attempt or ``sync`` has stopped sending.
+
+The run directory remembers for each tracker up to which step it has the metrics: ``tracking/wandb.json`` and so on.
+What is missing before the first new line is sent from the files in ``metrics/``. A lock lets one process send at a
+time. A tracker that cannot replace values gets each step once: if training goes back to a checkpoint, the steps that it
+does again are not sent again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.file_lock import STALE_S, Lock, LockHeld, LockOwner, acquire
+from hpc_train.run.files import patiently, read_json, write_json
+from hpc_train.telemetry.sinks.sink import Backend, Line
+
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Tells what a tracker has of a run.
+
+    Attributes:
+        where: the server and project.
+        step: the last step that was sent; 0 before the first.
+        run: the tracker's id of the run, if it chooses the ids.
+    """
+
+    where: str
+    step: int = 0
+    run: str | None = None
+
+    @classmethod
+    def read(cls, run: RunDirectory, name: str, where: str) -> Position:
+        """Returns the position at ``where``; that of another server or project does not count."""
+        path = _file(run, name)
+        found: dict[str, Any] = read_json(path) if path.exists() else {}
+        return cls(**found) if found.get("where") == where else cls(where)
+
+    def write(self, run: RunDirectory, name: str) -> None:
+        path = _file(run, name)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, asdict(self))
+
+
+def _file(run: RunDirectory, name: str) -> Path:
+    return run.path / "tracking" / f"{name}.json"
+
+
+class Tracker(Backend):
+    """A backend that continues where the run has stopped sending.
+
+    Args:
+        first_step: completed steps when the attempt begins. What is missing up to it is sent first.
+        patience_s: seconds to wait for another process that sends the metrics of this run. The last attempt may have
+            been killed on another machine, which shows only after ``STALE_S``.
+
+    Attributes:
+        replaces: whether the tracker can replace the values of steps that are done again.
+        acknowledges: whether lines have arrived when ``send`` returns, else when ``disconnect`` returns.
+    """
+
+    replaces: ClassVar[bool] = False
+    acknowledges: ClassVar[bool] = True
+
+    def __init__(self, run: RunDirectory, first_step: int, patience_s: float = STALE_S + 30.0) -> None:
+        self.directory = run
+        self._first_step = first_step
+        self._patience_s = patience_s
+        self._lock: Lock | None = None
+        self.position = Position("")
+
+    @property
+    def where(self) -> str:
+        """The server and project; another one gets all lines."""
+        raise NotImplementedError
+
+    def connect(self, position: Position) -> Position | None:
+        """Continues or creates the run of the tracker.
+
+        Returns:
+            What the tracker has, which may be more than the run directory remembers; None if it wants no lines.
+        """
+        raise NotImplementedError
+
+    def send(self, lines: Sequence[Line]) -> None:
+        """Sends lines whose steps increase."""
+        raise NotImplementedError
+
+    def disconnect(self) -> None:
+        """Ends the connection after the last line."""
+
+    def open(self) -> bool:
+        self._lock = self._acquired()
+        found = self.connect(Position.read(self.directory, self.name, self.where))
+        if found is None:
+            self.abandon()
+            return False
+        self.position = found
+        if found.step < self._first_step:
+            kept = [line for line in self.directory.read_metrics() if found.step < line["step"] <= self._first_step]
+            self._pass_on(kept)
+        return True
+
+    def write(self, lines: Sequence[Line]) -> None:
+        fresh: list[Line] = []
+        for line in lines:
+            last = fresh[-1]["step"] if fresh else self.position.step
+            if line["step"] > last:
+                fresh.append(line)
+            elif self.replaces:
+                self._pass_on(fresh)
+                fresh = [line]
+        self._pass_on(fresh)
+
+    def finish(self) -> None:
+        self.disconnect()
+        self.position.write(self.directory, self.name)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Lets another process send."""
+        if self._lock is not None:
+            patiently(self._lock.release)
+            self._lock = None
+
+    def _pass_on(self, lines: Sequence[Line]) -> None:
+        if lines:
+            self._check_turn()
+            self.send(lines)
+            self.position = replace(self.position, step=lines[-1]["step"])
+            if self.acknowledges:
+                self.position.write(self.directory, self.name)
+
+    def _check_turn(self) -> None:
+        if self._lock is not None:
+            if not self._lock.is_newest():
+                raise RuntimeError("another process has begun to send the metrics of this run")
+            self._lock.beat()
+
+    def _acquired(self) -> Lock:
+        """Acquires the lock.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                folder = self.directory.path / ".locks" / f"tracking-{self.name}"
+                return acquire(folder, LockOwner.of_this_process())
+            except LockHeld as held:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"{held.lock.owner()} already sends the metrics of {self.directory.path} to {self.label}",
+                        where="sync",
+                        fix="wait until it has ended",
+                    ) from None
+            time.sleep(POLL_S)

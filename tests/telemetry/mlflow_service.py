@@ -1,0 +1,112 @@
+"""A stand-in for an MLflow server on this machine: as much of its REST interface as a run asks for."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """Holds experiments and runs in memory; metrics are appended, as the real server does."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.params: dict[str, dict[str, str]] = {}
+        self.tags: dict[str, dict[str, str]] = {}
+        self.metrics: list[dict[str, Any]] = []
+        self.requests: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, call: str, given: dict[str, Any]) -> dict[str, Any] | None:
+        """What the server returns for a call such as ``runs/create``; None for 404."""
+        self.requests.append(call)
+        own = getattr(self, re.sub(r"\W", "_", call), None)
+        return None if own is None else own(given)
+
+    def experiments_get_by_name(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        found = self.experiments.get(given["experiment_name"])
+        return None if found is None else {"experiment": {"experiment_id": found, "name": given["experiment_name"]}}
+
+    def experiments_create(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.experiments[given["name"]] = str(len(self.experiments) + 1)
+        return {"experiment_id": self.experiments[given["name"]]}
+
+    def runs_create(self, given: dict[str, Any]) -> dict[str, Any]:
+        name = f"{len(self.runs):032x}"
+        own = {"run_id": name, "run_uuid": name, "experiment_id": given["experiment_id"], "status": "RUNNING"}
+        self.runs[name] = own | {"run_name": given.get("run_name", ""), "lifecycle_stage": "active"}
+        self.params[name] = {}
+        self.tags[name] = {tag["key"]: tag["value"] for tag in given.get("tags", [])}
+        return self.runs_get({"run_id": name})
+
+    def runs_get(self, given: dict[str, Any]) -> dict[str, Any]:
+        name = given["run_id"]
+        tags, params = ([{"key": key, "value": value} for key, value in each[name].items()]
+                        for each in (self.tags, self.params))  # fmt: skip
+        return {"run": {"info": self.runs[name], "data": {"tags": tags, "params": params}}}
+
+    def runs_search(self, given: dict[str, Any]) -> dict[str, Any]:
+        wanted = re.fullmatch(r"tags\.`(.+)` = '(.+)'", given["filter"])
+        assert wanted is not None
+        found = [name for name, tags in self.tags.items() if tags.get(wanted[1]) == wanted[2]]
+        return {"runs": [self.runs_get({"run_id": name})["run"] for name in found]}
+
+    def runs_update(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.runs[given["run_id"]]["status"] = given["status"]
+        return {"run_info": self.runs[given["run_id"]]}
+
+    def runs_log_batch(self, given: dict[str, Any]) -> dict[str, Any]:
+        for param in given.get("params", []):
+            assert self.params[given["run_id"]].setdefault(param["key"], param["value"]) == param["value"]
+        self.metrics += given.get("metrics", [])
+        self.tags[given["run_id"]] |= {tag["key"]: tag["value"] for tag in given.get("tags", [])}
+        return {}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Service
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Requests are not printed."""
+
+    def do_GET(self) -> None:
+        self._answer(dict(parse_qsl(urlsplit(self.path).query)))
+
+    def do_POST(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
+
+    do_PATCH = do_POST
+
+    def _answer(self, given: dict[str, Any]) -> None:
+        call = urlsplit(self.path).path.rpartition("/mlflow/")[2]
+        found = self.server.answer(call, given)
+        missing = {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": f"no {call}"}
+        data = json.dumps(missing if found is None else found).encode()
+        self.send_response(404 if found is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def service() -> Iterator[Service]:
+    """A running service; it ends with the context."""
+    started = Service()
+    threading.Thread(target=started.serve_forever, daemon=True).start()
+    try:
+        yield started
+    finally:
+        started.shutdown()
+        started.server_close()
