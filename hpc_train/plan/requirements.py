@@ -1,0 +1,101 @@
+"""Checks the user's model and the packages that a config needs, without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_train.config.schema import (
+    Config,
+    CustomDataConfig,
+    CustomModelConfig,
+    ImagesDataConfig,
+    ShardsDataConfig,
+    StreamDataConfig,
+)
+from hpc_train.config.source_check import check_call, check_imports, how_to_install, module_spec
+from hpc_train.errors import Mistakes, UserError
+from hpc_train.plan.optimizers import own_targets, parse_schedule
+
+
+def check_own_model(config: Config, stages: int) -> None:
+    """Checks the signature of ``model._target_``, and that its class can be cut if there are pipeline stages.
+
+    The class of a model in a container is not known here, and that of a function only from its annotation.
+
+    Raises:
+        UserError: the source shows that the model cannot be built or cut.
+    """
+    model = config.model
+    if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
+        return
+    where = "model._target_"
+    bases = check_call(model._target_, where, arguments=model.args, arguments_key="model.args").bases
+    if stages > 1 and bases and all(base.startswith("torch.nn.") for base in bases):
+        raise UserError(
+            f"{model._target_} is a torch.nn.Module, and only a hpc_train.models.model.Model can be cut into pipeline "
+            "stages",
+            where=f"strategy.pp={stages}, {where}",
+            fix="strategy=single, dp, zero1, zero2, zero3 or hsdp, or derive the class from Model, as "
+            "examples/own_pipeline_model.py does",
+        )
+
+
+def check_packages(config: Config) -> None:
+    """Checks that the packages which the config and the modules of the user need are installed.
+
+    Nothing is checked if the workers may have other packages than this process: in a container, after
+    ``cluster.setup``, or if torch is not installed here.
+
+    Raises:
+        UserError: packages are missing. The message reports all.
+    """
+    if config.cluster.container.image is not None or config.cluster.setup or module_spec("torch") is None:
+        return
+    mistakes = Mistakes()
+    for package, key, instead in _needed(config):
+        with mistakes.collected():
+            if module_spec(package) is None:
+                what = f"{key} needs {package}, which is not installed here"
+                raise UserError(what, where=key.partition("=")[0], fix=f"{how_to_install(package)}, or {instead}")
+    for path, where in dict.fromkeys(_paths(config)):
+        with mistakes.collected():
+            check_imports(path, where)
+    mistakes.report()
+
+
+def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields the packages that keys need, the keys, and what the user can set instead."""
+    if config.telemetry.tensorboard:
+        yield "tensorboard", "telemetry.tensorboard=true", "telemetry.tensorboard=false"
+    for key in ("file", "port"):
+        if (value := getattr(config.telemetry.prometheus, key)) is not None:
+            where = f"telemetry.prometheus.{key}"
+            yield "prometheus_client", f"{where}={value}", f"{where}=null"
+    if config.telemetry.otlp:
+        for package in ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http"):
+            yield package, "telemetry.otlp=true", "telemetry.otlp=false"
+    if config.telemetry.mlflow.uri is not None:
+        yield "mlflow", f"telemetry.mlflow.uri={config.telemetry.mlflow.uri}", "telemetry.mlflow.uri=null"
+    if config.optim.moments == "8bit":
+        yield "torchao", "optim.moments=8bit", "optim.moments=bf16, which needs no extra package"
+    if isinstance(config.data, ImagesDataConfig | ShardsDataConfig):
+        yield "PIL", f"data={config.data.kind}", "data=cifar100, which needs no extra package"
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields the import paths of the user in a config, and their keys."""
+    if isinstance(config.model, CustomModelConfig):
+        yield config.model._target_, "model._target_"
+    if isinstance(config.data, CustomDataConfig | StreamDataConfig):
+        yield config.data._target_, "data._target_"
+    if config.data.collate is not None:
+        yield config.data.collate, "data.collate"
+    for target in own_targets(config.optim):
+        assert target.path is not None
+        yield target.path, f"{target.where}._target_"
+    schedule = parse_schedule(config.optim.schedule)
+    if schedule.is_own:
+        yield schedule.name, "optim.schedule"
+    for group, targets in (("metrics", config.metrics), ("hooks", config.hooks)):
+        for name, each in targets.items():
+            yield each._target_, f"{group}.{name}._target_"

@@ -1,0 +1,254 @@
+"""The keys of the groups that operate a run: ``checkpoint``, ``elastic``, ``telemetry``, ``launch`` and ``run``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.schema.key import group, key
+
+
+@dataclass
+class CheckpointConfig:
+    """When and how checkpoints are saved. A run always saves on a stop request and at the end."""
+
+    every: str = key(
+        "auto",
+        "The interval between checkpoints: a number of steps (500), a time (30m, 2h), 0 for none, or auto, which "
+        "derives it from the cost of a save and the failure rate.",
+    )
+    keep: int = key(2, "The number of newest checkpoints to keep.", at_least=1)
+    keep_every: int = key(
+        0,
+        "Also keeps the first checkpoint of every interval of this many steps. 0 disables it.",
+        at_least=0,
+        unit="steps",
+    )
+    keep_best: str | None = key(
+        None,
+        "Also keeps the best checkpoint by this metric of evaluations, such as val_loss, and saves one at each "
+        "evaluation that is better than all before.",
+    )
+    best_mode: str = key(
+        "auto",
+        "Whether the lowest (min) or the highest (max) value of keep_best is the best. auto knows val_loss, "
+        "val_accuracy and the built-in metrics.",
+        choices=("auto", "min", "max"),
+    )
+    verify: str = key(
+        "full",
+        "What is verified before a checkpoint is loaded. full reads and hashes every byte; sizes compares file sizes.",
+        choices=("full", "sizes"),
+    )
+    visibility_timeout_s: float = key(
+        75.0,
+        "How long to wait for a missing or short file on a network file system. Attribute caches may be 60 s old.",
+        at_least=0,
+        unit="seconds",
+    )
+    asynchronous: bool | str = key(
+        "auto",
+        "Whether training continues while a copy of the state in host memory is written. auto is true on GPUs and "
+        "false on CPUs. Where host memory is short, saves are synchronous.",
+        choices=("auto",),
+    )
+    wait_for_room_s: float = key(
+        600.0,
+        "How long the last save of a run is retried while the disk is full or its server is unreachable.",
+        at_least=0,
+        unit="seconds",
+    )
+    archive: str | None = key(None, "A second directory that gets copies of the best and the last checkpoint.")
+    commit: str = key(
+        "auto",
+        "How a save is committed: rename of its directory, or a marker file COMMITTED for mounted buckets. auto "
+        "decides by the file system.",
+        choices=("auto", "rename", "marker"),
+    )
+
+
+@dataclass
+class ElasticConfig:
+    """How a run handles failures and stop requests."""
+
+    collective_timeout_s: float = key(600.0, "The timeout of a collective operation.", above=0, unit="seconds")
+    hang_timeout_s: str = key(
+        "auto",
+        "The number of seconds after which a step counts as a hang and the workers restart. 0 means no limit. auto "
+        "uses 5 times the slowest step, at least 3 s, and at least 120 s on several nodes or GPUs.",
+    )
+    stop_grace_s: float | int | str = key(
+        "auto",
+        "The time between a stop request and the kill of the workers. A job is asked to stop this long before its "
+        "time limit. auto derives it from the duration of a save.",
+        choices=("auto",),
+        above=0,
+        unit="seconds",
+    )
+    max_requeues: int = key(
+        10, "The number of requeues of a Slurm job. Each requires a new checkpoint since the previous one."
+    )
+    spares: int = key(0, "Idle nodes besides cluster.nodes that replace lost nodes.", at_least=0, unit="nodes")
+    min_nodes: int | None = key(
+        None,
+        "The smallest number of nodes on which the run continues after it loses nodes. null requeues the job instead.",
+        at_least=1,
+        unit="nodes",
+    )
+    heartbeat_timeout_s: float = key(
+        15.0, "The time without a heartbeat after which a node counts as lost.", above=0, unit="seconds"
+    )
+    join_timeout_s: float = key(
+        300.0, "How long to wait for a node to join before the run continues without it.", above=0, unit="seconds"
+    )
+    exclude_hours: float = key(
+        24.0,
+        "How long a node's failures are remembered. A node that failed twice in this time is excluded.",
+        at_least=0,
+        unit="hours",
+    )
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: str = key(
+        "auto",
+        "The mode of wandb. auto is online if an API key is set and the service answers, else offline.",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    project: str = key("hpc_train", "The W&B project.")
+    entity: str | None = key(None, "The W&B entity. null uses the default of the account.")
+    log_checkpoint: bool = key(False, "Whether the last checkpoint is uploaded as an artifact.")
+
+
+@dataclass
+class MlflowConfig:
+    """MLflow, which needs a server and the extra hpc_train[mlflow]."""
+
+    uri: str | None = key(
+        None,
+        "The address of the MLflow server, such as http://HOST:5000. auto takes MLFLOW_TRACKING_URI. null sends "
+        "nothing during the training.",
+    )
+    experiment: str = key("hpc_train", "The MLflow experiment.")
+
+
+@dataclass
+class ProfileConfig:
+    """A profile of some steps, written to profile/ in the run directory."""
+
+    steps: str | None = key(None, "The steps to profile: 10, or 10-12. null profiles nothing.")
+    ranks: Any = key(0, "The ranks to profile: a rank, a list such as [0,3], or all.")
+
+
+@dataclass
+class PrometheusConfig:
+    """How a run shows its metrics to Prometheus."""
+
+    file: str | None = key(
+        None,
+        "A file that always has the current metrics in the text format of Prometheus. auto is metrics/current.prom in "
+        "the run directory. A directory, such as that of the node exporter, gets hpc_train_RUN_ID.prom.",
+    )
+    port: int | str | None = key(
+        None,
+        "The port at which the first node serves the metrics. auto or 0 takes a free one. null serves none.",
+        choices=("auto",),
+        at_least=0,
+        at_most=65535,
+    )
+    host: str = key(
+        "auto",
+        "The address or host name to serve them on. auto is the address at which the nodes meet, the name of the only "
+        "node, or outside of a job the loopback interface.",
+    )
+    token_file: str | None = key(
+        None,
+        "A file of mode 0600 with the token that Prometheus must send. null creates and uses "
+        "~/.config/hpc_train/prometheus.token where other machines can reach the port, and no token on loopback.",
+    )
+    targets_dir: str | None = key(
+        None, "A directory in which Prometheus looks for targets (file_sd_configs). The run has a file there."
+    )
+    interval_s: float = key(15.0, "The time between two updates, also of OTLP.", above=0, unit="seconds")
+
+
+@dataclass
+class TelemetryConfig:
+    """What is measured and where it is reported."""
+
+    log_every: int = key(10, "Steps between two log lines.", at_least=1, unit="steps")
+    wandb: WandbConfig = group(WandbConfig)
+    mlflow: MlflowConfig = group(MlflowConfig)
+    tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
+    csv: bool = key(False, "Whether metrics are also written to metrics.csv in the run directory, one row per step.")
+    prometheus: PrometheusConfig = group(PrometheusConfig)
+    otlp: bool = key(
+        False, "Whether metrics are also sent to the OpenTelemetry collector at $OTEL_EXPORTER_OTLP_ENDPOINT."
+    )
+    profile: ProfileConfig = group(ProfileConfig)
+
+
+@dataclass
+class LaunchConfig:
+    """How jobs are submitted with ``-m``."""
+
+    dry_run: bool = key(False, "Prints what would be submitted and writes nothing.")
+    detach: bool = key(False, "Exits after submission instead of waiting for the jobs.")
+    array_parallelism: int | str = key(
+        "auto",
+        "The number of jobs of a sweep that run at the same time. auto runs as many as fit.",
+        choices=("auto",),
+        at_least=1,
+    )
+    chain: int = key(
+        1, "The number of consecutive Slurm jobs of one run, for sites that do not requeue jobs.", at_least=1
+    )
+    confirm_gpu_hours: float = key(
+        50.0,
+        "A submission to Slurm that may cost more, including requeues, asks for confirmation.",
+        at_least=0,
+        unit="GPU hours",
+    )
+    yes: bool = key(False, "Confirms the submission without a question.")
+
+
+@dataclass
+class RunConfig:
+    """The run directory."""
+
+    root: str = key(
+        "outputs",
+        "The parent of run directories. conf/ uses $HPC_TRAIN_ROOT, else hpc_train in the site's scratch space, else "
+        "outputs.",
+    )
+    name: str | None = key(None, "The name of the run. A second call with the same name resumes the run.")
+    fork: str | None = key(
+        None,
+        "The name of a new run that starts from the newest checkpoint of run.name and may change its model, data, "
+        "batch and optimizer.",
+    )
+    group: str | None = key(None, "A Unix group whose members may read, resume and remove the run.")
+    max_gpu_hours: float | None = key(
+        None, "The budget of all jobs of the run. The run saves and stops when it is spent.", above=0, unit="GPU hours"
+    )
+    snapshot: bool = key(
+        True, "Whether jobs run from a copy of the git work tree, so that later edits do not affect waiting jobs."
+    )
+    entry: str | None = key(
+        None,
+        "package.module:function, which runs in every worker and not the trainer. It gets an hpc_train.loop.Context.",
+    )
+    args: dict[str, Any] = key({}, "The arguments of run.entry: +run.args.NAME=VALUE is context.args[NAME].")
+    command: Any = key(
+        None,
+        "A command that runs in every worker instead of the trainer, with the variables of torchrun: "
+        "[python, train.py, --lr, 0.1], or the same as one text.",
+    )
+    progress_dir: str | None = key(
+        None,
+        "A directory in which newer files show that run.command makes progress. null relies on the file "
+        "$HPC_TRAIN_PROGRESS.",
+    )
