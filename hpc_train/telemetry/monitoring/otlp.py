@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-EXPORT_S = 5.0  # time limit of one export, with its retries
+EXPORT_S = 10.0  # time limit of one export, with its retries
 UNITS = {"seconds": "s", "bytes": "By", "bytes/second": "By/s", "1/second": "1/s", "ratio": "1", "": "1"}
 
 
