@@ -38,7 +38,7 @@ COMMANDS = {
     "resume": Command("submitted:resume", "submit a run again", _MANAGE),
     "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE),
     "cancel": Command("submitted:cancel", "end runs", _MANAGE),
-    "checkpoint": Command("checkpoint:main", "list, verify, export and import checkpoints", _MANAGE),
+    "checkpoint": Command("checkpoint:main", "list, verify, export, promote and import checkpoints", _MANAGE),
     "evaluate": Command("evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE),
     "generate": Command("generate:main", "texts that a language model continues", _USE),
     "prepare": Command("prepare:main", "token files and image shards", _PREPARE),

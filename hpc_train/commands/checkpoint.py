@@ -1,4 +1,4 @@
-"""``python -m hpc_train checkpoint`` lists, verifies, exports and imports the checkpoints of a run."""
+"""``python -m hpc_train checkpoint`` lists, verifies, exports, promotes and imports the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from hpc_train.checkpoint.listing import (
+    NEWEST,
     Listed,
     choose,
     find_run,
@@ -27,11 +28,14 @@ from hpc_train.checkpoint.listing import (
     list_set_aside,
 )
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.evaluation import LOWEST_LOSS, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
+from hpc_train.registry.registry import REGISTRIES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
+from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.units import format_bytes, format_duration
 
 _EPILOG = """\
@@ -42,6 +46,8 @@ examples:
   python -m hpc_train checkpoint export mine --to mine.pt --format pt
   python -m hpc_train checkpoint export mine --to ema.pt --format pt --weights ema
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
+  python -m hpc_train checkpoint promote mine --checkpoint best --as production
+  python -m hpc_train checkpoint import wandb:team/project/mine:production --to mine2
   python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
 TRIES = 5  # with a run that prunes
@@ -57,6 +63,7 @@ def main(arguments: list[str]) -> int:
         "list": _list,
         "verify": _verify,
         "export": _export,
+        "promote": _promote,
         "import": _import,
     }
     return actions[options.action](options)
@@ -69,12 +76,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|promote|import")
     listed = actions.add_parser("list", help="list steps, ages, sizes and layouts; check file names and sizes")
     verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
     exported = actions.add_parser("export", help="export the model in Hugging Face's format or as one .pt file")
-    imported = actions.add_parser("import", help="import published weights, such as a Llama, for runs to start from")
-    for action in (listed, verified, exported):
+    promoted = actions.add_parser("promote", help="verify a checkpoint and store it in a model registry")
+    imported = actions.add_parser("import", help="import published weights or a promoted checkpoint as a run")
+    for action in (listed, verified, exported, promoted):
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
     for action in (verified, exported):
         action.add_argument("--step", type=int, metavar="N", help="the step (default: verify all, export the newest)")
@@ -84,19 +92,38 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument(
         "--weights", metavar="HOOK", help="export the weights that this hook keeps, such as ema, instead of the model's"
     )
-    imported.add_argument("source", type=Path, metavar="DIR", help="directory with config.json and safetensors files")
+    _add_promotion(promoted)
+    imported.add_argument(
+        "source",
+        metavar="DIR|REFERENCE",
+        help="directory with config.json and safetensors files, or mlflow:NAME@ALIAS, wandb:ENTITY/PROJECT/NAME:ALIAS",
+    )
     imported.add_argument(
         "--to", required=True, metavar="NAME", help="name of the new run; train with run.name=NAME run.fork=NEW"
     )
     imported.add_argument(
         "--dtype", choices=DTYPES[:2], default="float32", help="float64 for runs with precision=fp64 (default: float32)"
     )
-    for action in (verified, exported, imported):
+    for action in (verified, exported, promoted, imported):
         action.add_argument("--submit", action="store_true", help="run as a Slurm job with the run's cluster config")
         action.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
-    for action in (listed, verified, exported, imported):
+    for action in (listed, verified, exported, promoted, imported):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+def _add_promotion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        default=NEWEST,
+        metavar="newest|best|STEP",
+        help="best has the best checkpoint.keep_best, or val_loss without it (default: %(default)s)",
+    )
+    parser.add_argument("--to", choices=REGISTRIES, default=REGISTRIES[0], help="the registry (default: %(default)s)")
+    parser.add_argument("--name", help="the name of the model (default: that of the run)")
+    parser.add_argument(
+        "--as", dest="aliases", action="append", default=[], metavar="ALIAS", help="set an alias, e.g. production"
+    )
 
 
 def _submit(arguments: list[str], options: argparse.Namespace) -> int:
@@ -166,10 +193,40 @@ def _export(options: argparse.Namespace) -> int:
     return Exit.DONE
 
 
+def _promote(options: argparse.Namespace) -> int:
+    from hpc_train.registry.promotion import promote
+
+    run = find_run(options.run, _root(), options.action)
+    config = load(run)
+    metric = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode) or LOWEST_LOSS
+    name = options.name or Identity.of(config, run).name.replace("/", "-")
+    result = promote(run, config, options.to, options.checkpoint, metric, name, options.aliases, _bar)
+    if options.json:
+        print(json.dumps(result))
+        return Exit.DONE
+    aliases = f" as {', '.join(result['aliases'])}" if result["aliases"] else ""
+    print(f"step {result['step']} is version {result['version']} of {name}{aliases}; to import it:")
+    print(f"  python -m hpc_train checkpoint import {result['reference']} --to NEW")
+    return Exit.DONE
+
+
 def _import(options: argparse.Namespace) -> int:
+    from hpc_train.registry.importing import import_reference, is_reference
+
+    if is_reference(options.source):
+        from hpc_train.config.compose import compose, typed
+
+        result = import_reference(options.source, options.to, _root(), typed(compose([])))
+        about = f"step {result['step']} of {result['lineage']['run']} is in {result['path']}"
+        print(json.dumps(result) if options.json else f"{about}; train from it with run.name={options.to} run.fork=NEW")
+        return Exit.DONE
+    return _import_files(options)
+
+
+def _import_files(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.transfer import import_hf
 
-    result = import_hf(options.source, options.to, _root(), options.dtype, _bar)
+    result = import_hf(Path(options.source), options.to, _root(), options.dtype, _bar)
     if options.json:
         print(json.dumps(result))
         return Exit.DONE

@@ -101,6 +101,9 @@ class BestMetric:
         return math.isfinite(value) and better
 
 
+LOWEST_LOSS = BestMetric("val_loss", highest=False)  # of a run without checkpoint.keep_best
+
+
 def best_metric(name: str | None, mode: str) -> BestMetric | None:
     """Returns the metric ``name`` of ``checkpoint.keep_best``, or None; ``mode`` is ``checkpoint.best_mode``."""
     return None if name is None else BestMetric(name, highest_is_best(name, mode, "checkpoint.best_mode"))

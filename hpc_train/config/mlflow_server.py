@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from urllib.parse import urlsplit
 
 from hpc_train.config.schema import MlflowConfig
@@ -35,3 +36,22 @@ def server_uri(settings: MlflowConfig) -> str:
         where="telemetry.mlflow.uri, MLFLOW_TRACKING_URI",
         fix="start `mlflow server --backend-store-uri sqlite:///mlflow.db --host HOST`, and set http://HOST:5000",
     )
+
+
+ANSWER_S = 5.0
+
+
+def check_answers(uri: str) -> None:
+    """Raises UserError if no server accepts connections at ``uri``; MLflow's client itself tries for minutes."""
+    address = urlsplit(uri)
+    if address.scheme not in ("http", "https") or address.hostname is None:
+        return
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise UserError(
+            f"the MLflow server {address.hostname}:{port} does not respond: {error}",
+            where="telemetry.mlflow.uri, MLFLOW_TRACKING_URI",
+            fix="start the server, or run the command on a machine with a route to it",
+        ) from error

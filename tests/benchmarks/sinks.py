@@ -3,7 +3,7 @@
     python -m tests.benchmarks.sinks [--pairs 10] [--steps 400] [overrides]
 
 All means TensorBoard, CSV, W&B (offline), MLflow, the metrics file, the HTTP endpoint, which is scraped every second,
-and OTLP; MLflow and OTLP send to a server of this script that accepts everything. Every step is a line of metrics, and
+and OTLP; MLflow and OTLP send to stand-ins on this machine. Every step is a line of metrics, and
 the monitoring is updated every second: both are more often than in a usual run. The time of a step is the median over
 the steps of a run, without the first tenth. The result is the median of the pairs' ratios, with the range of its middle
 half. It needs a quiet machine.
@@ -26,10 +26,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from hpc_train.run.directory import RunDirectory
+from tests.telemetry.mlflow_service import service
 
 ROOT = Path(__file__).parents[2]
 CASE = [
     "+strategy=dp", "cluster=local", "cluster.cpu_workers=1", "data=synthetic", "data.validation_samples=8",
+    "data.sequence_length=64",
     "train.eval_every=0", "checkpoint.every=0", "telemetry.log_every=1", "batch.global_size=8",
 ]  # fmt: skip
 OFF = ["telemetry.wandb.mode=disabled"]
@@ -45,8 +47,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     options, overrides = parser.parse_known_args()
     ratios: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="hpc_train-sinks-") as folder, accepting() as url:
-        on = [*ON, f"telemetry.mlflow.uri={url}"]
+    with tempfile.TemporaryDirectory(prefix="hpc_train-sinks-") as folder, accepting() as url, service() as mlflow:
+        on = [*ON, f"telemetry.mlflow.uri={mlflow.url}"]
         for pair in range(options.pairs):
             times = {}
             for name, sinks in (("off", OFF), ("on", on)) if pair % 2 == 0 else (("on", on), ("off", OFF)):
@@ -92,21 +94,14 @@ def scrape(run: RunDirectory, ended: threading.Event) -> None:
 
 @contextmanager
 def accepting() -> Iterator[str]:
-    """Yields the URL of a server that accepts everything and answers as MLflow where a client reads the answer."""
-    run = {"info": {"run_id": "0" * 32, "run_uuid": "0" * 32, "experiment_id": "1", "status": "RUNNING"}, "data": {}}
-    experiment = {"experiment_id": "1", "name": "hpc_train", "lifecycle_stage": "active"}
-    body = json.dumps({"run": run, "experiment": experiment, "experiment_id": "1", "runs": [], "metrics": []}).encode()
+    """Yields the URL of a server that accepts everything, as a collector of OpenTelemetry."""
 
     class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
+        def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", "0")
             self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = do_PATCH = answer
 
         def log_message(self, format: str, *arguments: object) -> None:
             """Requests are not printed."""

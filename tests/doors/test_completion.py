@@ -26,7 +26,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("s", ["script", "stacks", "status"]),
+        ("s", ["script", "stacks", "status", "sync"]),
         ("help lo", ["logs"]),
         ("logs ", ["lr", "mine"]),
         ("why lr/", ["lr/0", "lr/1"]),

@@ -102,13 +102,17 @@ from pathlib import Path
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.cifar100 import CIFAR100Dataset
 from tests.data.test_pictures import write_cifar
+from hpc_train.config.schema import MlflowConfig
+from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.mlflow import Mlflow
+Mlflow(MlflowConfig(uri="http://localhost:5000"), Identity("run", "run", None, Path("."), {}))
 sums = write_cifar(Path("."), {"train": 4})
 CIFAR100Dataset(CIFAR100DataConfig(path="."), "train", 0, md5=sums).sample(0, 0)
 """
 
 
 def build_parts(folder: Path, env: dict[str, str]) -> None:
-    """Builds a model with adapters, which needs no weights here, and CIFAR-100.
+    """Builds a model with adapters, which needs no weights here, CIFAR-100, and the client of an MLflow server.
 
     The files of the test are not the official ones, so their md5 is handed in.
     """

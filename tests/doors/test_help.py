@@ -12,7 +12,7 @@ from hpc_train.commands import COMMANDS
 from hpc_train.commands.bench import BENCHMARKS
 from hpc_train.version import __version__
 
-SUBCOMMANDS = {"checkpoint": ("list", "verify", "export", "import"), "bench": tuple(BENCHMARKS)}
+SUBCOMMANDS = {"checkpoint": ("list", "verify", "export", "promote", "import"), "bench": tuple(BENCHMARKS)}
 WITHOUT_JSON = ("train", "agent")  # `status RUN --json` gives the result of a training
 
 

@@ -35,6 +35,7 @@ TAKEN_AS_THEY_ARE = (
     "compare",
     "plot",
     "doctor",
+    "sync",
     "--help",
 )
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")

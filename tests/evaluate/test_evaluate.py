@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpc_train.checkpoint.listing import choose_by_name
-from hpc_train.commands.use_checkpoint import LOWEST_LOSS as VAL_LOSS
 from hpc_train.config.compose import compose, typed
+from hpc_train.config.evaluation import LOWEST_LOSS as VAL_LOSS
 from hpc_train.errors import UserError
 from hpc_train.evaluate.config import evaluation_config
 from hpc_train.run.directory import RunDirectory

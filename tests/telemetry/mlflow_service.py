@@ -22,7 +22,10 @@ class Service(http.server.ThreadingHTTPServer):
         self.params: dict[str, dict[str, str]] = {}
         self.tags: dict[str, dict[str, str]] = {}
         self.metrics: list[dict[str, Any]] = []
-        self.requests: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.models: set[str] = set()
+        self.versions: list[dict[str, Any]] = []
+        self.aliases: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -30,7 +33,6 @@ class Service(http.server.ThreadingHTTPServer):
 
     def answer(self, call: str, given: dict[str, Any]) -> dict[str, Any] | None:
         """What the server returns for a call such as ``runs/create``; None for 404."""
-        self.requests.append(call)
         own = getattr(self, re.sub(r"\W", "_", call), None)
         return None if own is None else own(given)
 
@@ -46,6 +48,7 @@ class Service(http.server.ThreadingHTTPServer):
         name = f"{len(self.runs):032x}"
         own = {"run_id": name, "run_uuid": name, "experiment_id": given["experiment_id"], "status": "RUNNING"}
         self.runs[name] = own | {"run_name": given.get("run_name", ""), "lifecycle_stage": "active"}
+        self.runs[name]["artifact_uri"] = f"mlflow-artifacts:/{given['experiment_id']}/{name}/artifacts"
         self.params[name] = {}
         self.tags[name] = {tag["key"]: tag["value"] for tag in given.get("tags", [])}
         return self.runs_get({"run_id": name})
@@ -73,6 +76,38 @@ class Service(http.server.ThreadingHTTPServer):
         self.tags[given["run_id"]] |= {tag["key"]: tag["value"] for tag in given.get("tags", [])}
         return {}
 
+    def registered_models_create(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.models.add(given["name"])
+        return {"registered_model": {"name": given["name"]}}
+
+    def registered_models_get(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"registered_model": {"name": given["name"]}}
+
+    def model_versions_get(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"model_version": self.versions[int(given["version"]) - 1]}
+
+    def model_versions_create(self, given: dict[str, Any]) -> dict[str, Any]:
+        self.versions.append(given | {"version": str(len(self.versions) + 1), "status": "READY"})
+        return {"model_version": self.versions[-1]}
+
+    def model_versions_search(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"model_versions": [one for one in self.versions if given["filter"] == f"name='{one['name']}'"]}
+
+    def model_versions_get_download_uri(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"artifact_uri": self.versions[int(given["version"]) - 1]["source"]}
+
+    def registered_models_alias(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        if "version" in given:
+            self.aliases[given["alias"]] = given["version"]
+        if given["alias"] not in self.aliases:
+            return None
+        return {"model_version": self.versions[int(self.aliases[given["alias"]]) - 1]}
+
+    def listed(self, folder: str) -> dict[str, Any]:
+        """What a folder of artifacts holds."""
+        below = [path.removeprefix(f"{folder}/").split("/") for path in self.files if path.startswith(f"{folder}/")]
+        return {"files": [{"path": name, "is_dir": is_dir} for name, is_dir in {(p[0], len(p) > 1) for p in below}]}
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: Service
@@ -81,7 +116,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Requests are not printed."""
 
     def do_GET(self) -> None:
-        self._answer(dict(parse_qsl(urlsplit(self.path).query)))
+        given = dict(parse_qsl(urlsplit(self.path).query))
+        if self._artifact() is None:
+            self._answer(given)
+        elif self._artifact():
+            self._send(self.server.files[str(self._artifact())])
+        else:
+            self._send(json.dumps(self.server.listed(given.get("path", ""))).encode())
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                data += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        self.server.files[str(self._artifact())] = data
+        self._send(b"{}")
+
+    def _artifact(self) -> str | None:
+        """The path of the artifact that is asked for; empty for a list of them, None for other calls."""
+        match = re.search(r"/mlflow-artifacts/artifacts(?:/(.+))?$", urlsplit(self.path).path)
+        return None if match is None else match[1] or ""
 
     def do_POST(self) -> None:
         self._answer(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
@@ -92,8 +148,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         call = urlsplit(self.path).path.rpartition("/mlflow/")[2]
         found = self.server.answer(call, given)
         missing = {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": f"no {call}"}
-        data = json.dumps(missing if found is None else found).encode()
-        self.send_response(404 if found is None else 200)
+        self._send(json.dumps(missing if found is None else found).encode(), 404 if found is None else 200)
+
+    def _send(self, data: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from hpc_train.config.mlflow_server import server_uri
+from hpc_train.config.mlflow_server import check_answers, server_uri
 from hpc_train.config.schema import MlflowConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -31,6 +31,7 @@ class Mlflow(Tracker):
 
     Args:
         tell: called with each message for the user.
+        replays: whether it serves ``sync``, which fails at once if the server does not respond.
 
     Raises:
         UserError: the extra ``hpc_train[mlflow]`` is not installed, or the address is not that of a server.
@@ -46,6 +47,7 @@ class Mlflow(Tracker):
         identity: Identity,
         first_step: int = 0,
         tell: Callable[[str], object] = print,
+        replays: bool = False,
         **more: Any,
     ) -> None:
         super().__init__(RunDirectory(identity.directory), first_step, **more)
@@ -54,12 +56,18 @@ class Mlflow(Tracker):
         self._experiment = settings.experiment
         self._identity = identity
         self._tell = tell
+        self._replays = replays
         self._texts = True
         self._url: str | None = None
 
     @property
     def where(self) -> str:
         return f"{self.uri} {self._experiment}"
+
+    def open(self) -> bool:
+        if self._replays:
+            check_answers(self.uri)
+        return super().open()
 
     def connect(self, position: Position) -> Position:
         from mlflow.tracking import MlflowClient

@@ -79,7 +79,7 @@ def _wandb_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:
 
 
 def _mlflow_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:
-    return Mlflow(config.telemetry.mlflow, Identity.of(config, run), tell=tell, patience_s=0.0)
+    return Mlflow(config.telemetry.mlflow, Identity.of(config, run), tell=tell, patience_s=0.0, replays=True)
 
 
 def _tensorboard_replay(config: Config, run: RunDirectory, tell: Tell) -> Backend:

@@ -132,6 +132,10 @@ class Wandb(Tracker):
 
         self._run.log({"step": step, name: wandb.Html(f"<pre>{html.escape(text)}</pre>")})  # keeps the line breaks
 
+    def log_artifact(self, artifact: Any, aliases: Sequence[str]) -> Any:
+        """Uploads an artifact of the open run, and returns it when the service has it."""
+        return self._run.log_artifact(artifact, aliases=list(aliases)).wait()
+
     def finish(self) -> None:
         if self.mode == "offline":
             self.disconnect()
