@@ -9,6 +9,8 @@
 #                environment of its own that replaces that of the version before; TESTS=... runs others
 # make lint    ruff, mypy, import-linter
 # make docs    the documentation as web pages, in build/site
+# make monitoring-up, monitoring-down  a Prometheus of your own that scrapes your runs, e.g. those of make slurm-up, and
+#                Grafana with the dashboards where it is installed; MONITORING_INSTALL=1 installs Prometheus
 # make bench-peers  our step against Lightning Fabric, Accelerate and a bare loop, in an environment of their own
 # make bench-compression  the loss of the default task under each compression of gradients, as a plot; some minutes
 #
@@ -29,7 +31,7 @@ endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env \
-        install install-dev clean
+        monitoring-up monitoring-down install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -110,6 +112,12 @@ slurm-down:
 
 slurm-env:
 	@$(PYTHON) slurm/devcluster/devcluster.py env $(DEVCLUSTER)
+
+monitoring-up:
+	@$(PYTHON) deploy/monitoring/monitoring.py up $(MONITORING)
+
+monitoring-down:
+	@$(PYTHON) deploy/monitoring/monitoring.py down $(MONITORING)
 
 clean:
 	rm -rf .venv .venv-peers .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

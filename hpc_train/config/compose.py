@@ -261,6 +261,11 @@ def _absolute(config: Config) -> Config:
         config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
     if config.checkpoint.archive is not None:
         config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
+    prometheus = config.telemetry.prometheus
+    for key in ("file", "token_file", "targets_dir"):
+        path = getattr(prometheus, key)
+        if path is not None and (key, path) != ("file", "auto"):
+            setattr(prometheus, key, str(Path(path).expanduser().absolute()))
     return config
 
 

@@ -19,9 +19,10 @@ from hpc_train.errors import UserError, nearest
 IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
 
 _EXTRAS = {  # module -> the extra of hpc_train that installs it
-    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow", "peft": "lora",
-    "safetensors": "hf", "tensorboard": "tensorboard", "tokenizers": "tokenizers", "torchao": "8bit",
-    "torchmetrics": "metrics", "transformers": "hf",
+    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow",
+    "opentelemetry.exporter.otlp.proto.http": "otlp", "opentelemetry.sdk.metrics": "otlp", "peft": "lora",
+    "prometheus_client": "prometheus", "safetensors": "hf", "tensorboard": "tensorboard",
+    "tokenizers": "tokenizers", "torchao": "8bit", "torchmetrics": "metrics", "transformers": "hf",
 }  # fmt: skip
 
 
@@ -283,14 +284,19 @@ def method_parameters(path: str, method: str) -> list[str]:
 
 
 def module_spec(name: str) -> ModuleSpec | None:
-    """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages."""
+    """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages, except namespace
+    packages, which have no code.
+    """
     search: Sequence[str] | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
+        own = ".".join(parts[:depth])
         try:
-            spec = importlib.util.find_spec(parts[0]) if depth == 1 else PathFinder.find_spec(
-                ".".join(parts[:depth]), search
-            )  # fmt: skip
+            try:
+                spec = importlib.util.find_spec(own) if depth == 1 else PathFinder.find_spec(own, search)
+            except KeyError:  # a namespace package in one that is not imported
+                importlib.import_module(".".join(parts[: depth - 1]))
+                spec = PathFinder.find_spec(own, search)
         except (ImportError, ValueError):
             return None
         if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):

@@ -7,7 +7,15 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_train.config.schema import BatchConfig, CheckpointConfig, ClusterConfig, Config, ProfileConfig, StrategyConfig
+from hpc_train.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    ProfileConfig,
+    PrometheusConfig,
+    StrategyConfig,
+)
 from hpc_train.errors import UserError, nearest
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
@@ -96,6 +104,18 @@ def _ranks(given: Any) -> frozenset[int] | None:
         where="telemetry.profile.ranks",
         fix="a rank such as 0, a list such as [0,3], or all",
     )
+
+
+def check_prometheus(config: PrometheusConfig) -> None:
+    """Raises UserError if keys of the HTTP endpoint are set and there is none."""
+    for name in ("targets_dir", "token_file"):
+        if config.port is None and (value := getattr(config, name)) is not None:
+            raise UserError(
+                f"telemetry.prometheus.{name} is {value}, but telemetry.prometheus.port is not set: the run serves no "
+                "metrics",
+                where=f"telemetry.prometheus.{name}",
+                fix="telemetry.prometheus.port=auto",
+            )
 
 
 def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:

@@ -50,6 +50,7 @@ from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StopRequests, watch_signals
 from hpc_train.run.streams import nonfailing_streams
+from hpc_train.telemetry.monitoring.exporter import monitored
 
 if TYPE_CHECKING:
     from hpc_train.elastic.script import Script
@@ -152,7 +153,8 @@ def _run(
             session = Session(
                 run, config, allocation, node, end, stop, events, output, users, own, code, store, on_tick
             )
-            return session.work()
+            with monitored(run, config.telemetry, allocation, events) if allocation.node_rank == 0 else nullcontext():
+                return session.work()
 
 
 @contextmanager

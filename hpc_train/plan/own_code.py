@@ -54,7 +54,8 @@ NOTE_OF_ENTRY = (
     "run.entry: model, data, optim, precision, batch and train have only the effect that your function gives them"
 )
 NOTES_OF_COMMAND = (
-    "run.command: model, data, optim, precision, batch, train, checkpoint, telemetry and the preflight do not apply; "
+    "run.command: model, data, optim, precision, batch, train, checkpoint, the preflight, and telemetry except for "
+    "prometheus and otlp do not apply; "
     "the script saves and loads its own checkpoints",
 )
 HANGS = "hang detection is off for a process until it touches $HPC_TRAIN_PROGRESS, because run.progress_dir is not set"

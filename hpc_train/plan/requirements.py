@@ -67,6 +67,13 @@ def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields the packages that keys need, the keys, and what the user can set instead."""
     if config.telemetry.tensorboard:
         yield "tensorboard", "telemetry.tensorboard=true", "telemetry.tensorboard=false"
+    for key in ("file", "port"):
+        if (value := getattr(config.telemetry.prometheus, key)) is not None:
+            where = f"telemetry.prometheus.{key}"
+            yield "prometheus_client", f"{where}={value}", f"{where}=null"
+    if config.telemetry.otlp:
+        for package in ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http"):
+            yield package, "telemetry.otlp=true", "telemetry.otlp=false"
     if config.telemetry.mlflow.uri is not None:
         yield "mlflow", f"telemetry.mlflow.uri={config.telemetry.mlflow.uri}", "telemetry.mlflow.uri=null"
     if config.optim.moments == "8bit":

@@ -27,6 +27,7 @@ from hpc_train.config.source_check import check_call
 from hpc_train.config.values import (
     check_divides,
     check_profiled_steps,
+    check_prometheus,
     node_range,
     parse_hang_timeout,
     parse_recomputation,
@@ -127,6 +128,7 @@ def check_values(config: Config) -> None:
         lambda: node_range(config.cluster),
         lambda: _check_fabric_variables(config.cluster.fabric),
         lambda: preflight_actions(config.cluster),
+        lambda: check_prometheus(config.telemetry.prometheus),
         lambda: None if config.telemetry.mlflow.uri is None else server_uri(config.telemetry.mlflow),
         lambda: parse_save_every(config.checkpoint.every),
         lambda: parse_recomputation(config.train.activation_checkpointing),

@@ -66,7 +66,7 @@ def runs(folder: Path) -> list[list[str]]:
     custom = ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", *short]
     return [
         ["+strategy=hybrid", *gpt, "data=text", "data.pattern=json/*.py", "cluster=local", "telemetry.tensorboard=true",
-         "telemetry.profile.steps=1", "data.packing=true",
+         "telemetry.prometheus.port=auto", "telemetry.profile.steps=1", "data.packing=true",
          "checkpoint.every=2", "telemetry.wandb.mode=offline", "strategy.compression=powersgd"],
         ["+strategy=zero2", *TINY, *two, "+hooks=ema", "+metrics=f1", "checkpoint.keep_best=val_f1",
          "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd",

@@ -169,6 +169,9 @@ THREADS = {  # module: whether its threads may call CUDA
     "run/files.py": "no",
     "slurm/site.py": "no",
     "telemetry/messages.py": "no",
+    "telemetry/monitoring/exporter.py": "no",
+    "telemetry/monitoring/otlp.py": "no",
+    "telemetry/monitoring/prometheus.py": "no",
     "telemetry/sinks/background.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",
 }

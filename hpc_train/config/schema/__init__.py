@@ -33,6 +33,7 @@ from hpc_train.config.schema.operation import (
     MessagesConfig,
     MlflowConfig,
     ProfileConfig,
+    PrometheusConfig,
     RunConfig,
     TelemetryConfig,
     WandbConfig,
@@ -44,9 +45,9 @@ __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
     "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MessagesConfig", "MixtureDataConfig",
-    "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "RunConfig",
-    "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig", "TargetConfig",
-    "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+    "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "PrometheusConfig",
+    "RunConfig", "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig",
+    "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 

@@ -156,6 +156,38 @@ class MessagesConfig:
 
 
 @dataclass
+class PrometheusConfig:
+    """How a run shows its metrics to Prometheus."""
+
+    file: str | None = key(
+        None,
+        "A file that always has the current metrics in the text format of Prometheus. auto is metrics/current.prom in "
+        "the run directory. A directory, such as that of the node exporter, gets hpc_train_RUN_ID.prom.",
+    )
+    port: int | str | None = key(
+        None,
+        "The port at which the first node serves the metrics. auto or 0 takes a free one. null serves none.",
+        choices=("auto",),
+        at_least=0,
+        at_most=65535,
+    )
+    host: str = key(
+        "auto",
+        "The address or host name to serve them on. auto is the address at which the nodes meet, the name of the only "
+        "node, or outside of a job the loopback interface.",
+    )
+    token_file: str | None = key(
+        None,
+        "A file of mode 0600 with the token that Prometheus must send. null creates and uses "
+        "~/.config/hpc_train/prometheus.token where other machines can reach the port, and no token on loopback.",
+    )
+    targets_dir: str | None = key(
+        None, "A directory in which Prometheus looks for targets (file_sd_configs). The run has a file there."
+    )
+    interval_s: float = key(15.0, "The time between two updates, also of OTLP.", above=0, unit="seconds")
+
+
+@dataclass
 class TelemetryConfig:
     """What is measured and where it is reported."""
 
@@ -164,6 +196,10 @@ class TelemetryConfig:
     mlflow: MlflowConfig = group(MlflowConfig)
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
     csv: bool = key(False, "Whether metrics are also written to metrics.csv in the run directory, one row per step.")
+    prometheus: PrometheusConfig = group(PrometheusConfig)
+    otlp: bool = key(
+        False, "Whether metrics are also sent to the OpenTelemetry collector at $OTEL_EXPORTER_OTLP_ENDPOINT."
+    )
     profile: ProfileConfig = group(ProfileConfig)
     messages: MessagesConfig = group(MessagesConfig)
     gpu_idle_minutes: float = key(
