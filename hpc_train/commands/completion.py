@@ -27,7 +27,8 @@ _hpc_train() {
 complete -o nospace -o default -F _hpc_train hpc-train
 """
 OF_RUNS = (
-    "status", "logs", "why", "plot", "stacks", "wait", "resume", "retry", "cancel", "checkpoint", "evaluate", "generate"
+    "status", "logs", "why", "plot", "report", "stacks", "wait", "resume", "retry", "cancel", "checkpoint",
+    "evaluate", "generate",
 )  # fmt: skip
 OVERRIDES = ("train", "freeze", "script", "doctor", "bench", "evaluate", "generate")  # they take overrides
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +36,12 @@ class TableRow(Protocol):
 
     @property
     def config(self) -> Config: ...
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def asked_nodes(self) -> int | str: ...
 
     @property
     def run(self) -> RunDirectory: ...
@@ -92,9 +99,9 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
     left = "" if seconds is None else format_duration(seconds)
     return (
         str(job.number),
-        job.config.strategy.name,
+        job.strategy,
         view.state,
-        str(view.nodes or job.config.cluster.nodes),
+        str(view.nodes or job.asked_nodes),
         "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
         "" if loss is None else f"{loss:.4f}",
         "" if speed is None else f"{speed:,.0f}",
@@ -160,32 +167,57 @@ def print_results(
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def table_of(
+@dataclass(frozen=True)
+class JobRows:
+    """Holds the rows of a table of jobs, for a terminal or a page.
+
+    Attributes:
+        names: the first columns, which hold words.
+        numbers: the other columns.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def rows_of(
     jobs: Sequence[TableRow], views: Sequence[View], comparison: Comparison, shown: Sequence[int], *, ended: bool
-) -> Table:
-    """Returns a table with the state, the overrides that differ, and the metrics of jobs.
+) -> JobRows:
+    """Returns the state, the overrides that differ, and the metrics of jobs.
 
     Args:
         shown: the indices of the jobs in the table.
-        ended: the jobs have ended: show their directories instead of their speed.
+        ended: the jobs have ended: leave out their speed.
     """
     metric, best, values = comparison.ranked_by(views).name, comparison.best(views), comparison.values(views)
-    table = Table(box=None, pad_edge=False)
-    for name in ("job", "strategy", *comparison.columns, "state"):
-        table.add_column(name)
-    for name in ("nodes", "step", "loss", *([] if metric == "loss" else [metric])):
-        table.add_column(name, justify="right")
-    for name in () if ended else ("tokens/s", "time left", "restarts"):
-        table.add_column(name, justify="right")
-    if ended:
-        table.add_column("run directory", overflow="fold")
+    names = ("job", "strategy", *comparison.columns, "state")
+    numbers = ("nodes", "step", "loss", *([] if metric == "loss" else [metric]))
+    rows = []
     for index in shown:
         job, value = jobs[index], values[index]
         number, strategy, state, nodes, step, loss, *rest = cells(job, views[index])
         measured = [loss] if metric == "loss" else [loss, "" if value is None else f"{value:.4f}"]
         measured[-1] += BEST if index == best else ""
-        last = [_short_path(job.run.path)] if ended else rest
-        table.add_row(*map(Text, (number, strategy, *comparison.row(job.run), state, nodes, step, *measured, *last)))
+        own = (number, strategy, *comparison.row(job.run), state, nodes, step, *measured)
+        rows.append((*own, *([] if ended else rest)))
+    return JobRows(names, (*numbers, *(() if ended else ("tokens/s", "time left", "restarts"))), tuple(rows))
+
+
+def table_of(
+    jobs: Sequence[TableRow], views: Sequence[View], comparison: Comparison, shown: Sequence[int], *, ended: bool
+) -> Table:
+    """Returns ``rows_of`` as a table for a terminal; the rows of ``ended`` jobs end with their directories."""
+    found = rows_of(jobs, views, comparison, shown, ended=ended)
+    table = Table(box=None, pad_edge=False)
+    for name in found.names:
+        table.add_column(name)
+    for name in found.numbers:
+        table.add_column(name, justify="right")
+    if ended:
+        table.add_column("run directory", overflow="fold")
+    for index, row in zip(shown, found.rows, strict=True):
+        table.add_row(*map(Text, (*row, *([_short_path(jobs[index].run.path)] if ended else []))))
     return table
 
 

@@ -78,6 +78,17 @@ class RunHandle:
             return {}
         return found if isinstance(found, dict) else {}
 
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy in the frozen config; empty if it is not readable."""
+        return str((self.plain_config.get("strategy") or {}).get("name", ""))
+
+    @property
+    def asked_nodes(self) -> int | str:
+        """The nodes that the frozen config asks for; empty if it is not readable."""
+        nodes: int | str = (self.plain_config.get("cluster") or {}).get("nodes", "")
+        return nodes
+
     def lives_here(self) -> bool:
         return is_alive(self.submission)
 
