@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_train.launch.page.markup import Html, joined, picture, tag
@@ -180,16 +180,3 @@ def colour_key(names: Sequence[tuple[str, str]]) -> Html:
 
 def _patch(colour: str) -> Html:
     return tag("svg", tag("path", d="M0 0H24V12H0z", fill=f"var(--{colour})"), viewBox="0 0 24 12", aria_hidden="true")
-
-
-def pieces(points: Sequence[Point | None]) -> Iterator[list[Point]]:
-    """Yields the parts of a line between its gaps (None)."""
-    part: list[Point] = []
-    for point in points:
-        if point is not None:
-            part.append(point)
-        elif part:
-            yield part
-            part = []
-    if part:
-        yield part

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from hpc_train.launch.page.chart import Point, Series, line_chart, pieces
+from collections.abc import Iterator
+
+from hpc_train.launch.page.chart import Point, Series, line_chart
 from hpc_train.launch.page.facts import Line, RunFacts
 from hpc_train.launch.page.markup import Html, section, tag
+from hpc_train.units import counted
 
 LOST = "lost work, done again or to be done again"
 
 
 def losses(facts: RunFacts) -> Html:
     """Returns the section with the loss curves."""
-    training = [_point(line, "loss") for line in facts.lines]
-    if not any(training):
+    skipped = sum(_point(line) is None for line in facts.lines)
+    if skipped == len(facts.lines):
         return section("Loss", tag("p", _why_none(facts)))
-    lost = [Series(LOST, part, "lost", dashed=True) for part in pieces(_of(facts, True))]
-    kept = [Series("training loss", part, "c0") for part in pieces(_of(facts, False))]
+    lost = [Series(LOST, part, "lost", dashed=True) for part in _lost_parts(facts)]
+    kept = Series("training loss", facts.values("loss"), "c0")
     validation = facts.values("val_loss")
-    series = [*lost, *kept, Series("validation loss", validation, "c1", dots=True)]
-    count, skipped = sum(facts.lost), sum(point is None for point in training)
+    series = [*lost, kept, Series("validation loss", validation, "c1", dots=True)]
+    count = sum(facts.lost)
     words = [_words(facts, validation)]
-    words += [f"{count} logged steps were lost: a failure or a rollback came after their last checkpoint."] * bool(
-        count
-    )
-    words += [f"{skipped} logged losses were not finite and are not drawn."] * bool(skipped)
+    if count:
+        words.append(f"{_steps(count)} lost: a failure or a rollback came after the last checkpoint before it.")
+    if skipped:
+        words.append(f"{skipped} of {len(facts.lines)} logged losses are missing or not finite, and are not drawn.")
     chart = line_chart("Loss over steps", " ".join(words), series, "step")
     return section("Loss", tag("p", " ".join(words)), chart)
 
@@ -34,21 +37,30 @@ def _why_none(facts: RunFacts) -> str:
     return "No step was logged, so there is no loss to show."
 
 
-def _point(line: Line, key: str) -> Point | None:
-    value = line.get(key)
+def _steps(count: int) -> str:
+    return f"{counted(count, 'logged step', 'logged steps')} {'was' if count == 1 else 'were'}"
+
+
+def _point(line: Line) -> Point | None:
+    value = line.get("loss")
     return (line["step"], value) if isinstance(value, int | float) else None
 
 
-def _of(facts: RunFacts, lost: bool) -> list[Point | None]:
-    """Returns the losses of the lost or of the kept lines, with gaps where the others are and between attempts."""
-    found: list[Point | None] = []
-    before = None
+def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:
+    """Yields the lost parts of the curve, each with the point before it, from which it went on."""
+    part: list[Point] = []
+    before: Point | None = None
     for line, is_lost in zip(facts.lines, facts.lost, strict=True):
-        if before is not None and line["step"] <= before:
-            found.append(None)
-        before = line["step"]
-        found.append(_point(line, "loss") if is_lost == lost else None)
-    return found
+        point = _point(line)
+        goes_on = before is None or point is None or point[0] > before[0]
+        if part and not (is_lost and goes_on):
+            yield part
+            part = []
+        if is_lost and point is not None:
+            part = [*(part or ([before] if before is not None and goes_on else [])), point]
+        before = point or before
+    if part:
+        yield part
 
 
 def _words(facts: RunFacts, validation: list[Point]) -> str:

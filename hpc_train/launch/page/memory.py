@@ -12,7 +12,7 @@ from hpc_train.units import format_bytes
 
 PARTS = {"parameters": "c0", "gradients": "c1", "optimizer": "c3", "activations": "c2"}
 RANKS = 16  # bars: the ranks with the highest peaks
-BAR, GAP, NAMES, WIDTH = 20.0, 10.0, 72.0, 640.0
+BAR, GAP, NAMES, WIDTH = 20.0, 10.0, 92.0, 640.0
 TIGHT = 0.9  # share of the device's memory
 
 

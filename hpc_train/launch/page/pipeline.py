@@ -15,7 +15,7 @@ from hpc_train.launch.page.markup import Html, joined, picture, section, table, 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "gradients of weights", "": "waiting"}
 COLOURS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
-ROW, GAP, LEFT, WIDTH = 22.0, 6.0, 72.0, 640.0
+ROW, GAP, LEFT, WIDTH = 22.0, 6.0, 92.0, 640.0
 
 
 @dataclass(frozen=True)

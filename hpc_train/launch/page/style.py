@@ -44,7 +44,7 @@ font:.8125rem/1.45 ui-monospace,monospace;max-height:30rem}}
 code{{font-family:ui-monospace,monospace;font-size:.9em}}
 pre code{{font-size:1em}}
 .wide{{overflow-x:auto}}
-table{{border-collapse:collapse;font-size:.875rem;min-width:100%}}
+table{{border-collapse:collapse;font-size:.875rem;min-width:min(100%,30rem)}}
 caption{{text-align:left;padding:.25rem 0}}
 th,td{{text-align:left;padding:.3rem .75rem .3rem 0;border-bottom:1px solid var(--line);vertical-align:top}}
 th{{font-weight:600}}tbody th{{font-weight:400}}
@@ -62,7 +62,8 @@ svg .soft{{fill:var(--soft)}}
 font-size:.875rem}}
 .nodes .warn{{border-left-color:var(--warn)}}.nodes .bad{{border-left-color:var(--bad)}}
 footer{{padding-top:2rem;padding-bottom:2rem}}
-@media (max-width:40rem){{body{{font-size:15px}}h1{{font-size:1.25rem}}svg text{{font-size:20px}}}}
+@media (max-width:40rem){{body{{font-size:15px}}h1{{font-size:1.25rem}}svg text{{font-size:20px}}
+th,td{{white-space:nowrap}}td:last-child:not(.number){{white-space:normal;min-width:14rem}}}}
 @media print{{nav{{display:none}}body{{font-size:10.5pt}}section{{break-inside:auto}}
 h2,h3{{break-after:avoid}}figure,tr,.nodes li{{break-inside:avoid}}pre{{max-height:none;white-space:pre-wrap}}
 .wide{{overflow:visible}}*{{-webkit-print-color-adjust:exact;print-color-adjust:exact}}}}

@@ -132,7 +132,8 @@ def coordinates(of_sweep: SweepFacts) -> Html | None:
         value = values[index]
         if value is not None and last is not None:
             points.append(last.at(repr(value)))
-        lines.append(_line(points, index == best, value is None, compared.words(of_sweep.found[index].run)))
+        words = compared.words(of_sweep.found[index].run)
+        lines.append(_line(points, index == best, views[index].exit != Exit.DONE, words))
     drawn = [*lines, *(axis.drawn() for axis in [*axes, *([last] if last else [])])]
     words = _words(of_sweep, keys, metric.name)
     title = "Parallel coordinates"
@@ -142,7 +143,8 @@ def coordinates(of_sweep: SweepFacts) -> Html | None:
 def _words(of_sweep: SweepFacts, keys: Sequence[str], metric: str) -> str:
     best = of_sweep.best
     text = f"Each line is a run; it crosses the axes of {', '.join(keys)} and of {metric} at its values."
-    text += " Dashed lines are runs without a result." if None in of_sweep.compared.values(of_sweep.views) else ""
+    unfinished = any(view.exit != Exit.DONE for view in of_sweep.views)
+    text += " Dashed lines are runs that are not done." if unfinished else ""
     if best is None:
         return text
     return f"{text} The thick line is the best: {of_sweep.compared.words(of_sweep.found[best].run)}."

@@ -22,7 +22,7 @@ PARTS = {  # field of an account -> (name, colour)
     "suspended_s": ("suspended", "line"),
     "other_s": ("other", "lost"),
 }
-BAR, GAP, WIDTH, NAMES = 24.0, 14.0, 640.0, 72.0
+BAR, GAP, WIDTH, NAMES = 24.0, 14.0, 640.0, 92.0
 JOBS = 40  # bars; a longer chain is one bar
 LEAST_S = 0.05
 
