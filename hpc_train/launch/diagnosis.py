@@ -122,12 +122,19 @@ class Diagnosis:
     ended_early: str | None = None
 
 
-def diagnose(found: RunHandle, statuses: dict[str, JobStatus] | None = None, *, asks_slurm: bool = True) -> Diagnosis:
+def diagnose(
+    found: RunHandle,
+    statuses: dict[str, JobStatus] | None = None,
+    *,
+    asks_slurm: bool = True,
+    spent: Account | None = None,
+) -> Diagnosis:
     """Diagnoses a run.
 
     Args:
         statuses: the states of Slurm jobs; None asks Slurm for them.
         asks_slurm: whether to ask Slurm for the facts of the job, if the run was submitted to it.
+        spent: the time account of the run; None reads it.
     """
     known = statuses_of([found], SlurmStatuses()) if statuses is None else statuses
     status = known.get(found.job_id or "")
@@ -153,7 +160,7 @@ def diagnose(found: RunHandle, statuses: dict[str, JobStatus] | None = None, *, 
         done=tuple(event for event in events if event["event"] in (*FAILURES, *STEPS))[-LAST_STEPS:],
         excluded_nodes=tuple(excluded_nodes(found.run, hours)),
         advice=tuple(_advice(view, cause, facts, found.run)),
-        ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
+        ledger=spent or read_ledger(found.run, None if view.exit is not None else time.time()).total,
         ended_early=ended_early(found.run),
     )
 

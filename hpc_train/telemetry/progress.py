@@ -24,7 +24,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import Event, Notices, saves
-from hpc_train.units import format_duration
+from hpc_train.units import format_duration, format_hours
 
 LOOK_EVERY_S = 0.5
 LOOK_S = 1.0  # the agent waits at most this long for the file system
@@ -303,7 +303,9 @@ def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
 
 def spent_line(account: Account) -> str:
     """Formats the time account of a run in one line, without entries below one second."""
-    held = f"{account.gpu_hours:.3g} GPU-hours" if account.gpu_s else f"{account.rank_s / 3600:.3g} rank-hours, no GPU"
+    held = f"{format_hours(account.gpu_hours)} GPU-hours"
+    if not account.gpu_s:
+        held = f"{format_hours(account.rank_s / 3600)} rank-hours, no GPU"
     parts = (
         ("steps", account.steps_s),
         ("evaluation", account.evaluation_s),

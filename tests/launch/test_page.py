@@ -18,7 +18,7 @@ import pytest
 
 from hpc_train.commands import report, why
 from hpc_train.launch.lookup import find_runs
-from hpc_train.launch.page.build import write_at_end
+from hpc_train.launch.page.build import write_after, write_at_end
 from hpc_train.launch.page.chart import Scale, thinned
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, tag
@@ -82,6 +82,8 @@ def check(text: str) -> Page:
     assert len(ids) == len(set(ids))
     labels = [each for _, of in page.tags for each in (of.get("aria-labelledby") or "").split()]
     assert set(labels) <= set(ids)
+    regions = [of.get("aria-label") for _, of in page.tags if of.get("role") == "region"]
+    assert None not in regions and len(regions) == len(set(regions))
     assert all(of.get("role") == "img" or of.get("aria-hidden") for name, of in page.tags if name == "svg")
     assert all(of.get("scope") in ("row", "col") for name, of in page.tags if name == "th")
     levels = [int(name[1]) for name, _ in page.tags if re.fullmatch(r"h[1-6]", name)]
@@ -193,7 +195,7 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     assert "MFU = 4T FLOP x 10/s / 100T FLOP/s = 40.0%" in said
     assert "30 GiB, on rank 0, 38% of the 80 GiB of its GPU" in said
     assert "The largest share is pipeline bubble: 20.0% of the time" in said
-    assert "2 nodes, of which 1 node with failures and 1 node was slow" in said
+    assert "2 nodes, of which 1 had failures and 1 was slow" in said
     assert "rank 3 failed (killed)" in said and "rank 1 slow" in said
     assert "run.name=NEW +strategy=dp" in said
     assert SECRET not in text and "(hidden)" in text
@@ -281,6 +283,20 @@ def test_the_end_of_a_job_writes_the_page_and_no_error_ends_it(
     monkeypatch.setattr("hpc_train.launch.page.build.page_of_run", lambda *_: 1 / 0)
     write_at_end(run)
     assert capsys.readouterr() == ("", "the report could not be written: ZeroDivisionError: division by zero\n")
+
+
+def test_who_waited_for_a_job_writes_its_page_only_if_the_agent_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = failed_and_recovered(tmp_path / "sweep")
+    write_after(run)
+    assert capsys.readouterr().out == f"report: {run.path / PAGE}\n"
+    (run.path / PAGE).write_text("that of the agent")
+    write_after(run)
+    assert (run.path / PAGE).read_text() == "that of the agent"
+    os.utime(run.path / PAGE, (0, 0))  # that of an earlier job
+    write_after(run)
+    check((run.path / PAGE).read_text())
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (3, 3)])

@@ -135,7 +135,15 @@ def write_at_end(run: RunDirectory) -> None:
 
     It neither raises nor waits long, and asks Slurm nothing, for the job still holds its nodes.
     """
-    _tell(lambda: _write_run(run))
+    _tell(lambda: _write_run(run, in_job=True))
+
+
+def write_after(run: RunDirectory) -> None:
+    """Writes the page of a run that was waited for, unless its agent has, and tells where it is.
+
+    Agents that were killed have not.
+    """
+    _tell(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
 
 
 def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
@@ -147,9 +155,18 @@ def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
     _tell(lambda: _write_sweep(sweep, known))
 
 
-def _write_run(run: RunDirectory) -> Path:
+def _is_current(run: RunDirectory) -> bool:
+    """Returns whether the page is newer than the beginning of the newest attempt."""
+    try:
+        started = (run.attempts / f"{run.newest_attempt():03d}.json").stat().st_mtime
+        return (run.path / PAGE).stat().st_mtime > started
+    except FileNotFoundError:
+        return False
+
+
+def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
     (found,) = find_runs(str(run.path))
-    statuses = dict.fromkeys(found.job_ids, PRESENT)  # this process is in the job
+    statuses = dict.fromkeys(found.job_ids, PRESENT) if in_job else {}
     write_text(run.path / PAGE, page_of_run(found, statuses))
     return run.path / PAGE
 

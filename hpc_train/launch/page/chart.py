@@ -69,7 +69,7 @@ def _round_step(least: float) -> float:
 def short(value: float) -> str:
     """Returns a number with at most four digits: 0.25, 1,500, 12k, 3.4M."""
     size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,29 @@ from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.run.attempts import Attempt, attempts_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import DamagedFile, read_json
-from hpc_train.run.ledger import Ledger, read_ledger
+from hpc_train.run.ledger import Ledger, account_for, read_frozen
 
 Event = dict[str, Any]
 Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _ReadOnce(RunDirectory):
+    """A run directory whose events and metrics are read once: those of a long run take a while."""
+
+    @cached_property
+    def _events_read(self) -> list[Event]:
+        return super().read_events()
+
+    @cached_property
+    def _lines_read(self) -> list[Line]:
+        return list(super().read_all_metrics())
+
+    def read_events(self) -> list[Event]:
+        return list(self._events_read)
+
+    def read_all_metrics(self) -> Iterator[Line]:
+        yield from self._lines_read
 
 
 @dataclass(frozen=True)
@@ -45,19 +64,15 @@ class RunFacts:
         Args:
             statuses: the states of Slurm jobs; None asks Slurm.
         """
+        found = replace(found, run=_ReadOnce(found.run.path))
         known = statuses_of([found], SlurmStatuses()) if statuses is None else statuses
-        diagnosis = diagnose(found, known, asks_slurm=statuses is None)
-        events, lines = found.run.read_events(), _lines(found.run)
-        over = diagnosis.exit_code is not None
-        return cls(
-            found=found,
-            diagnosis=diagnosis,
-            record=found.run.record(),
-            events=events,
-            lines=lines,
-            attempts=attempts_of(events, lines, {}),
-            ledger=read_ledger(found.run, None if over else time.time()),
-        )
+        over = found.view(known).exit is not None
+        events, lines, record = found.run.read_events(), _lines(found.run), found.run.record()
+        attempts = attempts_of(events, lines, read_frozen(found.run))
+        submitted = [entry["time"] for entry in record.get("submissions", [])]
+        ledger = account_for(attempts, submitted, None if over else time.time())
+        diagnosis = diagnose(found, known, asks_slurm=statuses is None, spent=ledger.total)
+        return cls(found, diagnosis, record, events, lines, attempts, ledger)
 
     @property
     def run(self) -> RunDirectory:

@@ -57,7 +57,9 @@ def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:
             yield part
             part = []
         if is_lost and point is not None:
-            part = [*(part or ([before] if before is not None and goes_on else [])), point]
+            if not part and before is not None and goes_on:
+                part.append(before)
+            part.append(point)
         before = point or before
     if part:
         yield part

@@ -51,10 +51,14 @@ def listed(lines: Iterable[object]) -> Html:
     return tag("ul", *(tag("li", line) for line in lines))
 
 
-def commands(lines: Sequence[str]) -> Html:
-    """Returns command lines as a block; what follows three spaces in a line is a comment."""
+def commands(lines: Sequence[str], label: str) -> Html:
+    """Returns command lines as a block; what follows three spaces in a line is a comment.
+
+    Args:
+        label: what the block is for, unlike the labels of all other blocks of the page.
+    """
     shown = [line.replace("   ", "   # ", 1) if "   " in line else line for line in lines]
-    return preformatted("\n".join(shown), "commands")
+    return preformatted("\n".join(shown), label)
 
 
 def preformatted(content: str, label: str) -> Html:

@@ -19,6 +19,7 @@ FAILED = {
     "unfit_node": "unfit",
 }
 SLOW = {"straggler": "slow", "slow_node": "slow", "slow_gpu": "slow GPU"}
+LEVELS = ("bad", "warn", "good")
 SHOWN = 128  # nodes
 
 
@@ -40,7 +41,9 @@ def nodes(facts: RunFacts) -> Html:
     marks = _marks(facts)
     if not marks:
         return section("Nodes and ranks", tag("p", "No node has started the run."))
-    order = sorted(marks, key=lambda name: (marks[name].level == "good", min(marks[name].ranks, default=1 << 30), name))
+    order = sorted(
+        marks, key=lambda name: (LEVELS.index(marks[name].level), min(marks[name].ranks, default=1 << 30), name)
+    )
     shown = [tag("li", *_cell(name, marks[name]), class_=marks[name].level) for name in order[:SHOWN]]
     more = tag("p", f"{len(order) - SHOWN} more nodes had no problem.") if len(order) > SHOWN else None
     return section("Nodes and ranks", tag("p", _words(marks)), tag("ul", *shown, class_="nodes"), more)
@@ -97,6 +100,6 @@ def _words(marks: Mapping[str, NodeMark]) -> str:
     levels = Counter(mark.level for mark in marks.values())
     if levels["good"] == len(marks):
         return f"{counted(len(marks), 'node', 'nodes')}; none was slow and none failed."
-    found = [f"{counted(levels['bad'], 'node', 'nodes')} with failures"] * bool(levels["bad"])
-    found += [f"{counted(levels['warn'], 'node was', 'nodes were')} slow"] * bool(levels["warn"])
+    found = [f"{levels['bad']} had failures"] if levels["bad"] else []
+    found += [f"{levels['warn']} {'was' if levels['warn'] == 1 else 'were'} slow"] if levels["warn"] else []
     return f"{counted(len(marks), 'node', 'nodes')}, of which {' and '.join(found)}."

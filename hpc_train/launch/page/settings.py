@@ -76,7 +76,12 @@ def reproduce(of_run: RunFacts) -> Html:
     notes += ["The work tree had changes that are not in the commit."] * bool(
         code.get("dirty") and not snapshot.get("diff")
     )
-    return section("Reproduce", commands(lines), *(tag("p", note) for note in notes), facts(versions))
+    return section(
+        "Reproduce",
+        commands(lines, "commands that reproduce the run"),
+        *(tag("p", note) for note in notes),
+        facts(versions),
+    )
 
 
 def _training(of_run: RunFacts) -> str:

@@ -54,7 +54,8 @@ figure{{margin:.75rem 0}}
 .picture{{width:100%}}
 svg{{display:block;width:100%;height:auto;overflow:visible}}
 svg text{{fill:var(--text);font:12px system-ui,sans-serif}}
-svg .soft{{fill:var(--soft)}}
+svg .soft{{fill:var(--soft);font-size:12px}}
+.halo{{paint-order:stroke;stroke:var(--page);stroke-width:4px;stroke-linejoin:round}}
 .legend{{display:flex;flex-wrap:wrap;gap:.25rem 1.25rem;list-style:none;padding:0;font-size:.875rem}}
 .legend svg{{display:inline-block;width:1.5rem;height:.75rem;margin-right:.4rem;vertical-align:baseline}}
 .nodes{{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.6rem;list-style:none;padding:0}}
@@ -62,7 +63,7 @@ svg .soft{{fill:var(--soft)}}
 font-size:.875rem}}
 .nodes .warn{{border-left-color:var(--warn)}}.nodes .bad{{border-left-color:var(--bad)}}
 footer{{padding-top:2rem;padding-bottom:2rem}}
-@media (max-width:40rem){{body{{font-size:15px}}h1{{font-size:1.25rem}}svg text{{font-size:20px}}
+@media (max-width:40rem){{body{{font-size:15px}}h1{{font-size:1.25rem}}svg text,svg .soft{{font-size:20px}}
 th,td{{white-space:nowrap}}td:last-child:not(.number){{white-space:normal;min-width:14rem}}}}
 @media print{{nav{{display:none}}body{{font-size:10.5pt}}section{{break-inside:auto}}
 h2,h3{{break-after:avoid}}figure,tr,.nodes li{{break-inside:avoid}}pre{{max-height:none;white-space:pre-wrap}}

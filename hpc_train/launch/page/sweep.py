@@ -33,6 +33,7 @@ ROWS = 1000  # of the table
 LINES = 300  # of the picture
 NAMED = 20  # runs of one cause
 HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 300.0, 34.0, 16.0, 70.0, 80.0
+FEW, LABEL = 5, 16.0  # values that are all written beside an axis; the height of one
 LEAST_WIDTH, AXIS = 560.0, 150.0
 
 
@@ -71,7 +72,7 @@ def sweep_verdict(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Htm
     if failures:
         first = shown(of_sweep.found[failures[0].runs[0]].run.path)
         todo = [f"python -m hpc_train why {first}   shows all about the first failure", *todo]
-    box = tag("div", tag("h3", "What to do"), commands(todo), class_="todo") if todo else None
+    box = tag("div", tag("h3", "What to do"), commands(todo, "commands that help"), class_="todo") if todo else None
     return section("Verdict", tag("p", head, class_=f"verdict {level}"), words, box)
 
 
@@ -90,14 +91,15 @@ def sweep_table(of_sweep: SweepFacts) -> Html:
 
 def sweep_failed(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | None:
     """Returns the section with the causes, each with the runs that failed from it; None without failures."""
-    return section("Failures and causes", *(_failure(of_sweep, each) for each in failures)) if failures else None
+    causes = [_failure(of_sweep, each, number) for number, each in enumerate(failures, 1)]
+    return section("Failures and causes", *causes) if causes else None
 
 
 def failures_of(of_sweep: SweepFacts) -> list[SweepFailure]:
     return sweep_failures(of_sweep.found, of_sweep.views)
 
 
-def _failure(of_sweep: SweepFacts, failure: SweepFailure) -> Html:
+def _failure(of_sweep: SweepFacts, failure: SweepFailure, number: int) -> Html:
     names = []
     for index in failure.runs[:NAMED]:
         run = of_sweep.found[index].run
@@ -106,7 +108,7 @@ def _failure(of_sweep: SweepFacts, failure: SweepFailure) -> Html:
     return joined(
         [
             tag("h3", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"),
-            preformatted(failure.message, f"message of {failure.kind}") if failure.message else None,
+            preformatted(failure.message, f"message of cause {number}") if failure.message else None,
             tag("ul", *(tag("li", name) for name in names)),
             paragraphs([f"fix: {failure.advice}"] if failure.advice else []),
         ]
@@ -158,6 +160,7 @@ class _Axis:
     x: float
     scale: Scale | None
     places: Mapping[str, float]
+    values: Sequence[float] = ()
 
     @classmethod
     def of(cls, name: str, values: Sequence[str], x: float) -> _Axis:
@@ -168,7 +171,7 @@ class _Axis:
         if len(finite) == len(words) and len(set(finite)) > 1:
             wide = min(finite) > 0 and max(finite) / min(finite) >= 10
             scale = Scale(min(finite), max(finite), low, high, log=wide)
-            return cls(name, x, scale, {})
+            return cls(name, x, scale, {}, sorted(set(finite)))
         step = (low - high) / max(1, len(words) - 1)
         middle = (low + high) / 2
         places = {word: low - index * step if len(words) > 1 else middle for index, word in enumerate(words)}
@@ -181,17 +184,19 @@ class _Axis:
         parts = [tag("path", d=f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", stroke="var(--text)", stroke_width=1.2)]
         parts.append(tag("text", self.name, x=f"{self.x:.1f}", y=14, text_anchor="middle"))
         for label, up in self._labels():
-            parts.append(tag("text", label, x=f"{self.x + 6:.1f}", y=f"{up + 4:.1f}", class_="soft"))
+            parts.append(tag("text", label, x=f"{self.x + 6:.1f}", y=f"{up + 4:.1f}", class_="halo"))
         return joined(parts)
 
     def _labels(self) -> list[tuple[str, float]]:
+        """Returns the values of a few runs, or else the ends of the axis with round values between them."""
         if self.scale is None:
             return [(word[:16], up) for word, up in self.places.items()]
-        ends = (self.scale.low, self.scale.high)
-        inside = [
-            tick for tick in self.scale.ticks(4) if min(abs(self.scale.at(tick) - self.scale.at(e)) for e in ends) > 16
-        ]
-        return [(short(value), self.scale.at(value)) for value in (*ends, *inside)]
+        scale = self.scale
+        if len(self.values) <= FEW:
+            return [(short(value), scale.at(value)) for value in self.values]
+        ends = [scale.at(end) for end in (scale.low, scale.high)]
+        inside = [tick for tick in scale.ticks(4) if min(abs(scale.at(tick) - end) for end in ends) > LABEL]
+        return [(short(value), scale.at(value)) for value in (scale.low, scale.high, *inside)]
 
 
 def _number(value: str) -> float | None:

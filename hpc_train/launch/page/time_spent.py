@@ -8,7 +8,7 @@ from hpc_train.launch.page.chart import colour_key
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, joined, picture, section, table, tag
 from hpc_train.run.ledger import Account
-from hpc_train.units import format_duration
+from hpc_train.units import format_duration, format_hours
 
 PARTS = {  # field of an account -> (name, colour)
     "queue_s": ("queue", "wait"),
@@ -47,7 +47,8 @@ def time_spent(facts: RunFacts) -> Html:
 
 
 def _words(total: Account, jobs: int) -> str:
-    device = f"{total.gpu_hours:.3g} GPU-hours" if total.gpu_s else f"{total.rank_s / 3600:.3g} rank-hours without GPU"
+    hours = format_hours((total.gpu_s or total.rank_s) / 3600)
+    device = f"{hours} GPU-hours" if total.gpu_s else f"{hours} rank-hours without GPU"
     several = f", over {jobs} jobs" if jobs > 1 else ""
     lost = f" {format_duration(total.lost_s)} of work was lost." if total.lost_s >= 1 else ""
     return (

@@ -13,7 +13,7 @@ from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import format_bytes, format_duration, format_hours
 
 Section = tuple[str, list[str]]
 
@@ -139,7 +139,12 @@ def _level(found: Diagnosis) -> str:
 def _advised(lines: Sequence[str]) -> Html:
     """Returns the advice, with command lines as such."""
     typed = [line for line in lines if line.startswith("python -m hpc_train")]
-    return joined([paragraphs(line for line in lines if line not in typed), commands(typed) if typed else None])
+    return joined(
+        [
+            paragraphs(line for line in lines if line not in typed),
+            commands(typed, "commands that help") if typed else None,
+        ]
+    )
 
 
 def _told_lines(title: str, lines: Sequence[str]) -> Html:
@@ -167,8 +172,8 @@ def _figures(facts_of_run: RunFacts) -> Html:
             ("validation loss", _short(validation)),
             ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s else None),
             ("time held", format_duration(spent.held_s) if spent.held_s else None),
-            ("GPU-hours", f"{spent.gpu_hours:.3g}" if spent.gpu_s else None),
-            ("rank-hours, no GPU", f"{spent.rank_s / 3600:.3g}" if spent.rank_s else None),
+            ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
+            ("rank-hours, no GPU", format_hours(spent.rank_s / 3600) if spent.rank_s else None),
             ("started", None if began is None else clock(began)),
             ("ended", None if ended is None else clock(ended)),
             ("attempts", len(facts_of_run.attempts) or None),
