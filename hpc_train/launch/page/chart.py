@@ -12,20 +12,26 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 640.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 14.0, 12.0, 52.0
+WIDE = 7
 POINTS = 400  # of a line; more would not be seen
 LOG_FROM = 30.0  # ratio of the largest to the smallest value from which the axis is logarithmic
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or points that are not connected. ``colour`` names a colour of the style sheet, such as ``c0``."""
+    """One line, or points that are not connected.
+
+    Attributes:
+        colour: a colour of the style sheet, such as ``c0``.
+        wide: whether the line shows on both sides of another one that covers it.
+    """
 
     name: str
     points: Sequence[Point]
     colour: str
     dashed: bool = False
     dots: bool = False
-    thick: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,9 @@ def _draw(one: Series, x: Scale, y: Scale) -> Html:
         return tag("g", *(tag("circle", cx=f"{at:.1f}", cy=f"{up:.1f}", r=3.5) for at, up in placed), fill=colour)
     line = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in placed)
     dash = "5 4" if one.dashed else None
-    return tag("path", d=line, fill="none", stroke=colour, stroke_width=3 if one.thick else 1.8, stroke_dasharray=dash)
+    return tag(
+        "path", d=line, fill="none", stroke=colour, stroke_width=WIDE if one.wide else 1.8, stroke_dasharray=dash
+    )
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -169,7 +177,7 @@ def _sample(one: Series) -> Html:
     if one.dots:
         return tag("svg", tag("circle", cx=12, cy=6, r=4, fill=colour), viewBox="0 0 24 12", aria_hidden="true")
     dash = "5 4" if one.dashed else None
-    line = tag("path", d="M0 6H24", stroke=colour, stroke_width=3, stroke_dasharray=dash)
+    line = tag("path", d="M0 6H24", stroke=colour, stroke_width=WIDE if one.wide else 3, stroke_dasharray=dash)
     return tag("svg", line, viewBox="0 0 24 12", aria_hidden="true")
 
 

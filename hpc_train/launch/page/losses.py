@@ -17,14 +17,14 @@ def losses(facts: RunFacts) -> Html:
     skipped = sum(_point(line) is None for line in facts.lines)
     if skipped == len(facts.lines):
         return section("Loss", tag("p", _why_none(facts)))
-    lost = [Series(LOST, part, "lost", dashed=True) for part in _lost_parts(facts)]
+    lost = [Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)]
     kept = Series("training loss", facts.values("loss"), "c0")
     validation = facts.values("val_loss")
     series = [*lost, kept, Series("validation loss", validation, "c1", dots=True)]
     count = sum(facts.lost)
     words = [_words(facts, validation)]
     if count:
-        words.append(f"{_steps(count)} lost: a failure or a rollback came after the last checkpoint before it.")
+        words.append(f"{_steps(count)} lost, after the last checkpoint before a failure or a rollback.")
     if skipped:
         words.append(f"{skipped} of {len(facts.lines)} logged losses are missing or not finite, and are not drawn.")
     chart = line_chart("Loss over steps", " ".join(words), series, "step")
