@@ -224,6 +224,13 @@ def test_a_failed_run_has_lost_what_came_after_its_checkpoint(
     said = " ".join(check(text).words.split())
     assert "2 logged steps were lost" in said and "1 of 8 logged losses are missing or not finite" in said
     assert "What to do" in said and "python -m hpc_train resume" in said
+    shutil.rmtree(run.events)
+    begin(run, 0, now)
+    event(run, 0, now + 9, "worker_failed", traceback="MemoryError", **failed)
+    event(run, 0, now + 10, "failed", exit_code=1, **failed)
+    said = " ".join(check(written(run.path, capsys)).words.split())
+    assert "No step was kept. 8 logged steps were lost" in said
+    assert "The median of the logged rates is 1,000 tokens/s" in said, "the rates of lost steps are known"
     assert "The MFU is known on GPUs whose peak is on record" in said
 
 

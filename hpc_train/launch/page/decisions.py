@@ -7,6 +7,7 @@ from hpc_train.launch.page.facts import Event, RunFacts
 from hpc_train.launch.page.markup import Html, section, table, tag
 from hpc_train.launch.page.verdict import clock
 from hpc_train.run.attempts import CLOSING
+from hpc_train.units import counted
 
 MARKS = ("started", "straggler", "warning", "step_skipped", "ended_early", "stream_ended", *CLOSING)
 SHOWN = 200  # the newest ones
@@ -21,9 +22,11 @@ def decisions(facts: RunFacts) -> Html:
         return section(title, tag("p", "No event was recorded."))
     quiet = not any(event["event"] in (*FAILURES, *STEPS) and event["event"] != "resumed" for event in told)
     saves = len(facts.of_event("checkpoint_saved"))
-    words = ["No fault was recorded."] * quiet + [f"{saves} checkpoints were saved."] * bool(saves)
-    left = len(told) - SHOWN
-    words += [f"{left} earlier events are left out."] * (left > 0)
+    words = ["No fault was recorded."] if quiet else []
+    if saves:
+        words.append(f"{counted(saves, 'checkpoint was', 'checkpoints were')} saved.")
+    if len(told) > SHOWN:
+        words.append(f"{len(told) - SHOWN} earlier events are left out.")
     columns = ("time", "attempt", "event", "where", "step", "details")
     events = table("Events, the oldest first", columns, [_row(event) for event in told[-SHOWN:]])
     return section(title, tag("p", " ".join(words)) if words else None, events)

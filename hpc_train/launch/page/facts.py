@@ -117,9 +117,14 @@ class RunFacts:
     def of_event(self, *names: str) -> list[Event]:
         return [event for event in self.events if event["event"] in names]
 
+    @property
+    def shown(self) -> Sequence[Line]:
+        """The lines whose rates and shares are shown: those that count, or all if every step was lost."""
+        return self.kept or self.lines
+
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of the metric in the kept lines."""
-        return [(line["step"], line[key]) for line in self.kept if isinstance(line.get(key), int | float)]
+        """Returns (step, value) of the metric in the lines that are shown."""
+        return [(line["step"], line[key]) for line in self.shown if isinstance(line.get(key), int | float)]
 
 
 def _lines(run: RunDirectory) -> list[Line]:

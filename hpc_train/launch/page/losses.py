@@ -18,8 +18,8 @@ def losses(facts: RunFacts) -> Html:
     if skipped == len(facts.lines):
         return section("Loss", tag("p", _why_none(facts)))
     lost = [Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)]
-    kept = Series("training loss", facts.values("loss"), "c0")
-    validation = facts.values("val_loss")
+    kept = Series("training loss", _kept(facts, "loss"), "c0")
+    validation = _kept(facts, "val_loss")
     series = [*lost, kept, Series("validation loss", validation, "c1", dots=True)]
     count = sum(facts.lost)
     words = [_words(facts, validation)]
@@ -35,6 +35,10 @@ def _why_none(facts: RunFacts) -> str:
     if facts.record.get("own_code") == "command":
         return "The command of the run has not reported a loss."
     return "No step was logged, so there is no loss to show."
+
+
+def _kept(facts: RunFacts, key: str) -> list[Point]:
+    return facts.values(key) if facts.kept else []
 
 
 def _steps(count: int) -> str:
@@ -66,7 +70,7 @@ def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:
 
 
 def _words(facts: RunFacts, validation: list[Point]) -> str:
-    points = facts.values("loss")
+    points = _kept(facts, "loss")
     if not points:
         return "No step was kept."
     (first, begin), (last, end) = points[0], points[-1]

@@ -51,7 +51,7 @@ def _full(facts: RunFacts, ranks: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _without_parts(facts: RunFacts) -> str:
-    peaks = [value for _, value in facts.values("peak_memory_bytes")]
+    peaks = [line["peak_memory_bytes"] for line in facts.lines if line.get("peak_memory_bytes")]
     parts = "The parts are measured when a run is done."
     if not peaks:
         return f"No memory was measured. {parts}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from hpc_train.launch.page.chart import colour_key
+from hpc_train.launch.page.chart import colour_key, milliseconds
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, joined, picture, section, table, tag
 
@@ -54,9 +54,9 @@ def pipeline(facts: RunFacts) -> Html | None:
     return section(
         "Pipeline step",
         tag("p", words),
-        tag("h3", f"Measured, {_ms(total)}"),
+        tag("h3", f"Measured, {milliseconds(total)}"),
         tag("figure", _drawn("Measured pipeline step", words, measured, total, longest), key),
-        tag("h3", f"Ideal, {_ms(best)}"),
+        tag("h3", f"Ideal, {milliseconds(best)}"),
         tag("figure", _drawn("Ideal pipeline step", words, ideal, best, longest)),
         _by_stage(measured, total),
     )
@@ -67,20 +67,17 @@ def _rows(event: dict[str, Any]) -> Rows:
 
 
 def _words(event: dict[str, Any], measured: Rows, total: float, ideal: Rows, best: float) -> str:
+    waited, least = _waiting(measured, total), _waiting(ideal, best)
     return (
         f"One of the first steps under the schedule {event['schedule']}, {event['micro_batches']} micro-batches. It "
-        f"took {_ms(total)}, of which the ranks waited {_waiting(measured, total):.1%}. In the ideal, all stages take "
-        f"equally long and messages no time: {_ms(best)}, {_waiting(ideal, best):.1%} waiting."
+        f"took {milliseconds(total)}, of which the ranks waited {waited:.1%}. In the ideal, all stages take equally "
+        f"long and messages no time: {milliseconds(best)}, {least:.1%} waiting."
     )
 
 
 def _waiting(rows: Rows, total: float) -> float:
     busy = [sum(chunk.seconds for chunk in chunks) for chunks in rows.values()]
     return max(0.0, 1 - fmean(busy) / total) if busy and total else 0.0
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.4g} ms"
 
 
 def ideal_rows(measured: Rows) -> Rows:
@@ -144,7 +141,12 @@ def _row(rank: int, chunks: Sequence[Chunk], top: float, total: float, unit: flo
         of = f" of stage {chunk.stage}" if stages > 1 else ""
         parts.append(
             _box(
-                chunk.begin, chunk.end, top, unit, COLOURS[chunk.kind], f"{NAMES[chunk.kind]}{of}: {_ms(chunk.seconds)}"
+                chunk.begin,
+                chunk.end,
+                top,
+                unit,
+                COLOURS[chunk.kind],
+                f"{NAMES[chunk.kind]}{of}: {milliseconds(chunk.seconds)}",
             )
         )
     return joined(parts)
@@ -165,7 +167,7 @@ def _by_stage(measured: Rows, total: float) -> Html:
     for rank in sorted(measured):
         for stage in sorted({chunk.stage for chunk in measured[rank]}):
             own = {kind: [c.seconds for c in measured[rank] if (c.stage, c.kind) == (stage, kind)] for kind in kinds}
-            means = [_ms(fmean(own[kind])) if own[kind] else "" for kind in kinds]
+            means = [milliseconds(fmean(own[kind])) if own[kind] else "" for kind in kinds]
             busy = sum(chunk.seconds for chunk in measured[rank])
             rows.append([f"stage {stage}", f"rank {rank}", *means, f"{1 - busy / total:.1%}"])
     columns = ("stage", "rank", *(f"{NAMES[kind]} per micro-batch" for kind in kinds), "rank waited")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from hpc_train.launch.page.chart import Series, line_chart, short
+from hpc_train.launch.page.chart import Series, line_chart, milliseconds, short
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, facts, joined, section, tag
 from hpc_train.telemetry.progress import speed
@@ -12,7 +12,7 @@ from hpc_train.telemetry.progress import speed
 
 def throughput(of_run: RunFacts) -> Html:
     """Returns the section about throughput and MFU."""
-    single = bool(of_run.kept) and not any("tokens" in part for part in speed(of_run.kept[-1]))
+    single = bool(of_run.shown) and not any("tokens" in part for part in speed(of_run.shown[-1]))
     unit, key = ("samples", "samples_per_s") if single else ("tokens", "tokens_per_s")
     points = of_run.values(key) or of_run.values("tokens_per_s")
     if not points:
@@ -23,7 +23,7 @@ def throughput(of_run: RunFacts) -> Html:
         f"The median of the logged rates is {short(middle)} {unit}/s, from {short(min(rates))} to {short(max(rates))}."
     )
     seconds = [value for _, value in of_run.values("step_s")]
-    words += f" A step took {1e3 * median(seconds):,.4g} ms in the median." if seconds else ""
+    words += f" A step took {milliseconds(median(seconds))} in the median." if seconds else ""
     series = [Series(f"{unit} per second", points, "c2")]
     chart = line_chart("Throughput over steps", words, series, "step", from_zero=True)
     return section("Throughput", tag("p", words), chart, *_utilisation(of_run))
@@ -55,7 +55,7 @@ def _formula(of_run: RunFacts, terms: dict[str, object]) -> Html:
         return joined([])
     rate = median(rates)
     filled = f"MFU = {short(flops)} FLOP x {short(rate)}/s / {short(peak)} FLOP/s = {flops * rate / peak:.1%}"
-    world = of_run.kept[-1].get("world_size") if of_run.kept else None
+    world = of_run.shown[-1].get("world_size") if of_run.shown else None
     shown = (
         ("FLOP per sample", short(flops)),
         ("samples/s (median)", short(rate)),

@@ -17,7 +17,7 @@ _DARK = """
 
 STYLE = f"""
 :root{{color-scheme:light dark;{_LIGHT}}}
-@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}
+@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}}}}}
 @media print{{:root{{color-scheme:light;{_LIGHT}}}}}
 *{{box-sizing:border-box}}
 body{{margin:0;background:var(--page);color:var(--text);font:16px/1.5 system-ui,sans-serif}}
@@ -47,7 +47,7 @@ pre code{{font-size:1em}}
 table{{border-collapse:collapse;font-size:.875rem;min-width:min(100%,30rem)}}
 caption{{text-align:left;padding:.25rem 0}}
 th,td{{text-align:left;padding:.3rem .75rem .3rem 0;border-bottom:1px solid var(--line);vertical-align:top}}
-th{{font-weight:600}}tbody th{{font-weight:400}}
+th{{font-weight:600}}tbody th{{font-weight:400;white-space:nowrap}}
 .number{{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}}
 .best{{background:var(--best);font-weight:600}}.best th{{font-weight:600}}
 figure{{margin:.75rem 0}}
@@ -55,7 +55,7 @@ figure{{margin:.75rem 0}}
 svg{{display:block;width:100%;height:auto;overflow:visible}}
 svg text{{fill:var(--text);font:12px system-ui,sans-serif}}
 svg .soft{{fill:var(--soft);font-size:12px}}
-.halo{{paint-order:stroke;stroke:var(--page);stroke-width:4px;stroke-linejoin:round}}
+.halo{{stroke:var(--page);stroke-width:4px;stroke-linejoin:round}}
 .legend{{display:flex;flex-wrap:wrap;gap:.25rem 1.25rem;list-style:none;padding:0;font-size:.875rem}}
 .legend svg{{display:inline-block;width:1.5rem;height:.75rem;margin-right:.4rem;vertical-align:baseline}}
 .nodes{{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.6rem;list-style:none;padding:0}}
@@ -64,7 +64,7 @@ font-size:.875rem}}
 .nodes .warn{{border-left-color:var(--warn)}}.nodes .bad{{border-left-color:var(--bad)}}
 footer{{padding-top:2rem;padding-bottom:2rem}}
 @media (max-width:40rem){{body{{font-size:15px}}h1{{font-size:1.25rem}}svg text,svg .soft{{font-size:20px}}
-th,td{{white-space:nowrap}}td:last-child:not(.number){{white-space:normal;min-width:14rem}}}}
+td{{white-space:nowrap}}td:last-child:not(.number){{white-space:normal;min-width:14rem}}}}
 @media print{{nav{{display:none}}body{{font-size:10.5pt}}section{{break-inside:auto}}
 h2,h3{{break-after:avoid}}figure,tr,.nodes li{{break-inside:avoid}}pre{{max-height:none;white-space:pre-wrap}}
 .wide{{overflow:visible}}*{{-webkit-print-color-adjust:exact;print-color-adjust:exact}}}}

@@ -184,7 +184,8 @@ class _Axis:
         parts = [tag("path", d=f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", stroke="var(--text)", stroke_width=1.2)]
         parts.append(tag("text", self.name, x=f"{self.x:.1f}", y=14, text_anchor="middle"))
         for label, up in self._labels():
-            parts.append(tag("text", label, x=f"{self.x + 6:.1f}", y=f"{up + 4:.1f}", class_="halo"))
+            place = {"x": f"{self.x + 6:.1f}", "y": f"{up + 4:.1f}"}
+            parts += [tag("text", label, **place, class_="halo"), tag("text", label, **place)]
         return joined(parts)
 
     def _labels(self) -> list[tuple[str, float]]:

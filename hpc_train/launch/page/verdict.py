@@ -133,7 +133,7 @@ def verdict(facts_of_run: RunFacts) -> Html:
 def _level(found: Diagnosis) -> str:
     if found.exit_code is None:
         return "warn" if found.waiting is not None or found.cause is not None else ""
-    return "good" if found.exit_code == Exit.DONE else "bad"
+    return {Exit.DONE: "good", Exit.STOPPED: "warn"}.get(found.exit_code, "bad")
 
 
 def _advised(lines: Sequence[str]) -> Html:
@@ -155,7 +155,7 @@ def _told_lines(title: str, lines: Sequence[str]) -> Html:
 
 def _figures(facts_of_run: RunFacts) -> Html:
     """Returns the figures of the run at a glance."""
-    last = facts_of_run.kept[-1] if facts_of_run.kept else {}
+    last = facts_of_run.shown[-1] if facts_of_run.shown else {}
     result = facts_of_run.record.get("result") or {}
     total, spent = facts_of_run.record.get("total_steps"), facts_of_run.ledger.total
     step = last.get("step") if last else None
