@@ -208,30 +208,36 @@ def test_lost_work_is_what_was_done_again(tmp_path: Path) -> None:
     assert [line["step"] for line in facts.kept] == list(range(1, 13))
 
 
-def test_a_failed_run_has_lost_what_came_after_its_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = frozen(tmp_path / "sweep")
+def out_of_memory(path: Path, saved: int | None) -> RunDirectory:
+    """A run that fails after step 8; ``saved`` is the step of its checkpoint."""
+    run = frozen(path)
     now = time.time() - 50
     begin(run, 0, now)
     for number in range(1, 9):
         step(run, 0, now + number, number, mfu=None, hfu=None, loss=None if number == 7 else 1.0)
-    event(run, 0, now + 6, "checkpoint_saved", step=6, rank=0)
+    if saved is not None:
+        event(run, 0, now + saved, "checkpoint_saved", step=saved, rank=0)
     failed = {"rank": 1, "node": "b", "class": Failure.OUT_OF_MEMORY, "message": "out of memory"}
     event(run, 0, now + 9, "worker_failed", traceback="MemoryError", **failed)
     event(run, 0, now + 10, "failed", exit_code=1, **failed)
-    text = written(run.path, capsys)
-    said = " ".join(check(text).words.split())
+    return run
+
+
+def test_a_failed_run_has_lost_what_came_after_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = " ".join(check(written(out_of_memory(tmp_path / "sweep", 6).path, capsys)).words.split())
     assert "2 logged steps were lost" in said and "1 of 8 logged losses are missing or not finite" in said
     assert "What to do" in said and "python -m hpc_train resume" in said
-    shutil.rmtree(run.events)
-    begin(run, 0, now)
-    event(run, 0, now + 9, "worker_failed", traceback="MemoryError", **failed)
-    event(run, 0, now + 10, "failed", exit_code=1, **failed)
-    said = " ".join(check(written(run.path, capsys)).words.split())
-    assert "No step was kept. 8 logged steps were lost" in said
-    assert "The median of the logged rates is 1,000 tokens/s" in said, "the rates of lost steps are known"
     assert "The MFU is known on GPUs whose peak is on record" in said
+
+
+def test_the_rates_of_lost_steps_are_shown_if_no_other_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = " ".join(check(written(out_of_memory(tmp_path / "sweep", None).path, capsys)).words.split())
+    assert "No step was kept. 8 logged steps were lost" in said
+    assert "The median of the logged rates is 1,000 tokens/s" in said
 
 
 def test_a_run_that_has_not_started_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

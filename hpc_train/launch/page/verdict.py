@@ -133,7 +133,9 @@ def verdict(facts_of_run: RunFacts) -> Html:
 def _level(found: Diagnosis) -> str:
     if found.exit_code is None:
         return "warn" if found.waiting is not None or found.cause is not None else ""
-    return {Exit.DONE: "good", Exit.STOPPED: "warn"}.get(found.exit_code, "bad")
+    if found.exit_code == Exit.DONE:
+        return "good"
+    return "warn" if found.exit_code == Exit.STOPPED else "bad"
 
 
 def _advised(lines: Sequence[str]) -> Html:
