@@ -303,9 +303,8 @@ def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
 
 def spent_line(account: Account) -> str:
     """Formats the time account of a run in one line, without entries below one second."""
-    held = f"{format_hours(account.gpu_hours)} GPU-hours"
-    if not account.gpu_s:
-        held = f"{format_hours(account.rank_s / 3600)} rank-hours, no GPU"
+    hours = format_hours((account.gpu_s or account.rank_s) / 3600)
+    held = f"{hours} GPU-hours" if account.gpu_s else f"{hours} rank-hours, no GPU"
     parts = (
         ("steps", account.steps_s),
         ("evaluation", account.evaluation_s),

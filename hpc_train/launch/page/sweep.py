@@ -6,17 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_train.launch.diagnosis import SweepFailure, shown, sweep_failures
 from hpc_train.launch.job_status import View
-from hpc_train.launch.job_table import TableRow, common_directory, retry_lines, rows_of
+from hpc_train.launch.job_table import common_directory, retry_lines, rows_of
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.page.chart import Scale, short
 from hpc_train.launch.page.markup import (
     Html,
     commands,
-    facts,
     joined,
     paragraphs,
     picture,
@@ -49,10 +47,6 @@ class SweepFacts:
     def best(self) -> int | None:
         return self.compared.best(self.views)
 
-    @property
-    def rows(self) -> Sequence[TableRow]:
-        return self.found
-
 
 def sweep_verdict(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
     """Returns the first section: the states of the runs, the best one, and what to do."""
@@ -82,7 +76,7 @@ def sweep_table(of_sweep: SweepFacts) -> Html:
     order = sorted(range(count), key=lambda index: index != best)[:ROWS]
     shown_rows = sorted(order)
     over = all(view.exit is not None for view in of_sweep.views)
-    found = rows_of(of_sweep.rows, of_sweep.views, of_sweep.compared, shown_rows, ended=over)
+    found = rows_of(of_sweep.found, of_sweep.views, of_sweep.compared, shown_rows, ended=over)
     title = f"{counted(count, 'run', 'runs')}" + (f", of which {ROWS} are listed" if count > ROWS else "")
     marked = shown_rows.index(best) if best is not None else None
     columns = (*found.names, *found.numbers)
@@ -215,9 +209,3 @@ def _line(points: Sequence[tuple[float, float]], best: bool, unfinished: bool, w
         "path", tag("title", words), d=path, fill="none", stroke=f"var(--{colour})", stroke_width=width,
         stroke_opacity=1 if best else 0.7, stroke_dasharray="5 4" if unfinished else None,
     )  # fmt: skip
-
-
-def sweep_facts(of_sweep: SweepFacts) -> Html:
-    """Returns the directory of the sweep and how many runs it has."""
-    path = Path(of_sweep.found[0].run.path.parent)
-    return facts((("sweep", str(path)), ("runs", len(of_sweep.found))))
