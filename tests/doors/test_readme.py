@@ -34,6 +34,7 @@ TAKEN_AS_THEY_ARE = (
     "why",
     "compare",
     "plot",
+    "report",
     "doctor",
     "--help",
 )
