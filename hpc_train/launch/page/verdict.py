@@ -13,7 +13,7 @@ from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
-from hpc_train.units import format_bytes, format_duration, format_hours
+from hpc_train.units import counted, format_bytes, format_duration, format_hours
 
 Section = tuple[str, list[str]]
 
@@ -102,7 +102,9 @@ def _checkpoint(found: Diagnosis) -> list[str]:
     where = f"step {kept.step}: {shown(Path(kept.path))}" if kept.path else "none"
     if found.cause is None or (kept.lost_s is None and not kept.lost_steps):
         return [where]
-    lost = f"{kept.lost_steps} logged steps" + (f", {format_duration(kept.lost_s)}" if kept.lost_s is not None else "")
+    lost = counted(kept.lost_steps, "logged step", "logged steps") + (
+        f", {format_duration(kept.lost_s)}" if kept.lost_s is not None else ""
+    )
     return [where, f"work lost by the failure: {lost}"]
 
 
