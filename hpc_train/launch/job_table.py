@@ -161,7 +161,7 @@ def print_results(
     where = common_directory([job.run.path.parent for job in jobs])
     if best is not None or len(jobs) < len(found.settings):
         lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")
-    if any(map(_is_unfinished, views)):
+    if any(map(is_unfinished, views)):
         lines.append(f"python -m hpc_train why {where}   names the causes")
         lines += retry_lines(where, views)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -226,7 +226,7 @@ BEST = " (best)"
 
 def retry_lines(sweep: str, views: Sequence[View]) -> list[str]:
     """Returns the commands that submit the runs of ``sweep`` that did not finish again, with what they do."""
-    count = sum(map(_is_unfinished, views))
+    count = sum(map(is_unfinished, views))
     runs = counted(count, "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
     lines = [f"{command}   submits {runs} again, with the same code"]
@@ -234,7 +234,7 @@ def retry_lines(sweep: str, views: Sequence[View]) -> list[str]:
     return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])
 
 
-def _is_unfinished(view: View) -> bool:
+def is_unfinished(view: View) -> bool:
     """Returns whether a job has ended, or was given up before its start, and its run is not done."""
     return view.state == NOT_STARTED or view.exit not in (None, Exit.DONE)
 

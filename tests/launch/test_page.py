@@ -286,6 +286,17 @@ def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sum(of.get("stroke-dasharray") == "5 4" for _, of in page.tags) == 1, "a run that is not done is dashed"
 
 
+def test_nothing_is_to_do_after_a_sweep_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        job = make_job(tmp_path / "runs", number)
+        freeze(job.config, job.run, overrides=[f"optim.lr={number}"])
+        lease.add_submission(job.run, "somewhere", first_attempt=0)
+        begin(job.run, 0, time.time())
+        event(job.run, 0, time.time(), "finished", exit_code=0)
+    said = check(written(tmp_path / "runs", capsys)).words
+    assert "2 runs: 2 done" in said and "retry" not in said and "What to do" not in said
+
+
 def test_the_end_of_a_job_writes_the_page_and_no_error_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

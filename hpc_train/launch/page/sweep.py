@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpc_train.launch.diagnosis import SweepFailure, shown, sweep_failures
 from hpc_train.launch.job_status import View
-from hpc_train.launch.job_table import common_directory, retry_lines, rows_of
+from hpc_train.launch.job_table import common_directory, is_unfinished, retry_lines, rows_of
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.page.chart import Scale, short
 from hpc_train.launch.page.markup import (
@@ -62,7 +62,7 @@ def sweep_verdict(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Htm
         named = f"{run.path.name} ({of_sweep.compared.words(run)})".removesuffix(" ()")
         words = tag("p", f"The best by {metric.name}, the {how}: run {named} with {values[best]:.4f}.")
     where = common_directory([item.run.path.parent for item in of_sweep.found])
-    todo = retry_lines(where, views)
+    todo = retry_lines(where, views) if any(map(is_unfinished, views)) else []
     if failures:
         first = shown(of_sweep.found[failures[0].runs[0]].run.path)
         todo = [f"python -m hpc_train why {first}   shows all about the first failure", *todo]
