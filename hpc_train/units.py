@@ -22,6 +22,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def format_hours(hours: float) -> str:
+    """Three digits, without an exponent: ``0.012``, ``6,330``."""
+    return f"{float(f'{hours:.3g}'):,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
 def counted(number: int | str, one: str, several: str) -> str:
     """Returns ``1 job`` or ``2 jobs``."""
     return f"{number} {one if str(number) == '1' else several}"

@@ -33,6 +33,7 @@ COMMANDS = {
     "why": Command("why:main", "why runs failed, or why a job waits", _LOOK),
     "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK),
     "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK),
+    "report": Command("report:main", "a page about a run or a sweep, as one HTML file to keep or mail", _LOOK),
     "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK),
     "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow, TensorBoard or a CSV file", _MANAGE),

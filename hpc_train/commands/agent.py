@@ -53,6 +53,10 @@ def _run(run: RunDirectory, shows_progress: bool) -> int:
 
         return run_in_foreground(run, None)
     code = run_agent(run)
+    if os.environ.get("SLURM_NODEID", "0") == "0":
+        from hpc_train.launch.page.build import write_at_end  # other agents do not need its modules
+
+        write_at_end(run)
     if "SLURM_JOB_ID" in os.environ:
         return code  # the batch script asks the agents' records
     from hpc_train.launch.job_status import final_code

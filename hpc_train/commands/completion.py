@@ -52,7 +52,8 @@ SHELLS = {  # what defines the completion, and what removes it
     "fish": (FISH, "complete --command hpc-train --erase; functions --erase __hpc_train_complete\n"),
 }
 OF_RUNS = (
-    "status", "logs", "why", "plot", "stacks", "wait", "resume", "retry", "cancel", "checkpoint", "evaluate", "generate"
+    "status", "logs", "why", "plot", "report", "stacks", "wait", "resume", "retry", "cancel", "checkpoint",
+    "evaluate", "generate",
 )  # fmt: skip
 OVERRIDES = ("train", "freeze", "script", "doctor", "bench", "evaluate", "generate")  # they take overrides
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

@@ -17,13 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.config.evaluation import best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
-from hpc_train.run.comparison import Comparison
+from hpc_train.run.comparison import Comparison, best_metric_of
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
@@ -141,9 +140,7 @@ def _compare(listed: Sequence[tuple[RunHandle, View]], rows: Sequence[dict[str, 
         sweeps.setdefault(item.run.path.parent if item.run.path.name.isdigit() else item.run.path, []).append(index)
     for indices in sweeps.values():
         items, views = zip(*(listed[index] for index in indices), strict=True)
-        kept = items[0].plain_config.get("checkpoint", {})
-        metric = best_metric(kept.get("keep_best"), kept.get("best_mode", "auto"))
-        compared = Comparison.of((item.run for item in items), metric)
+        compared = Comparison.of((item.run for item in items), best_metric_of(items[0].plain_config))
         best, name = compared.best(views), compared.ranked_by(views).name
         for place, (index, value) in enumerate(zip(indices, compared.values(views), strict=True)):
             overrides = compared.of_run(items[place].run)

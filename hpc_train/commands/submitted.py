@@ -20,6 +20,7 @@ from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
 from hpc_train.launch.monitor import worst
+from hpc_train.launch.page.build import write_after, write_sweep_at_end
 from hpc_train.launch.resubmission import resubmit
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
@@ -185,6 +186,10 @@ def wait(arguments: list[str]) -> int:
     print_messages(found, views)
     if len(found) > 1:
         print_results(found, views, console)
+        known = {item.run.path: view for item, view in zip(found, views, strict=True)}
+        write_sweep_at_end(found[0].run.path.parent, known)
+    else:
+        write_after(found[0].run)
     return worst(views)
 
 

@@ -125,14 +125,28 @@ class Diagnosis:
     ended_early: str | None = None
 
 
-def diagnose(found: RunHandle) -> Diagnosis:
-    """Diagnoses a run; queries Slurm if the run was submitted to it."""
-    status = statuses_of([found], SlurmStatuses()).get(found.job_id or "")
+def diagnose(
+    found: RunHandle,
+    statuses: dict[str, JobStatus] | None = None,
+    *,
+    asks_slurm: bool = True,
+    spent: Account | None = None,
+) -> Diagnosis:
+    """Diagnoses a run.
+
+    Args:
+        statuses: the states of Slurm jobs; None asks Slurm for them.
+        asks_slurm: whether to ask Slurm for the facts of the job, if the run was submitted to it.
+        spent: the time account of the run; None reads it.
+    """
+    known = statuses_of([found], SlurmStatuses()) if statuses is None else statuses
+    status = known.get(found.job_id or "")
     view = found.view({} if status is None else {found.job_id or "": status})
     events = found.run.read_events()
     cause = _with_nccl(find_cause(events), found.run)
     waits = status is not None and status.is_pending
-    facts = read_facts(found.job_id) if found.job_id else None
+    facts = read_facts(found.job_id) if found.job_id and asks_slurm else None
+    hours = found.plain_config.get("elastic", {}).get("exclude_hours", 0.0)
     metrics = list(found.run.read_all_metrics())
     of_attempt = [line for line in metrics if cause is None or line["attempt"] == cause.attempt]
     return Diagnosis(
@@ -142,14 +156,14 @@ def diagnose(found: RunHandle) -> Diagnosis:
         exit_code=view.exit,
         message=view.message,
         cause=cause,
-        waiting=_waiting(found, status, view) if waits and status else None,
+        waiting=_waiting(found, status, view) if waits and status and asks_slurm else None,
         slurm=facts,
         peak_memory_bytes=max((line.get("peak_memory_bytes") or 0 for line in of_attempt), default=0) or None,
         checkpoint=_checkpoint(found.run, cause, events, of_attempt),
         done=tuple(event for event in events if event["event"] in (*FAILURES, *STEPS))[-LAST_STEPS:],
-        excluded_nodes=tuple(excluded_nodes(found.run, found.config.elastic.exclude_hours)),
+        excluded_nodes=tuple(excluded_nodes(found.run, hours)),
         advice=tuple(_advice(view, cause, facts, found)),
-        ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
+        ledger=spent or read_ledger(found.run, None if view.exit is not None else time.time()).total,
         ended_early=ended_early(found.run),
     )
 

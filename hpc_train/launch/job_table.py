@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,12 @@ class TableRow(Protocol):
 
     @property
     def config(self) -> Config: ...
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def asked_nodes(self) -> int | str: ...
 
     @property
     def run(self) -> RunDirectory: ...
@@ -95,9 +102,9 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
     left = "" if seconds is None else format_duration(seconds)
     return (
         str(job.number),
-        job.config.strategy.name,
+        job.strategy,
         view.state,
-        str(view.nodes or job.config.cluster.nodes),
+        str(view.nodes or job.asked_nodes),
         "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
         NOT_FINITE if loss is None and "loss" in metrics else "" if loss is None else f"{loss:.4f}",
         left,
@@ -165,39 +172,64 @@ def print_results(
     where = common_directory([job.run.path.parent for job in jobs])
     if best is not None or len(jobs) < len(found.settings):
         lines.append(f"python -m hpc_train compare {where}   ranks the runs of the sweep")
-    if any(map(_is_unfinished, views)):
+    if any(map(is_unfinished, views)):
         lines.append(f"python -m hpc_train why {where}   names the causes")
         lines += retry_lines(where, jobs[0].run, views)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def table_of(
+@dataclass(frozen=True)
+class JobRows:
+    """Holds the rows of a table of jobs, for a terminal or a page.
+
+    Attributes:
+        names: the first columns, which hold words.
+        numbers: the other columns.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def rows_of(
     jobs: Sequence[TableRow], views: Sequence[View], comparison: Comparison, shown: Sequence[int], *, ended: bool
-) -> Table:
-    """Returns a table with the state, the overrides that differ, and the metrics of jobs.
+) -> JobRows:
+    """Returns the state, the overrides that differ, and the metrics of jobs.
 
     Args:
         shown: the indices of the jobs in the table.
-        ended: the jobs have ended: show their directories instead of their speed.
+        ended: the jobs have ended: leave out their speed.
     """
     metric, best, values = comparison.ranked_by(views).name, comparison.best(views), comparison.values(views)
-    table = Table(box=None, pad_edge=False)
-    for name in ("job", "strategy", *comparison.columns, "state"):
-        table.add_column(name)
-    for name in ("nodes", "step", "loss", *([] if metric == "loss" else [metric])):
-        table.add_column(name, justify="right")
+    names = ("job", "strategy", *comparison.columns, "state")
+    numbers = ("nodes", "step", "loss", *([] if metric == "loss" else [metric]))
     unit, speeds = speed_column(views[index].metrics for index in shown)
-    for name in () if ended else (unit, "time left", "restarts"):
-        table.add_column(name, justify="right")
-    if ended:
-        table.add_column("run directory", overflow="fold")
+    rows = []
     for index, rate in zip(shown, speeds, strict=True):
         job, value = jobs[index], values[index]
         number, strategy, state, nodes, step, loss, *rest = cells(job, views[index])
         measured = [loss] if metric == "loss" else [loss, "" if value is None else f"{value:.4f}"]
         measured[-1] += BEST if index == best else ""
-        last = [_short_path(job.run.path)] if ended else [rate, *rest]
-        table.add_row(*map(Text, (number, strategy, *comparison.row(job.run), state, nodes, step, *measured, *last)))
+        own = (number, strategy, *comparison.row(job.run), state, nodes, step, *measured)
+        rows.append((*own, *([] if ended else (rate, *rest))))
+    return JobRows(names, (*numbers, *(() if ended else (unit, "time left", "restarts"))), tuple(rows))
+
+
+def table_of(
+    jobs: Sequence[TableRow], views: Sequence[View], comparison: Comparison, shown: Sequence[int], *, ended: bool
+) -> Table:
+    """Returns ``rows_of`` as a table for a terminal; the rows of ``ended`` jobs end with their directories."""
+    found = rows_of(jobs, views, comparison, shown, ended=ended)
+    table = Table(box=None, pad_edge=False)
+    for name in found.names:
+        table.add_column(name)
+    for name in found.numbers:
+        table.add_column(name, justify="right")
+    if ended:
+        table.add_column("run directory", overflow="fold")
+    for index, row in zip(shown, found.rows, strict=True):
+        table.add_row(*map(Text, (*row, *([_short_path(jobs[index].run.path)] if ended else []))))
     return table
 
 
@@ -210,7 +242,7 @@ def retry_lines(sweep: str, run: RunDirectory, views: Sequence[View]) -> list[st
     Args:
         run: any of its runs, which all have the same frozen code.
     """
-    count = sum(map(_is_unfinished, views))
+    count = sum(map(is_unfinished, views))
     runs = counted(count, "run", "runs")
     command = f"python -m hpc_train retry --failed {sweep}"
     if frozen_code(run) is None:
@@ -220,7 +252,7 @@ def retry_lines(sweep: str, run: RunDirectory, views: Sequence[View]) -> list[st
     return lines + ([f"{command} --code now   with the present code, after you have corrected it"] if failed else [])
 
 
-def _is_unfinished(view: View) -> bool:
+def is_unfinished(view: View) -> bool:
     """Returns whether a job has ended, or was given up before its start, and its run is not done."""
     return view.state == NOT_STARTED or view.exit not in (None, Exit.DONE)
 

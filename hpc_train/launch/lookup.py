@@ -69,6 +69,17 @@ class RunHandle:
         """That of ``RunDirectory.plain_config``, read once."""
         return self.run.plain_config()
 
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy in the frozen config; empty if it is not readable."""
+        return str((self.plain_config.get("strategy") or {}).get("name", ""))
+
+    @property
+    def asked_nodes(self) -> int | str:
+        """The nodes that the frozen config asks for; empty if it is not readable."""
+        nodes: int | str = (self.plain_config.get("cluster") or {}).get("nodes", "")
+        return nodes
+
     def lives_here(self) -> bool:
         return is_alive(self.submission)
 

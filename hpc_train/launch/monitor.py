@@ -174,11 +174,24 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
     print_messages(queue.jobs, queue.views)
     if len(queue.jobs) > 1:
         print_results(queue.jobs, queue.views, console, comparison)
+        _write_page(queue)
         return worst(queue.views)
+    _write_page(queue)
     (job,), (view,) = queue.jobs, queue.views
     if view.state in ("cancelled", "stopped") and view.exit is not None:
         print(f"{how_stopped(view.exit, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
+
+
+def _write_page(queue: JobQueue) -> None:
+    """Writes the page of the sweep, or that of the run if its agents could not, and tells where it is."""
+    from hpc_train.launch.page.build import write_after, write_sweep_at_end  # a submission does not need its modules
+
+    if len(queue.jobs) == 1:
+        write_after(queue.jobs[0].run)
+        return
+    known = {job.run.path: view for job, view in zip(queue.jobs, queue.views, strict=True)}
+    write_sweep_at_end(queue.jobs[0].run.path.parent, known)
 
 
 def worst(views: Sequence[View]) -> Exit:

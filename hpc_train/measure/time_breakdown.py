@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 
-STAGE_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+STAGE_WORK = {  # method of a stage -> the kind of its work
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weight",
+}
 
 
 def communication_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
@@ -108,52 +112,85 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
             step()
         _synchronize(device)
         elapsed = time.perf_counter() - begin
-    return max(0.0, 1.0 - sum(seconds() for _, seconds in computing) / elapsed)
+    return max(0.0, 1.0 - sum(chunk.seconds() for chunk in computing) / elapsed)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Holds one chunk of work of a pipeline stage.
+
+    Attributes:
+        kind: ``forward``, ``backward``, or ``weight`` where the gradients of weights are computed separately.
+        begin: the seconds from the beginning of ``timed_stages`` to that of the chunk, once the device has finished.
+        seconds: its duration, once the device has finished.
+    """
+
+    stage: int
+    kind: str
+    begin: Callable[[], float]
+    seconds: Callable[[], float]
 
 
 @contextmanager
-def timed_stages(
-    device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[list[tuple[int, Callable[[], float]]]]:
+def timed_stages(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Iterator[list[Chunk]]:
     """Times all chunks of work of pipeline stages in this context.
 
     Yields:
-        A list of (stage, function that returns the seconds of one chunk once the device has finished).
+        A list of the chunks, in their order.
 
     Args:
         clock: the host's clock; GPUs are timed with events.
     """
     from torch.distributed.pipelining.stage import _PipelineStageBase  # takes a second to import
 
-    computing: list[tuple[int, Callable[[], float]]] = []
+    chunks: list[Chunk] = []
+    watch = _GpuWatch() if device.type == "cuda" else _HostWatch(clock)
     originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
     try:
         for name, original in originals.items():
-            setattr(_PipelineStageBase, name, _timed(original, device, clock, computing))
-        yield computing
+            setattr(_PipelineStageBase, name, _timed(original, STAGE_WORK[name], watch, chunks))
+        yield chunks
     finally:
         for name, original in originals.items():
             setattr(_PipelineStageBase, name, original)
 
 
+class _HostWatch:
+    """Reads the host's clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._origin = clock()
+
+    def now(self) -> Callable[[], float]:
+        seconds = self._clock() - self._origin
+        return lambda: seconds
+
+
+class _GpuWatch:
+    """Records events on the GPU."""
+
+    def __init__(self) -> None:
+        self._origin = self._recorded()
+
+    def now(self) -> Callable[[], float]:
+        event = self._recorded()
+        return lambda: self._origin.elapsed_time(event) * 1e-3
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 def _timed(
-    work: Callable[..., Any],
-    device: torch.device,
-    clock: Callable[[], float],
-    computing: list[tuple[int, Callable[[], float]]],
+    work: Callable[..., Any], kind: str, watch: _HostWatch | _GpuWatch, chunks: list[Chunk]
 ) -> Callable[..., Any]:
     def timed(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
-        if device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            result = work(stage, *args, **kwargs)
-            last.record()
-            computing.append((stage.stage_index, lambda: first.elapsed_time(last) * 1e-3))
-            return result
-        begin = clock()
+        begin = watch.now()
         result = work(stage, *args, **kwargs)
-        elapsed = clock() - begin
-        computing.append((stage.stage_index, lambda: elapsed))
+        end = watch.now()
+        chunks.append(Chunk(stage.stage_index, kind, begin, lambda: end() - begin()))
         return result
 
     return timed

@@ -121,6 +121,13 @@ def peak_device_memory(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+def device_memory(device: torch.device) -> int:
+    """Returns the memory of a GPU in bytes; on the CPU that of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 EVERY_S = 1.0  # seconds; NVML averages over up to a second
 
 

@@ -33,6 +33,12 @@ def metric_of(config: Config) -> BestMetric | None:
     return best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode)
 
 
+def best_metric_of(config: Mapping[str, Any]) -> BestMetric | None:
+    """Returns the same as ``metric_of`` for a config of plain values."""
+    kept = config.get("checkpoint") or {}
+    return best_metric(kept.get("keep_best"), kept.get("best_mode", "auto"))
+
+
 def settings_of(run: RunDirectory) -> Settings:
     """Returns the overrides with which ``run`` was frozen, without ``UNCOMPARED``; empty for an old run."""
     parts = [override.lstrip("+~").partition("=") for override in run.record().get("overrides", [])]

@@ -17,6 +17,7 @@ compiled/                    artifacts of torch.compile, which the next attempt 
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
 .locks/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
 code/HASH/                   the frozen copy of the user's code; the runs of a sweep share one in the sweep's directory
+report.html                  the report page, written at the end of each job; a sweep's directory has one as well
 wandb/
 tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)
 metrics.csv                  the metrics of all attempts as one table (telemetry.csv)
@@ -39,6 +40,7 @@ from hpc_train.run.files import read_lines
 from hpc_train.run.record import FORMAT, read_record, write_record
 
 PIPELINE_SPLIT = "pp_split.json"
+PAGE = "report.html"  # of a run, and of a sweep
 
 
 @dataclass(frozen=True)

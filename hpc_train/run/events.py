@@ -62,6 +62,7 @@ EVENTS = (
     "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time
     "compression_chosen",  # chosen by strategy.compression=auto, with the measurements
     "pipeline_balance",  # measured balance of the stages in the first steps
+    "pipeline_step",  # when each stage computed in one of the first steps, for the report
     "warning",
     "advice",
     "gpu_idle",  # for telemetry.gpu_idle_minutes

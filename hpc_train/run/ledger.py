@@ -106,10 +106,10 @@ def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | No
     """
     events = [*run.read_events(), *([closing] if closing else [])]
     submitted = [entry["time"] for entry in run.record().get("submissions", [])]
-    return ledger(events, run.read_all_metrics(), submitted, now, _read_frozen(run))
+    return ledger(events, run.read_all_metrics(), submitted, now, read_frozen(run))
 
 
-def _read_frozen(run: RunDirectory) -> dict[str, float]:
+def read_frozen(run: RunDirectory) -> dict[str, float]:
     """Returns the times at which batch scripts gave up waiting for a frozen node, by job and restart: 12.0."""
     found: dict[str, float] = {}
     for path in run.attempts.glob("end-*.frozen"):
@@ -133,7 +133,11 @@ def ledger(
         now: seconds since 1970 if the run is live; None otherwise, and then an attempt without a recorded end has died.
         frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    attempts = attempts_of(events, metrics, frozen)
+    return account_for(attempts_of(events, metrics, frozen), submitted, now)
+
+
+def account_for(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None = None) -> Ledger:
+    """Accounts for ``attempts`` as ``ledger`` does."""
     alive = None if attempts and attempts[-1].closed else now
     kept, accounts = _kept_at_end(attempts, now), []
     for index in reversed(range(len(attempts))):
@@ -238,7 +242,7 @@ class _Accounting:
         share = interval.kept_share(kept)
         evaluation_kept = interval.last <= kept
         stopped = interval.time - interval.began - self._executed(interval.began, interval.time)
-        interval = interval.without(stopped)
+        interval = interval.without(stopped) if stopped else interval
         self._add("steps_s", share * interval.steps_s)
         self._add("evaluation_s", interval.evaluation_s if evaluation_kept else 0.0)
         self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))

@@ -24,7 +24,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import Event, Notices, saves
-from hpc_train.units import format_duration
+from hpc_train.units import format_duration, format_hours
 
 LOOK_EVERY_S = 0.5
 LOOK_S = 1.0  # the agent waits at most this long for the file system
@@ -317,7 +317,8 @@ def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
 
 def spent_line(account: Account) -> str:
     """Formats the time account of a run in one line, without entries below one second."""
-    held = f"{account.gpu_hours:.3g} GPU-hours" if account.gpu_s else f"{account.rank_s / 3600:.3g} rank-hours, no GPU"
+    hours = format_hours((account.gpu_s or account.rank_s) / 3600)
+    held = f"{hours} GPU-hours" if account.gpu_s else f"{hours} rank-hours, no GPU"
     parts = (
         ("steps", account.steps_s),
         ("evaluation", account.evaluation_s),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.measure.utilisation import peak_device_memory, peak_host_memory
+from hpc_train.measure.utilisation import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import resolve_layout
@@ -31,6 +31,7 @@ class RankMemory:
     Attributes:
         peak: peak of the GPU's allocator; on the CPU the peak resident set, including the interpreter and libraries.
         activations: the rest of the peak, i.e. activations and temporary buffers.
+        device: the memory of the GPU; on the CPU that of the machine, which all its processes share.
     """
 
     peak: int
@@ -38,6 +39,10 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
+    device: int
+
+
+WHOLE = ("peak", "device")  # the values of RankMemory that are not parts of the peak
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rank, most = max(enumerate(self.ranks), key=lambda pair: pair[1].peak)
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(most).items() if name != "peak")
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(most).items() if name not in WHOLE)
         text = f"memory: peak {format_bytes(most.peak)} on rank {rank}: {parts} (including temporary buffers)"
         return text if self.estimated is None else f"{text}; the estimate was {format_bytes(self.estimated)}"
 
@@ -64,7 +69,9 @@ def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimiz
     weights = _bytes(parameters, mesh)
     gradients = _bytes((parameter.grad for parameter in parameters if parameter.grad is not None), mesh)
     state = _bytes(optimizer.tensors(), mesh)
-    own = RankMemory(peak, weights, gradients, state, max(0, peak - weights - gradients - state))
+    own = RankMemory(
+        peak, weights, gradients, state, max(0, peak - weights - gradients - state), device_memory(mesh.device)
+    )
     ranks: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(ranks, own, group=mesh.control)
     needed = estimate(config, mesh.layout)

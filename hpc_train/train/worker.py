@@ -52,11 +52,12 @@ from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.length import Length, run_length
 from hpc_train.train.loss_check import check_loss
-from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
+from hpc_train.train.measures import Measures, Meter, make_meter
 from hpc_train.train.memory import explained
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.groups import check_groups
 from hpc_train.train.optimizers.learning_rate import describe_rates
+from hpc_train.train.pipeline_watch import PipelineWatch
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, open_report
@@ -253,14 +254,14 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
     plan = plan_split(config, mesh, training, run)
     known = with_known_buckets(config, run, mesh)
     engine = build_engine(known, mesh, None if plan is None else plan.layers, bucket_choice_recorder(run, mesh, events))
-    if plan is not None:
-        engine = _watch_balance(engine, mesh, plan, events)
+    if mesh.layout.pp > 1:
+        engine = _watch_pipeline(engine, mesh, plan, events)
     return DebuggedEngine(engine, mesh.rank) if config.train.debug else engine
 
 
-def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog) -> Engine:
-    """Reports the predicted balance of the pipeline now, and the measured one after some steps."""
-    if mesh.rank == 0:
+def _watch_pipeline(engine: Engine, mesh: Mesh, plan: SplitPlan | None, events: EventLog) -> Engine:
+    """Reports the predicted balance of the pipeline now, and after some steps the measured one and one step."""
+    if plan is not None and mesh.rank == 0:
         print(plan.describe())
         events.write("pipeline_split", **plan.as_json())
 
@@ -268,7 +269,7 @@ def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog
         print(message)
         events.write("pipeline_balance", **found)
 
-    return BalanceWatch(engine, mesh, plan, report)
+    return PipelineWatch(engine, mesh, plan, report, lambda picture: events.write("pipeline_step", **picture))
 
 
 def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:

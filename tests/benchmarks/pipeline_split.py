@@ -87,7 +87,7 @@ def timed(engine: Any, step: StepBatch, mesh: Mesh) -> tuple[float, float]:
         engine.train_step(0, step)
         dist.barrier()
         elapsed = time.perf_counter() - begin
-    slowest = torch.tensor(sum(seconds() for _, seconds in work) / MICRO_BATCHES, dtype=torch.float64)
+    slowest = torch.tensor(sum(chunk.seconds() for chunk in work) / MICRO_BATCHES, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item(), elapsed
 

@@ -16,7 +16,7 @@ import pytest
 
 from hpc_train import cli
 from hpc_train.commands import why
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import RESPONSES, Failure
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import TINY, environment, hpc_train, start
@@ -73,6 +73,9 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
     assert len(runs) == (4 if LONG else 2)
     assert all(len(losses(run)) == 6 for run in runs)
+    assert f"report: {runs[0].parent / PAGE}" in done.stdout
+    assert "2 done" in (runs[0].parent / PAGE).read_text() or LONG
+    assert ": done; nothing failed" in (runs[0] / PAGE).read_text(), "that of each run is its agent's"
     assert RunDirectory(runs[0]).record()["overrides"][:2] == ["+strategy=single", "optim.lr=0.001"]
     assert "+strategy=single,dp" in (tmp_path / "outputs" / "sweep" / "multirun.yaml").read_text()
 
@@ -98,6 +101,7 @@ def test_a_failing_rank_is_named_with_its_own_traceback(
     page = capsys.readouterr().out
     assert f"failure\n  {failed[-1]['class']}, rank 1 on " in page
     assert RESPONSES[failed[-1]["class"]].advice in page
+    assert f"{failed[-1]['class']}, rank 1 on " in (tmp_path / "outputs" / "run" / PAGE).read_text()
 
 
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ TAKEN_AS_THEY_ARE = (
     "why",
     "compare",
     "plot",
+    "report",
     "doctor",
     "sync",
     "--help",

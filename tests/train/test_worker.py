@@ -52,8 +52,16 @@ def test_metrics_and_result(tmp_path: Path) -> None:
     assert record["total_steps"] == 10
     result = record["result"]
     assert (result["steps"], result["loss"], result["val_loss"]) == (10, last["loss"], last["val_loss"])
+    picture, *others = run.read_events()
+    assert (picture["event"], picture["schedule"], picture["micro_batches"]) == ("pipeline_step", "1f1b", 4)
+    assert [rank["rank"] for rank in picture["ranks"]] == [0, 2], "one rank of each stage"
+    for stage, rank in enumerate(picture["ranks"]):
+        kinds = [kind for kind, of_stage, begin, end in rank["chunks"] if of_stage == stage and 0 <= begin < end]
+        assert kinds.count("forward") == kinds.count("backward") == 4 and len(kinds) == 2 * 4
+    assert max(end for rank in picture["ranks"] for *_, end in rank["chunks"]) <= 1.1 * picture["seconds"]
+    assert all(rank["device"] > rank["peak"] for rank in memory["ranks"])
     events = ["evaluation_started", "evaluation_started", "checkpoint_saved", "training_finished"]
-    assert [event["event"] for event in run.read_events()] == events
+    assert [event["event"] for event in others] == events
 
 
 def test_epochs_and_padded_batches_count_samples_once(tmp_path: Path) -> None:

@@ -123,6 +123,9 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
+    from hpc_train.launch.page.build import write_at_end  # a submission does not need its modules
+
+    write_at_end(run)
     if code != Exit.STOPPED:
         return code
     code = final_code(code, run)

@@ -133,6 +133,14 @@ class Job:
         return (TRUST,) if self.trust_owner else ()
 
     @property
+    def strategy(self) -> str:
+        return self.config.strategy.name
+
+    @property
+    def asked_nodes(self) -> int | str:
+        return self.config.cluster.nodes
+
+    @property
     def submitit_folder(self) -> Path:
         """Returns the directory of submitit's pickle and of the output of the agent."""
         return self.run.logs / "submitit"
@@ -167,8 +175,11 @@ class RunAgent:
         from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
 
         reserved = None if self.share is None else partial(_reserve, self.share)
-        # exits instead of returning, so that a failed run is a failed job
-        sys.exit(run_agent(run, reserve=reserved))
+        code = run_agent(run, reserve=reserved)
+        from hpc_train.launch.page.build import write_at_end  # a submission does not need its modules
+
+        write_at_end(run)
+        sys.exit(code)  # instead of returning, so that a failed run is a failed job
 
 
 def _reserve(share: Share, stop: StopRequests) -> AbstractContextManager[None]:

@@ -1,0 +1,81 @@
+"""The loss over the steps of all attempts; lost work is grey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_train.launch.page.chart import Point, Series, line_chart
+from hpc_train.launch.page.facts import Line, RunFacts
+from hpc_train.launch.page.markup import Html, section, tag
+from hpc_train.units import counted
+
+LOST = "lost work, done again or to be done again"
+
+
+def losses(facts: RunFacts) -> Html:
+    """Returns the section with the loss curves."""
+    skipped = sum(_point(line) is None for line in facts.lines)
+    if skipped == len(facts.lines):
+        return section("Loss", tag("p", _why_none(facts)))
+    lost = [Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)]
+    kept = Series("training loss", _kept(facts, "loss"), "c0")
+    validation = _kept(facts, "val_loss")
+    series = [*lost, kept, Series("validation loss", validation, "c1", dots=True)]
+    count = sum(facts.lost)
+    words = [_words(facts, validation)]
+    if count:
+        words.append(f"{_steps(count)} lost, after the last checkpoint before a failure or a rollback.")
+    if skipped:
+        words.append(f"{skipped} of {len(facts.lines)} logged losses are missing or not finite, and are not drawn.")
+    chart = line_chart("Loss over steps", " ".join(words), series, "step")
+    return section("Loss", tag("p", " ".join(words)), chart)
+
+
+def _why_none(facts: RunFacts) -> str:
+    if facts.record.get("own_code") == "command":
+        return "The command of the run has not reported a loss."
+    return "No step was logged, so there is no loss to show."
+
+
+def _kept(facts: RunFacts, key: str) -> list[Point]:
+    return facts.values(key) if facts.kept else []
+
+
+def _steps(count: int) -> str:
+    return f"{counted(count, 'logged step', 'logged steps')} {'was' if count == 1 else 'were'}"
+
+
+def _point(line: Line) -> Point | None:
+    value = line.get("loss")
+    return (line["step"], value) if isinstance(value, int | float) else None
+
+
+def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:
+    """Yields the lost parts of the curve, each with the point before it, from which it went on."""
+    part: list[Point] = []
+    before: Point | None = None
+    for line, is_lost in zip(facts.lines, facts.lost, strict=True):
+        point = _point(line)
+        goes_on = before is None or point is None or point[0] > before[0]
+        if part and not (is_lost and goes_on):
+            yield part
+            part = []
+        if is_lost and point is not None:
+            if not part and before is not None and goes_on:
+                part.append(before)
+            part.append(point)
+        before = point or before
+    if part:
+        yield part
+
+
+def _words(facts: RunFacts, validation: list[Point]) -> str:
+    points = _kept(facts, "loss")
+    if not points:
+        return "No step was kept."
+    (first, begin), (last, end) = points[0], points[-1]
+    text = f"The training loss went from {begin:.4f} at step {first} to {end:.4f} at step {last}"
+    if not validation:
+        return f"{text}."
+    best = min(validation, key=lambda point: point[1])
+    return f"{text}; the lowest validation loss is {best[1]:.4f}, at step {best[0]}."
