@@ -1,17 +1,15 @@
-"""Parses the command line before Hydra does, and composes the configs of a sweep.
+"""Parses the command line before Hydra does, and lists the jobs of a sweep.
 
 ``strategy`` is not in the Defaults List, so Hydra requires ``+strategy=dp``; with an experiment that chooses a strategy
-it requires ``strategy=dp``. This module accepts both. Composing a config takes about 70 ms and most sweeps vary values
-only, so each combination of groups is composed once and values are merged into a copy.
+it requires ``strategy=dp``. This module accepts both.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from hpc_train.config.hydra_settings import (
     with_listed_globs,
     with_params,
 )
+from hpc_train.config.jobs import JobComposer, is_choice
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
@@ -282,7 +281,7 @@ def _is_fixed_choice(override: Override) -> bool:
     """Returns whether the override may decide Hydra's settings: one option of a group, or a setting of Hydra."""
     if override.is_sweep_override() or override.key_or_group in ("strategy", "experiment", "hydra.searchpath"):
         return False
-    return _is_of_hydra(override) or _is_choice(override)
+    return _is_of_hydra(override) or is_choice(override)
 
 
 def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str]) -> _Chosen:
@@ -333,54 +332,6 @@ def _search_directories(override: str) -> list[str]:
     parsed: Override = OverridesParser.create().parse_override(override)
     value = parsed.value()
     return [str(part) for part in value] if isinstance(value, list) else [str(value)]
-
-
-@dataclass
-class JobComposer:
-    """Composes jobs from their overrides.
-
-    Attributes:
-        compose: composes one job with Hydra, which takes about 70 ms.
-    """
-
-    compose: Callable[[list[str]], DictConfig]
-    _composed: dict[tuple[str, ...], bytes] = field(
-        default_factory=dict
-    )  # pickled: a deep copy takes five times as long
-
-    def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """Returns the composed config of one job.
-
-        Raises:
-            hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
-        """
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        choices = [override for override in parsed if _is_choice(override)]
-        values = [override for override in parsed if not _is_choice(override)]
-        if not all(_is_plain(override) for override in values):
-            return self.compose(list(overrides))
-        key = tuple(override.input_line or "" for override in choices)
-        if key not in self._composed:
-            self._composed[key] = pickle.dumps(self.compose(list(key)))
-        config: DictConfig = pickle.loads(self._composed[key])
-        try:
-            for override in values:
-                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-        except OmegaConfBaseException:
-            return self.compose(list(overrides))  # raises Hydra's own error
-        return config
-
-
-def _is_choice(override: Override) -> bool:
-    """Returns whether only Hydra can apply the override: ``group=option`` or one of Hydra's own settings."""
-    key = override.key_or_group
-    return key.startswith("hydra.") or ("." not in key and not isinstance(override.value(), dict))
-
-
-def _is_plain(override: Override) -> bool:
-    """Returns whether the override is ``key=value`` for a key below a group. The order of other overrides matters."""
-    changes = not (override.is_add() or override.is_force_add() or override.is_delete())
-    return changes and "." in override.key_or_group
 
 
 def override_value(value: Any) -> str:

@@ -148,7 +148,7 @@ class SlurmJobExecutor:
             main = self._submit_chain(same[0], folder, text, asked)
             last.append(self._chains.get(main, [main])[-1])
             for index, job in enumerate(same):
-                write_text(job.run.path / "job.sbatch", text, file_mode(job.config))
+                write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
                 self._outputs[job_id] = Path(str(asked["output"]).replace("%j", job_id).replace("%A_%a", job_id))
         return [ids[job.number] for job in jobs]
