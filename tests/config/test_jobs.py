@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
 from hpc_train.config import jobs
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.jobs import JobConfigs
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.freeze import text_of
 
@@ -28,9 +32,14 @@ SWEEPS = {  # overrides, and how many of the jobs take the short way
 def test_the_short_way_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, expected = SWEEPS[name]
     line = CommandLine.parse(with_right_plus(words.split()))
-    short = []
+    short: list[Config] = []
     convert = jobs._Kind.config
-    monkeypatch.setattr(jobs._Kind, "config", lambda *call: short.append(convert(*call)) or short[-1])
+
+    def counted(kind: Any, values: dict[str, Any]) -> Config:
+        short.append(convert(kind, values))
+        return short[-1]
+
+    monkeypatch.setattr(jobs._Kind, "config", counted)
     with line.composer() as compose:
         config_of = JobConfigs(compose)
         for overrides in expand(line.overrides):
@@ -39,7 +48,7 @@ def test_the_short_way_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch
     assert len(short) == expected
 
 
-def _text(config_of, overrides) -> str:  # type: ignore[no-untyped-def]
+def _text(config_of: Callable[[Sequence[str]], Config], overrides: Sequence[str]) -> str:
     try:
         return text_of(config_of(overrides))
     except Exception as error:  # also Hydra's
