@@ -2,9 +2,10 @@
 
 ``run.json`` says which run this is (its id, the run it was forked from, the SHA-256 of its config), so a record that is
 wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
-matches. ``run.copy.json`` is written before ``run.json`` and has the same content. If both are lost, the record is
-rebuilt from the event log, in which each start of the workers writes it down. Records of earlier versions have neither
-checksum nor copy. The copy is not flushed to the disk, as ``run.json`` is: a crash of the machine loses at most one.
+matches. ``run.copy.json`` is written before an intact ``run.json`` is replaced, and has the same content. If both are
+lost, the record is rebuilt from the event log, in which each start of the workers writes it down. Records of earlier
+versions have neither checksum nor copy. Only ``run.json`` is flushed to the disk: a crash of the machine may lose what
+was last written to the copy.
 """
 
 from __future__ import annotations
@@ -81,15 +82,16 @@ def _from_events(folder: Path) -> dict[str, Any] | None:
 
 def write_record(folder: Path, content: dict[str, Any]) -> None:
     """Replaces the record; the caller holds the lock of the record. A damaged ``run.json`` is kept beside it."""
-    record = with_digest(content)
+    text = json.dumps(with_digest(content), indent=2) + "\n"
+    order = [COPY, RECORD]
     try:
         _read(folder / RECORD)
     except _Unusable:
+        order.reverse()  # the copy may be the only intact one
         if is_present(folder / RECORD):
             (folder / RECORD).rename(folder / f"{RECORD}.damaged")
-    text = json.dumps(record, indent=2) + "\n"
-    write_text(folder / COPY, text, flush=False)
-    write_text(folder / RECORD, text)
+    for name in order:
+        write_text(folder / name, text, flush=name == RECORD)
 
 
 @cache
