@@ -22,6 +22,7 @@ from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.executor import Job
@@ -328,7 +329,7 @@ def _job(words: Sequence[str]) -> Job:
     overrides = [word for word in words if "=" in word]
     line = CommandLine.parse(with_right_plus(overrides))
     with line.composer() as compose:
-        return prepare(compose(line.overrides), RunDirectory(Path("scaling")))
+        return prepare(typed(compose(line.overrides)), RunDirectory(Path("scaling")))
 
 
 def _submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> _Measurement:

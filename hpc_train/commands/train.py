@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -80,7 +82,10 @@ def _train(arguments: list[str], ended: Ended) -> int:
         before = sys.argv
         sys.argv = [before[0], *arguments]
         try:
-            hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(Training(ended))()
+            with _mode_on_command_line():
+                hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(
+                    Training(ended)
+                )()
         except SystemExit as error:
             if line.runs or error.code != 1:
                 raise
@@ -93,6 +98,20 @@ def _train(arguments: list[str], ended: Ended) -> int:
             if ended.trials is not None:
                 ended.trials.report()
     return 0
+
+
+@contextlib.contextmanager
+def _mode_on_command_line() -> Iterator[None]:
+    """Keeps Hydra from composing the whole config once more, for 0.1 s, to look up ``hydra.mode`` in it.
+
+    ``with_right_plus`` has made ``--multirun`` of it.
+    """
+    before = Hydra.get_mode
+    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = before  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parses the command line before Hydra does.
+"""Parses the command line before Hydra does, and lists the jobs of a sweep.
 
 ``strategy`` is not in the Defaults List, so Hydra requires ``+strategy=dp``; with an experiment that chooses a strategy
 it requires ``strategy=dp``. This module accepts both.
@@ -31,7 +31,7 @@ from hpc_train.config.hydra_settings import (
     with_listed_globs,
     with_params,
 )
-from hpc_train.config.job_composer import JobComposer, is_choice
+from hpc_train.config.jobs import JobComposer, is_choice
 from hpc_train.config.own_files import refuse_unreadable_files
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError

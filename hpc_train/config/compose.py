@@ -155,18 +155,23 @@ def typed(node: DictConfig) -> Config:
 
 def converted(node: DictConfig) -> Config:
     """Converts a config that ``typed`` has accepted before, such as a frozen one."""
-    node = _with_vocabulary(_with_sources(_with_extension_schemas(node)))
+    node = completed(node)
     check_kinds(node)
     _check_missing(node)
     try:
-        config = _to_object(_plain(node))
+        config = to_config(plain(node))
     except OmegaConfBaseException as error:
         raise translate(error) or error from error
-    return _absolute(config)
+    return absolute(config)
 
 
-def _to_object(values: dict[str, Any]) -> Config:
-    """Converts each group separately. Most jobs of a sweep share most groups, which are converted once."""
+def completed(node: DictConfig) -> DictConfig:
+    """Adds what ``conf/`` does not list: keys of a user's description, sources of a mixture, and sizes of the data."""
+    return _with_vocabulary(_with_sources(_with_extension_schemas(node)))
+
+
+def to_config(values: dict[str, Any]) -> Config:
+    """Converts resolved values, each group by itself. Jobs of a sweep share most groups, which are converted once."""
     schema = _schema(values["model"]["kind"], values["data"]["kind"])
     if set(values) != set(schema):
         OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
@@ -198,10 +203,21 @@ def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _group(name: str, model: str, data: str, values: bytes) -> Any:
-    schema = OmegaConf.create({name: _schema(model, data)[name]})  # errors then contain the whole key
-    found = OmegaConf.to_object(OmegaConf.merge(schema, {name: escaped(pickle.loads(values))}))
+    found = OmegaConf.to_object(group_schema(name, model, data, pickle.loads(values)))
     assert isinstance(found, dict)
     return found[name]
+
+
+def group_schema(name: str, model: str, data: str, values: Any) -> DictConfig:
+    """Returns the schema of one group below its name, so that errors contain the whole key, with resolved values.
+
+    Args:
+        model, data: the kinds of the model and the data.
+    """
+    schema = OmegaConf.create({name: _schema(model, data)[name]})
+    merged = OmegaConf.merge(schema, {name: escaped(values)})
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 @cache
@@ -224,7 +240,8 @@ def _check_missing(node: DictConfig) -> None:
         )
 
 
-def _plain(node: DictConfig) -> dict[str, Any]:
+def plain(node: DictConfig) -> dict[str, Any]:
+    """Returns the resolved values."""
     values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
@@ -242,7 +259,8 @@ def escaped(value: Any) -> Any:
 DATA_PATHS = ("path", "validation_path", "tokenizer", "chat_template", "cache")
 
 
-def _absolute(config: Config) -> Config:
+def absolute(config: Config) -> Config:
+    """Makes relative paths absolute."""
     for key in DATA_PATHS:
         path = getattr(config.data, key, None) if key == "path" or config.data.kind == "sft" else None
         if path is not None:

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.arguments import CommandLine, expand
-from hpc_train.config.job_composer import is_choice
+from hpc_train.config.jobs import is_choice
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
 

@@ -63,6 +63,11 @@ def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, 
         _refuse(argument.split("=", 1)[0], argument, held)
 
 
+def contains_secret(value: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether the text contains a secret of the environment."""
+    return any(secret in value for secret in _secrets(environment).values())
+
+
 def is_secret_file(name: str) -> bool:
     """Returns whether a file (relative to the work tree) has a name that tools use for keys, tokens or passwords."""
     path = PurePath(name.lower())
@@ -75,7 +80,7 @@ def is_secret_file(name: str) -> bool:
 
 def file_mode(config: Config) -> int:
     """Returns the permissions of files that hold the whole config; the umask reduces them."""
-    if without_secrets(config) == asdict(config):
+    if all(shown(f"cluster.{key}", value) == value for key, value in _possible_secrets(config)):
         return 0o666
     return 0o600 if config.run.group is None else 0o660
 
@@ -83,9 +88,14 @@ def file_mode(config: Config) -> int:
 def without_secrets(config: Config) -> dict[str, Any]:
     """Returns the config as nested dicts for trackers and logs, without the values of ``cluster.env``."""
     nested = asdict(config)
-    for key in ("env", "setup", "teardown"):
-        nested["cluster"][key] = shown(f"cluster.{key}", nested["cluster"][key])
+    for key, value in _possible_secrets(config):
+        nested["cluster"][key] = shown(f"cluster.{key}", value)
     return nested
+
+
+def _possible_secrets(config: Config) -> Iterator[tuple[str, Any]]:
+    for key in ("env", "setup", "teardown"):
+        yield key, getattr(config.cluster, key)
 
 
 def shown(key: str, value: Any) -> Any:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand, first_values, searches
+from hpc_train.config.compose import typed
 from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
@@ -45,7 +46,7 @@ def dry_run(line: CommandLine) -> int:
     directory = _directory(configs[0])
     for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
         try:
-            job = prepare(config, RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
+            job = prepare(typed(config), RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
             text = _shortened(_plan(job), number, plans)
             accepted.append(job)
         except UserError as error:

@@ -23,7 +23,7 @@ from rich.progress import track
 
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register
 from hpc_train.config.hydra_settings import is_search
-from hpc_train.config.job_composer import JobComposer
+from hpc_train.config.jobs import JobComposer, JobConfigs
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
@@ -37,7 +37,7 @@ from hpc_train.launch.submission import JobQueue, prepare
 from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
-from hpc_train.run.freeze import freeze
+from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
 
 T = TypeVar("T")
@@ -172,13 +172,13 @@ def prepare_all(
     Raises:
         UserError: a job is wrong; the message names the job.
     """
-    jobs = []
+    jobs, config_of = [], JobConfigs(compose)
     listed = list(enumerate(job_overrides, start=first))
-    for number, overrides in _followed(listed, "composing jobs", console):
+    for number, overrides in _followed(listed, len(listed), "composing jobs", console):
         own = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
-            jobs.append(prepare(compose(overrides), run, number, own))
+            jobs.append(prepare(config_of(overrides), run, number, own))
         except UserError as error:
             if count == 1:
                 raise
@@ -213,9 +213,9 @@ def enqueue(
     code = code or snapshot_code(configs, sweep / "code")
     if code is None and (note := unfrozen_note(configs)) is not None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    for job in _followed(jobs, "writing run directories", console):
-        # claim: until its submission a job belongs to this process
-        freeze(job.config, job.run, claim=True, code=code, overrides=job.overrides)
+    frozen = freeze_all([(job.config, job.run, job.overrides) for job in jobs], code)
+    for _ in _followed(frozen, len(jobs), "writing run directories", console):
+        pass
     if jobs[0].run.path != sweep:
         write_multirun(multirun, jobs[0].config, sweep)
     warn_if_open(jobs[0].run, jobs[0].config)  # the others are beside it
@@ -239,7 +239,7 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
-    """Yields ``items``, with a progress bar at a terminal if there are many."""
-    hidden = not console.is_terminal or len(items) < MANY
-    return track(items, what, console=console, transient=True, disable=hidden)
+def _followed(items: Iterable[T], count: int, what: str, console: Console) -> Iterable[T]:
+    """Yields the ``count`` items, with a progress bar at a terminal if there are many."""
+    hidden = not console.is_terminal or count < MANY
+    return track(items, what, total=count, console=console, transient=True, disable=hidden)

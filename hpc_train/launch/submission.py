@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
 from rich.console import Console
 
-from hpc_train.config.compose import typed
+from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes
 from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
@@ -21,6 +20,7 @@ from hpc_train.launch.job_status import NOT_STARTED, View
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.files import concurrently
 from hpc_train.run.freeze import check_freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
@@ -92,12 +92,11 @@ class JobQueue:
             return
         first_attempts = [job.run.newest_attempt() + 1 for job in jobs]
         ids = self.executor.submit(jobs, self._sweep, self._at_once)
-        for job, job_id, attempt in zip(jobs, ids, first_attempts, strict=True):
-            identity = self.executor.identity(job_id)
-            add_submission(job.run, self.executor.name, first_attempt=attempt, **identity)
-            events = EventLog.open(job.run, "submitter", attempt)
-            events.write("submitted", job_id=job_id, executor=self.executor.name, layout=str(job.layout))
-            self._submitted[job.number] = Submitted(job, job_id, attempt, self.executor.output(job, job_id))
+        entries = list(map(Submitted, jobs, ids, first_attempts, map(self.executor.output, jobs, ids)))
+        self._submitted |= {entry.job.number: entry for entry in entries}
+        for _ in concurrently(self._record, entries):
+            pass
+        for job, job_id in zip(jobs, ids, strict=True):
             if len(jobs) <= ANNOUNCED_SINGLY:
                 announce(job, self.executor, self._console, job_id)
         if len(jobs) > ANNOUNCED_SINGLY:
@@ -105,15 +104,20 @@ class JobQueue:
             self._console.print(f"{len(jobs)} jobs to {self.executor.name}, {where}", markup=False, soft_wrap=True)
         self._waiting = self._waiting[len(jobs) :]
 
+    def _record(self, submitted: Submitted) -> None:
+        run, name, identity = submitted.job.run, self.executor.name, self.executor.identity(submitted.job_id)
+        add_submission(run, name, first_attempt=submitted.first_attempt, **identity)
+        events = EventLog.open(run, "submitter", submitted.first_attempt)
+        events.write("submitted", job_id=submitted.job_id, executor=name, layout=str(submitted.job.layout))
 
-def prepare(node: DictConfig, run: RunDirectory, number: int = 0, overrides: Sequence[str] = ()) -> Job:
-    """Checks the composed config ``node`` and returns its job; writes nothing.
+
+def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Sequence[str] = ()) -> Job:
+    """Checks ``config`` and returns its job; writes nothing.
 
     Raises:
         UserError: a value is wrong, the executor cannot run the job, or the run cannot be frozen. The message reports
             all independent mistakes.
     """
-    config = typed(node)
     executor = select_executor(config.cluster)
     nodes, gpus, workers = executor.shape(config.cluster)
     device_bytes = executor.device_bytes(config.cluster)

@@ -16,7 +16,8 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -29,6 +30,7 @@ PATIENCE_S = 8.0
 RETRY_S = 0.2
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 def patiently(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Result:
@@ -129,11 +131,28 @@ def read_or(operation: Callable[[], Result], default: Result) -> Result:
         return default
 
 
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+WRITERS = 8  # threads, which mostly wait for the disk or the file server
+
+
+def concurrently(operation: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yields the results of ``operation``, which writes files, for all ``items`` in order; several run at a time.
+
+    Raises:
+        Exception: the first of ``operation``. Those that have not begun are not called then.
+    """
+    pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
+    try:
+        yield from pool.map(operation, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_text(path: Path, text: str, mode: int = 0o666, *, flush: bool = True) -> None:
     """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one.
 
     Args:
         mode: the permissions of the file, which the umask reduces.
+        flush: the text is on the disk before it replaces the content, which a crash of the machine otherwise loses.
     """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # left by a process that was killed; it may have other permissions
@@ -141,7 +160,8 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with suppress(OSError):

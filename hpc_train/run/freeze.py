@@ -12,16 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import platform
 import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +38,7 @@ from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import (
+    concurrently,
     group_id,
     is_present,
     keep_others_from_writing,
@@ -53,7 +51,7 @@ from hpc_train.run.files import (
 from hpc_train.run.imported import check_start, imported_model
 from hpc_train.run.lease import refuse_live
 from hpc_train.run.processes import this_process
-from hpc_train.run.record import RECORD
+from hpc_train.run.record import RECORD, code_version, environment_versions
 
 
 def freeze(
@@ -74,6 +72,29 @@ def freeze(
     Raises:
         UserError: the run is live, an identity key differs from the frozen one, or the run to fork does not exist.
     """
+    _set_umask(config)
+    _freeze(config, run, claim, code, overrides)
+
+
+def freeze_all(runs: Sequence[tuple[Config, RunDirectory, Sequence[str]]], code: FrozenCode | None) -> Iterator[None]:
+    """Freezes the runs of a sweep with their overrides, several at a time, and claims them; yields after each.
+
+    Raises:
+        UserError: as ``freeze``.
+    """
+    _set_umask(runs[0][0])  # run.group has one value in a sweep
+    return concurrently(lambda job: _freeze(job[0], job[1], True, code, job[2]), runs)
+
+
+def _set_umask(config: Config) -> None:
+    if config.run.group is not None:
+        group_id(config.run.group)
+        write_for_group()
+    else:
+        keep_others_from_writing()
+
+
+def _freeze(config: Config, run: RunDirectory, claim: bool, code: FrozenCode | None, overrides: Sequence[str]) -> None:
     if config.launch.dry_run:
         raise UserError(
             "launch.dry_run=true is set in a config file",
@@ -81,11 +102,6 @@ def freeze(
             fix="pass launch.dry_run=true on the command line",
         )
     config, source = _resolve_fork(config, run)
-    if config.run.group is not None:
-        group_id(config.run.group)
-        write_for_group()
-    else:
-        keep_others_from_writing()
     try:
         run.create()
     except OSError as error:
@@ -108,7 +124,8 @@ def check_freeze(config: Config, run: RunDirectory) -> None:
     unforked, source = _resolve_fork(config, run)
     if config.run.group is not None:
         group_id(config.run.group)
-    _check_can_freeze(unforked, run, source)
+    if is_present(run.path):
+        _check_can_freeze(unforked, run, source)
 
 
 def load(run: RunDirectory) -> Config:
@@ -172,8 +189,21 @@ def text_of(config: Config) -> str:
 
 @lru_cache(maxsize=256)
 def _yaml(group: bytes) -> str:
-    """Returns a pickled group as YAML. Most runs of a sweep share most groups, which are written once."""
-    return yaml.safe_dump(pickle.loads(group), sort_keys=False, allow_unicode=True, width=120)
+    """Returns a pickled group as YAML. Most runs of a sweep share most groups, and most keys of the other groups."""
+    ((name, values),) = pickle.loads(group).items()
+    if not isinstance(values, dict) or not values:
+        return _dumped({name: values})
+    return f"{name}:\n" + "".join(_yaml_of_key(pickle.dumps(item)) for item in values.items())
+
+
+@lru_cache(maxsize=4096)
+def _yaml_of_key(item: bytes) -> str:
+    key, value = pickle.loads(item)
+    return _dumped({"group": {key: value}}).partition("\n")[2]
+
+
+def _dumped(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _resolve_fork(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:
@@ -332,42 +362,3 @@ def config_hash(run: RunDirectory) -> str:
 
 def _hash(config: bytes) -> str:
     return hashlib.sha256(config).hexdigest()
-
-
-PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
-
-
-@cache
-def code_version() -> dict[str, Any]:
-    """Returns the git commit of the checkout that this package runs from, and whether tracked files differ from it.
-
-    Cached per process, since a sweep freezes a thousand runs. Both are None for an installed wheel or without git.
-    """
-    folder = Path(__file__).resolve().parents[2]
-    if not (folder / ".git").exists():
-        return {"commit": None, "dirty": None}
-    commit = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
-
-
-@cache
-def environment_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages from their metadata, without importing them."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

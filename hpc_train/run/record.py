@@ -2,22 +2,26 @@
 
 ``run.json`` says which run this is (its id, the run it was forked from, the SHA-256 of its config), so a record that is
 wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
-matches. ``run.copy.json`` is written before ``run.json`` and has the same content. If both are lost, the record is
-rebuilt from the event log, in which each start of the workers writes it down. Records of earlier versions have neither
-checksum nor copy.
+matches. ``run.copy.json`` is written before an intact ``run.json`` is replaced, and has the same content. If both are
+lost, the record is rebuilt from the event log, in which each start of the workers writes it down. Records of earlier
+versions have neither checksum nor copy. Only ``run.json`` is flushed to the disk: a crash of the machine may lose what
+was last written to the copy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
+import subprocess
 import sys
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
-from hpc_train.run.files import is_present, patiently, read_lines, write_json
+from hpc_train.run.files import is_present, patiently, read_lines, write_text
 from hpc_train.version import __version__
 
 FORMAT = 1  # of the run directory; directories without a number have this format
@@ -78,14 +82,16 @@ def _from_events(folder: Path) -> dict[str, Any] | None:
 
 def write_record(folder: Path, content: dict[str, Any]) -> None:
     """Replaces the record; the caller holds the lock of the record. A damaged ``run.json`` is kept beside it."""
-    record = with_digest(content)
+    text = json.dumps(with_digest(content), indent=2) + "\n"
+    order = [COPY, RECORD]
     try:
         _read(folder / RECORD)
     except _Unusable:
+        order.reverse()  # the copy may be the only intact one
         if is_present(folder / RECORD):
             (folder / RECORD).rename(folder / f"{RECORD}.damaged")
-    write_json(folder / COPY, record)
-    write_json(folder / RECORD, record)
+    for name in order:
+        write_text(folder / name, text, flush=name == RECORD)
 
 
 @cache
@@ -124,13 +130,13 @@ def _bytes(path: Path) -> bytes:
 
 
 def _check_format(content: dict[str, Any], path: Path) -> None:
-    version = content.get("format", FORMAT)
-    if version != FORMAT:
-        newer = isinstance(version, int) and version > FORMAT
+    found = content.get("format", FORMAT)
+    if found != FORMAT:
+        newer = isinstance(found, int) and found > FORMAT
         raise UserError(
-            f"the run directory has format {version}, but hpc_train {__version__} reads format {FORMAT}",
+            f"the run directory has format {found}, but hpc_train {__version__} reads format {FORMAT}",
             where=str(path),
-            fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or a new run.name",
+            fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {found}, or a new run.name",
         )
 
 
@@ -145,3 +151,42 @@ def _no_record(folder: Path, what: str) -> UserError:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
+
+
+@cache
+def code_version() -> dict[str, Any]:
+    """Returns the git commit of the checkout that this package runs from, and whether tracked files differ from it.
+
+    Cached per process, since a sweep freezes a thousand runs. Both are None for an installed wheel or without git.
+    """
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+@cache
+def environment_versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages from their metadata, without importing them."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -15,7 +15,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run import lease, processes
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import check_freeze, config_hash, freeze, load
+from hpc_train.run.freeze import check_freeze, config_hash, freeze, freeze_all, load
 from tests.config.composing import config_of
 
 
@@ -215,3 +215,35 @@ def test_a_secret_is_found_by_its_value_too(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(UserError, match="SERVICE_TOKEN") as refused:
             config_of(argument)
         assert "s3cr3t-s3cr3t" not in str(refused.value)
+
+
+@pytest.mark.parametrize("written", [1, 2, 4, 7])
+def test_a_sweep_whose_submission_is_killed_leaves_whole_runs_or_none(run: RunDirectory, written: int) -> None:
+    """After ``written`` files the machine crashes: what was not flushed to the disk is lost, too."""
+    frozen = config(run)
+    runs = [RunDirectory(run.path / str(number)) for number in range(3)]
+    child = os.fork()
+    if child == 0:
+        _die_after(written)
+        list(freeze_all([(frozen, each, ()) for each in runs], None))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    for each in runs:
+        if (copy := each.path / "run.copy.json").exists():
+            copy.write_text("")
+        if each.config.exists():
+            assert load(each) == frozen
+        check_freeze(frozen, each)
+        freeze(frozen, each)
+        assert load(each) == frozen
+
+
+def _die_after(written: int) -> None:
+    replace_file, left = Path.replace, iter(range(written))
+
+    def replacing(path: Path, target: Path) -> Path:
+        if next(left, None) is None:
+            os._exit(9)
+        return replace_file(path, target)
+
+    Path.replace = replacing  # type: ignore[method-assign, assignment]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from omegaconf import MISSING
@@ -79,12 +80,17 @@ def info(each: Field[Any]) -> KeyInfo | None:
 
 def keys(node: Any, path: str = "") -> Iterator[tuple[str, Any, KeyInfo]]:
     """Every key below the dataclass instance ``node`` that has metadata: its dotted name, its value and its facts."""
-    for each in fields(node):
-        value, name = getattr(node, each.name), f"{path}.{each.name}".lstrip(".")
+    for own, known in _fields(node.__class__):
+        value, name = getattr(node, own), f"{path}.{own}" if path else own
         if is_dataclass(value):
             yield from keys(value, name)
-        elif (known := info(each)) is not None:
+        elif known is not None:
             yield name, value, known
+
+
+@cache
+def _fields(schema: type) -> list[tuple[str, KeyInfo | None]]:
+    return [(each.name, info(each)) for each in fields(schema)]
 
 
 def check_keys(node: Any, path: str = "") -> None:
@@ -95,19 +101,24 @@ def check_keys(node: Any, path: str = "") -> None:
     """
     mistakes = Mistakes()
     for name, value, info in keys(node, path):
-        with mistakes.collected():
-            _check_key(name, value, info)
+        if not _accepts(info, value):
+            with mistakes.collected():
+                raise _not_accepted(name, value, info)
     mistakes.report()
 
 
-def _check_key(name: str, value: Any, info: KeyInfo) -> None:
-    if isinstance(value, str) and info.choices and value not in info.choices:
-        numbers = f"a number {info.range}, or " if info.range else ""
-        words = nearest(value, info.choices)
-        raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{words}")
+def _accepts(info: KeyInfo, value: Any) -> bool:
+    if isinstance(value, str):
+        return not info.choices or value in info.choices
     if not isinstance(value, int | float) or isinstance(value, bool):
-        return
+        return True
+    return info.holds(value) and abs(value) <= LARGEST  # False for NaN too
+
+
+def _not_accepted(name: str, value: Any, info: KeyInfo) -> UserError:
+    if isinstance(value, str):
+        numbers = f"a number {info.range}, or " if info.range else ""
+        return UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, info.choices)}")
     if not info.holds(value):
-        raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
-    if not abs(value) <= LARGEST:  # also of NaN
-        raise UserError(f"{name} is {value}, which is too large or no number", where=name, fix=f"{name}=N, finite")
+        return UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
+    return UserError(f"{name} is {value}, which is too large or no number", where=name, fix=f"{name}=N, finite")

@@ -154,7 +154,7 @@ class SlurmJobExecutor:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(f"{job_id}\n" for job_id in last))
             for index, job in enumerate(same):
-                write_text(job.run.path / "job.sbatch", text, file_mode(job.config))
+                write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
                 self._outputs[job_id] = Path(str(asked["output"]).replace("%j", job_id).replace("%A_%a", job_id))
         return [ids[job.number] for job in jobs]
