@@ -51,6 +51,7 @@ def test_prometheus_sees_one_series_over_a_kill_a_requeue_and_a_resume(quiet: Cl
         assert list(prometheus.targets.iterdir()) == [], "a run that does not run is no target"
         assert RunDirectory(run).record()["prometheus"] is None
         stopped_at = max(steps(run))
+        quiet.wait_for_state(first_job, "FAILED", "COMPLETED", seconds=600)
         # resumes in another job, long enough for some scrapes
         done = quiet.hpc_train(*case, f"train.steps={stopped_at + 25}", "-m", cwd=tmp_path, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
