@@ -19,7 +19,6 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.groups import config_directory
-from hpc_train.config.mistakes import all_mistakes
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
 from hpc_train.errors import UserError, UserErrors
@@ -84,6 +83,8 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
     except Exception as error:
         mistake = translate(error)
         if mistake is not None and isinstance(error, HydraException | OmegaConfBaseException):
+            from hpc_train.config.mistakes import all_mistakes  # it imports arguments, which imports this module
+
             mistake = all_mistakes(line, mistake)
         located = None if mistake is None else with_file(mistake, line)
         if located is None or located is error:
