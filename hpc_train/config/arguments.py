@@ -209,6 +209,8 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     except HydraException as error:
         fix = "values with commas: optim.lr=1e-3,3e-4; interval() needs a sweeper that searches: hydra/sweeper=optuna"
         raise UserError(str(error), where="the command line", fix=fix) from error
+    if not jobs:
+        raise UserError("the sweep has no job: a range is empty", where="the command line", fix="range(FROM,TO)")
     return jobs
 
 

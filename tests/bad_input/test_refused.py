@@ -160,6 +160,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["-cd", "site", "experiment=bare"], "start the file with `# @package _global_`"),
     (["-cd", "site", "-cn", "mine"], "optim.lr"),
     (["optim.lr=interval(0,1)", "-m"], "commas"),
+    (["train.seed=range(3,0)", "-m"], "the sweep has no job"),
     (["script", "nosuch"], "KEY=VALUE"),
     (["freeze", "optim.lr=1,2"], "one run"),
     (["freeze", "data.path=nope"], "does not exist"),
