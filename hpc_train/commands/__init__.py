@@ -40,9 +40,11 @@ COMMANDS = {
     "resume": Command("submitted:resume", "submit a run again", _MANAGE),
     "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE),
     "cancel": Command("submitted:cancel", "end runs", _MANAGE),
-    "checkpoint": Command("checkpoint:main", "list, verify, export, promote and import checkpoints", _MANAGE),
-    "evaluate": Command("evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE),
-    "generate": Command("generate:main", "texts that a language model continues", _USE),
+    "checkpoint": Command(
+        "checkpoints.checkpoint:main", "list, verify, export, promote and import checkpoints", _MANAGE
+    ),
+    "evaluate": Command("checkpoints.evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE),
+    "generate": Command("checkpoints.generate:main", "texts that a language model continues", _USE),
     "prepare": Command("prepare:main", "token files and image shards", _PREPARE),
     "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE),
     "bench": Command("bench:main", "benchmarks", _PREPARE),

@@ -36,7 +36,7 @@ from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
-from hpc_train.config.values import command_words, for_debugging
+from hpc_train.config.values import absolute, for_debugging
 from hpc_train.errors import UserError, nearest
 
 PRIMARY = "config"
@@ -254,42 +254,6 @@ def escaped(value: Any) -> Any:
     if isinstance(value, list | ListConfig):
         return [escaped(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-DATA_PATHS = ("path", "validation_path", "tokenizer", "chat_template", "cache")
-
-
-def absolute(config: Config) -> Config:
-    """Makes relative paths absolute."""
-    for key in DATA_PATHS:
-        path = getattr(config.data, key, None) if key == "path" or config.data.kind == "sft" else None
-        if path is not None:
-            setattr(config.data, key, str(Path(path).expanduser().absolute()))
-    for source in getattr(config.data, "sources", {}).values():
-        for key in DATA_PATHS if source.get("kind") == "sft" else ("path",):
-            if source.get(key) is not None:
-                source[key] = str(Path(source[key]).expanduser().absolute())
-    name = getattr(config.model, "name_or_path", None)
-    if name is not None and Path(name).expanduser().is_dir():  # otherwise a name on the hub
-        config.model.name_or_path = str(Path(name).expanduser().absolute())
-    config.run.root = str(Path(config.run.root).expanduser().absolute())
-    if config.run.command is not None:
-        config.run.command = [_absolute_script(word) for word in command_words(config)]
-    if config.run.progress_dir is not None:
-        config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
-    if config.checkpoint.archive is not None:
-        config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
-    prometheus = config.telemetry.prometheus
-    for key in ("file", "token_file", "targets_dir"):
-        path = getattr(prometheus, key)
-        if path is not None and (key, path) != ("file", "auto"):
-            setattr(prometheus, key, str(Path(path).expanduser().absolute()))
-    return config
-
-
-def _absolute_script(word: str) -> str:
-    path = Path(word)
-    return str(path.absolute()) if word.endswith(".py") and not path.is_absolute() and path.is_file() else word
 
 
 MODELS = {TOKENS: "model=gpt_tiny", IMAGES: "model=vit_tiny"}  # examples for messages

@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import (
-    absolute,
     check_kinds,
     completed,
     group_schema,
@@ -33,7 +32,7 @@ from hpc_train.config.compose import (
 from hpc_train.config.extensions import load_source
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import contains_secret, leaves
-from hpc_train.config.values import for_debugging
+from hpc_train.config.values import absolute, for_debugging
 from hpc_train.errors import UserError
 
 Compose = Callable[[Sequence[str]], DictConfig]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import (
@@ -321,3 +322,41 @@ def _split(text: str) -> list[str]:
 
 def _bad_command(what: str) -> UserError:
     return UserError(what, where="run.command", fix="run.command=[python,train.py,--lr,0.1], or 'run.command=\"...\"'")
+
+
+_DATA_PATHS = ("path", "validation_path", "tokenizer", "chat_template", "cache")
+
+
+def absolute(config: Config) -> Config:
+    """Makes relative paths absolute."""
+    for key in _DATA_PATHS:
+        path = getattr(config.data, key, None) if key == "path" or config.data.kind == "sft" else None
+        if path is not None:
+            setattr(config.data, key, str(Path(path).expanduser().absolute()))
+    for source in getattr(config.data, "sources", {}).values():
+        for key in _DATA_PATHS if source.get("kind") == "sft" else ("path",):
+            if source.get(key) is not None:
+                source[key] = str(Path(source[key]).expanduser().absolute())
+    name = getattr(config.model, "name_or_path", None)
+    if name is not None and Path(name).expanduser().is_dir():  # otherwise a name on the hub
+        config.model.name_or_path = str(Path(name).expanduser().absolute())
+    config.run.root = str(Path(config.run.root).expanduser().absolute())
+    if config.run.command is not None:
+        config.run.command = [_absolute_script(word) for word in command_words(config)]
+    if config.run.progress_dir is not None:
+        config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
+    if config.checkpoint.archive is not None:
+        config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
+    webhook, prometheus = config.telemetry.messages, config.telemetry.prometheus
+    if webhook.webhook_file is not None:
+        webhook.webhook_file = str(Path(webhook.webhook_file).expanduser().absolute())
+    for key in ("file", "token_file", "targets_dir"):
+        path = getattr(prometheus, key)
+        if path is not None and (key, path) != ("file", "auto"):
+            setattr(prometheus, key, str(Path(path).expanduser().absolute()))
+    return config
+
+
+def _absolute_script(word: str) -> str:
+    path = Path(word)
+    return str(path.absolute()) if word.endswith(".py") and not path.is_absolute() and path.is_file() else word

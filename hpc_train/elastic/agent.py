@@ -32,7 +32,7 @@ from hpc_train.cluster.environment import (
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
-from hpc_train.config.webhook import message_kinds, webhook
+from hpc_train.config.services import message_kinds, webhook
 from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd

@@ -20,9 +20,9 @@ from typing import Any
 
 from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.extensions import family_of, is_extension, location, source_of
-from hpc_train.config.mlflow_server import server_uri
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
+from hpc_train.config.services import server_uri
 from hpc_train.config.source_check import check_call
 from hpc_train.config.values import (
     check_divides,

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hpc_train.config.mlflow_server import check_answers, server_uri
 from hpc_train.config.schema import MlflowConfig
+from hpc_train.config.services import check_answers, server_uri
 from hpc_train.registry.lineage import MANIFEST
 from hpc_train.registry.registry import CHECKPOINT, Model, Promoted, bad_reference
 from hpc_train.telemetry.sinks.identity import Identity

@@ -31,7 +31,7 @@ from hpc_train.config.identity import changes, check_identity, flat
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown_override
-from hpc_train.config.webhook import check_messages
+from hpc_train.config.services import check_messages
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpc_train.config.schema import Config
-from hpc_train.config.webhook import webhook
+from hpc_train.config.services import webhook
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import NewLines, last_line, read_or
@@ -53,7 +53,7 @@ Post = Callable[[str, Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Message:
-    """What a webhook is told; ``kind`` is one of ``config.webhook.KINDS``."""
+    """What a webhook is told; ``kind`` is one of ``config.services.KINDS``."""
 
     kind: str
     run: str

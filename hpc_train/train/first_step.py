@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hpc_train.parallel.compile import KeptArtifacts
-from hpc_train.train.measures import Meter
+from hpc_train.train.measuring.measures import Meter
 from hpc_train.train.report import Report
 
 

@@ -30,7 +30,7 @@ from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
 from hpc_train.telemetry.sinks.background import BackgroundSink
 from hpc_train.telemetry.sinks.table import Session, open_sinks
-from hpc_train.train.memory import MemoryReport
+from hpc_train.train.measuring.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 from hpc_train.units import format_duration
 

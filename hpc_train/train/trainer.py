@@ -32,11 +32,11 @@ from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
-from hpc_train.train.late_line import SKIPPED, SUMS, Line, Readback, logs_late
 from hpc_train.train.length import Length
-from hpc_train.train.measures import Measures, Meter
-from hpc_train.train.memory import report_memory
-from hpc_train.train.profiler import Profiler
+from hpc_train.train.measuring.late_line import SKIPPED, SUMS, Line, Readback, logs_late
+from hpc_train.train.measuring.measures import Measures, Meter
+from hpc_train.train.measuring.memory import report_memory
+from hpc_train.train.measuring.profiler import Profiler
 from hpc_train.train.report import Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep

@@ -52,14 +52,14 @@ from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.length import Length, run_length
 from hpc_train.train.loss_check import check_loss
-from hpc_train.train.measures import Measures, Meter, make_meter
-from hpc_train.train.memory import explained
+from hpc_train.train.measuring.measures import Measures, Meter, make_meter
+from hpc_train.train.measuring.memory import explained
+from hpc_train.train.measuring.pipeline_watch import PipelineWatch
+from hpc_train.train.measuring.profiler import Profiler
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.groups import check_groups
 from hpc_train.train.optimizers.learning_rate import describe_rates
-from hpc_train.train.pipeline_watch import PipelineWatch
 from hpc_train.train.processes import answer_requests, join, leave
-from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
-from hpc_train.commands import generate
+from hpc_train.commands.checkpoints import generate
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config, SFTDataConfig, TokensDataConfig
 from hpc_train.decoding.loop import Decoder, choose

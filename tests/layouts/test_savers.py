@@ -29,7 +29,7 @@ from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
 from hpc_train.run.directory import RunDirectory
-from hpc_train.train.memory import MemoryReport, report_memory
+from hpc_train.train.measuring.memory import MemoryReport, report_memory
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_train.config.schema import Config, MessagesConfig
 from hpc_train.config.secrets import refuse_secret_arguments
-from hpc_train.config.webhook import KINDS, URL, check_messages, message_kinds, webhook
+from hpc_train.config.services import KINDS, URL, check_messages, message_kinds, webhook
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

@@ -14,7 +14,7 @@ from hpc_train.measure.step_clock import DeviceStopwatch
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.late_line import Readback
+from hpc_train.train.measuring.late_line import Readback
 from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.test_numbers import GOES_BACK, poison, poison_and_stop, rollbacks
 from tests.train.runs import frozen, run_attempt

@@ -15,7 +15,7 @@ from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Failure, classify
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.memory import fixes
+from hpc_train.train.measuring.memory import fixes
 from tests.train.runs import frozen, run_attempt
 
 

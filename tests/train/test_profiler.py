@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.telemetry.progress import summary
-from hpc_train.train.profiler import Profiler, time_breakdown
+from hpc_train.train.measuring.profiler import Profiler, time_breakdown
 from tests.train.runs import frozen, run_attempt
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from hpc_train.cluster.allocation import current_allocation
-from hpc_train.commands.use_checkpoint import UsedCheckpoint, add_options
+from hpc_train.commands.checkpoints.use_checkpoint import UsedCheckpoint, add_options
 from hpc_train.evaluate.config import evaluation_config
 from hpc_train.evaluate.request import EvaluationRequest
 

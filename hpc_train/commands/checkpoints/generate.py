@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.commands.use_checkpoint import UsedCheckpoint, add_options
+from hpc_train.commands.checkpoints.use_checkpoint import UsedCheckpoint, add_options
 from hpc_train.decoding.sampling import Sampling
 from hpc_train.decoding.tokenizer import Codec, choose_tokenizer
 from hpc_train.errors import UserError
