@@ -40,7 +40,7 @@ def _check_loss_chunks(config: Config, layout: Layout) -> None:
             where="train.loss_chunks",
             fix="train.loss_chunks=1, or model=gpt_tiny or another gpt",
         )
-    most = chunks if length is None else length // layout.tp
+    most = chunks if not length else length // layout.tp  # another check refuses a length of 0
     if chunks > most:
         raise UserError(
             f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a sequence",

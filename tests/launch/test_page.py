@@ -259,9 +259,11 @@ def test_a_fork_shows_what_it_changes(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, rate in enumerate(("1e-3", "1e-2", "big <b>", "1e-1")):
+    for number, rate in enumerate((1e-3, 1e-2, 1.0, 1e-1)):
         job = make_job(tmp_path / "runs", number)
-        freeze(job.config, job.run, overrides=["+strategy=dp", f"optim.lr={rate}"])
+        schedule = "big <b>" if number == 2 else "cosine"
+        job.config.optim.lr, job.config.optim.schedule = rate, schedule
+        freeze(job.config, job.run, overrides=["+strategy=dp", f"optim.lr={rate}", f"optim.schedule={schedule}"])
         lease.add_submission(job.run, "somewhere", first_attempt=0)
         begin(job.run, 0, time.time())
         step(job.run, 0, time.time(), 5, val_loss=2.0 + number)
@@ -279,7 +281,7 @@ def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     page = check(text)
     said = " ".join(page.words.split())
     assert page.titles == ["Sweep runs", "Verdict", "Runs", "Parallel coordinates", "Failures and causes"]
-    assert "4 runs: 3 done, 1 failed" in said and "run 0 (optim.lr=1e-3) with 2.0000" in said
+    assert "4 runs: 3 done, 1 failed" in said and "run 0 (optim.lr=0.001 optim.schedule=cosine) with 2.0000" in said
     assert [of for name, of in page.tags if name == "tr" and of.get("class") == "best"], "the best row is marked"
     assert "user_error in 1 run" in said and "retry --failed" in said
     assert sum(of.get("stroke-width") == "4" for _, of in page.tags) == 1, "one line is thick"

@@ -45,8 +45,7 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     assert 3 <= stopped_at < 100
     resumed = cluster.hpc_train("resume", "outputs/run", "--json", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    ended = {key: value for key, value in json.loads(resumed.stdout).items() if key in ("run", "state", "exit_code")}
-    assert ended == {"run": str(run), "state": "done", "exit_code": 0}
+    assert {"run": str(run), "state": "done", "exit_code": 0}.items() <= json.loads(resumed.stdout).items()
     assert every_step(run) == list(range(1, 101))
     assert status(cluster, tmp_path, "run")[0]["state"] == "done"
     cluster.wait_for_state(job_id(run), "COMPLETED")
@@ -98,7 +97,7 @@ def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_pat
     assert cluster.hpc_train("cancel", "run", cwd=tmp_path).returncode == 0
     resumed = cluster.hpc_train("resume", "run", "--json", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert json.loads(resumed.stdout) == {"run": str(run), "state": "done", "exit_code": 0}
+    assert {"run": str(run), "state": "done", "exit_code": 0}.items() <= json.loads(resumed.stdout).items()
     assert job_id(run) != first
     assert cluster.state(first) == "CANCELLED"
     assert steps(run) == list(range(1, 41))

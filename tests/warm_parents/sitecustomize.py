@@ -35,13 +35,16 @@ def redirect() -> None:
     from multiprocessing import forkserver, util
 
     start, ensure_running = util.spawnv_passfds, forkserver.ForkServer.ensure_running
-    search_path = [""] * (not sys.flags.safe_path) + sys.path  # before Python adds the script's folder
+    after_variables = list(sys.path)  # before Python adds the script's folder
     forked: set[int] = set()
 
     def start_or_ask(path: str, arguments: list[str], descriptors: list[int]) -> int:
         command = arguments[-1]
         if command.startswith("from multiprocessing.forkserver") and arguments[1:-1] in (["-c"], ["-B", "-c"]):
-            pid = ask(path, command, descriptors, search_path)
+            # an agent that uses frozen code has changed the variables
+            first = [""] * ("PYTHONSAFEPATH" not in os.environ)
+            first += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+            pid = ask(path, command, descriptors, [*first, *after_variables])
             if pid is not None:
                 forked.add(pid)
                 return pid
