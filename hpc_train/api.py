@@ -217,6 +217,9 @@ def submit(
     Raises:
         UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
     """
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        what = f"the overrides are {overrides!r:.80}, not a list of texts"
+        raise UserError(what, where="overrides", fix='submit(["optim.lr=1e-3", "train.steps=100"])')
     console = Console() if verbose else Console(file=io.StringIO(), force_jupyter=False)
     try:
         paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console)

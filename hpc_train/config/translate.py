@@ -39,7 +39,8 @@ def translate(error: BaseException) -> UserError | None:
         if isinstance(link, MissingConfigException) and link.options:
             return _unknown_option(link)
         if isinstance(link, OmegaConfBaseException):
-            return _of_omegaconf(link, str(error))
+            deletes = "does not support deletion" in (link.msg or "")  # a key of a schema
+            return _of_deletion(str(link.full_key)) if deletes else _of_omegaconf(link, str(error))
     if isinstance(error, OverrideParseException):
         return _of_override(error)
     return _of_hydra(str(error).strip())
@@ -61,7 +62,17 @@ def _of_hydra(text: str) -> UserError:
     if found := re.search(r"Either remove \+ prefix: '(.*)'", text):
         key = found[1].partition("=")[0]
         return UserError(f"+{key} adds a key that exists already", where=key, fix=f"{found[1]} without +")
+    if found := re.match(r"Could not delete from config\. (?:The value of )?'(.*?)' (is|does not exist)", text):
+        return _of_deletion(found[1], exists=found[2] == "is")
     return UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
+
+
+def _of_deletion(key: str, exists: bool = True) -> UserError:
+    if not exists:
+        what = f"~{key} removes a key that does not exist"
+        return UserError(what, where=key, fix=f"remove ~{key} from the command line")
+    fix = f"remove ~{key} to keep the value of the config, or set another one with {key}=VALUE"
+    return UserError(f"{key} cannot be removed: it is a key that every config has", where=key, fix=fix)
 
 
 def _of_override(error: OverrideParseException) -> UserError:

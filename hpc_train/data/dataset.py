@@ -143,11 +143,13 @@ class Batch:
         targets: ``[micro, seq]`` or ``[micro]`` int64; ``IGNORED`` at positions without a target. May be a dict like
             ``inputs``.
         context: tensors with a leading micro dim that every stage and layer gets (positions, document ids).
+        samples: the index of each row in the dataset, for messages; empty if the rows are not samples of a dataset.
     """
 
     inputs: Nested
     targets: Nested
     context: Mapping[str, Nested] = field(default_factory=dict)
+    samples: tuple[int, ...] = ()
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -160,7 +162,7 @@ class Batch:
             map_leaves(lambda value: value.to(device, non_blocking=True), part)
             for part in (self.inputs, self.targets, self.context)
         ]
-        return Batch(*moved)
+        return Batch(*moved, samples=self.samples)
 
 
 class BuildsBatch(Protocol):

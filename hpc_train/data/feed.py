@@ -70,7 +70,7 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) 
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
     found = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
-    (batch,) = DeviceCopy(device, dataset.scale).send([Batch(found.inputs, found.targets, found.context)]).receive()
+    (batch,) = DeviceCopy(device, dataset.scale).send([Batch(*found[:3], samples=found.samples)]).receive()
     return batch
 
 
@@ -274,7 +274,7 @@ class _Steps:
         stacked = [next(self._reader) for _ in range(self._micro_batches)]
         for one in stacked if self._even else ():
             self._check_shapes(one)
-        sent = self._copy.send(Batch(one.inputs, one.targets, one.context) for one in stacked)
+        sent = self._copy.send(Batch(*one[:3], samples=one.samples) for one in stacked)
         states = tuple(one.state for one in stacked if one.state)
         return _SentStep(sent, sum(one.target_count for one in stacked), all(one.ended for one in stacked), states)
 

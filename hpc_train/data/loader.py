@@ -44,6 +44,7 @@ class Stacked(NamedTuple):
         target_count: the number of targets that count.
         state: of a stream, where its shards continue after the step, as JSON.
         ended: of a stream, whether there was no item for this micro-batch.
+        samples: see ``Batch``.
     """
 
     inputs: Nested
@@ -52,6 +53,7 @@ class Stacked(NamedTuple):
     target_count: int
     state: str = ""
     ended: bool = False
+    samples: tuple[int, ...] = ()
 
 
 class Request(Protocol):
@@ -200,7 +202,8 @@ class StackedSamples:
 
     def __call__(self, request: LoadRequest) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
-        return self._stack(request, indices) if self._dataset.collate is None else self._collate(request, indices)
+        found = self._stack(request, indices) if self._dataset.collate is None else self._collate(request, indices)
+        return found._replace(samples=request.slots)
 
     def _collate(self, request: LoadRequest, indices: list[int]) -> Stacked:
         assert self._dataset.collate is not None

@@ -104,6 +104,8 @@ class WrappedModel(nn.Module):
             outputs = outputs["logits"]
         if targets is None:
             return outputs
+        if not self.own_count and not isinstance(outputs, Tensor):
+            raise self._not_a_tensor(outputs)
         if self._classifies:
             outputs = _classes_last(outputs, targets)
         total, count = call_loss(self.loss, self.mixes_samples, outputs, targets, self.gather)
@@ -112,6 +114,14 @@ class WrappedModel(nn.Module):
         if self.observe is not None:
             self.observe(outputs, targets)
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
+
+    def _not_a_tensor(self, outputs: Any) -> UserError:
+        found = "None" if outputs is None else f"a {type(outputs).__name__}"
+        return UserError(
+            f"{type(self._module[0]).__name__}.forward returned {found}, but the losses of model.loss need a tensor",
+            where="model._target_",
+            fix="return the outputs alone, or give the model a method loss(outputs, targets) -> (sum, count)",
+        )
 
     def _arguments(self, context: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns the keyword arguments of the module for ``context``, in the names of transformers for its models.

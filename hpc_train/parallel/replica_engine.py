@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
-from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.data.dataset import IGNORED, Batch, StepBatch, leaves
+from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
 from hpc_train.models.wrapped import WrappedModel
@@ -121,8 +123,31 @@ class ReplicaEngine:
     def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:
         if isinstance(self._model, Model):
             check_sequence(self._model, micro.inputs)
-        with autocast(self._precision, self._mesh.device):
-            return module(micro.inputs, micro.context, micro.targets)
+        try:
+            with autocast(self._precision, self._mesh.device):
+                return module(micro.inputs, micro.context, micro.targets)
+        except IndexError as error:
+            _refuse_target(error, micro)
+            raise
+
+
+def _refuse_target(error: IndexError, micro: Batch) -> None:
+    """Raises UserError with the sample of the target that, by ``error`` of torch's losses on CPUs, is no class.
+
+    On a GPU such a target is an assertion of a kernel (``Failure.KERNEL``), after which no tensor can be read.
+    """
+    found = re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))
+    if found is None:
+        return
+    rows = [row for part in leaves(micro.targets) for row in (part == int(found[1])).nonzero()[:, 0].tolist()]
+    if not rows:  # the loss has made its own targets
+        return
+    sample = f"sample {micro.samples[rows[0]]}" if micro.samples else f"row {rows[0]} of a micro-batch"
+    raise UserError(
+        f"the target of {sample} is {found[1]}, which is not one of the model's classes",
+        where="data, model",
+        fix=f"number the classes from 0, set a target that does not count to {IGNORED}, or add outputs to the model",
+    ) from error
 
 
 def _total(values: list[Tensor]) -> Tensor:

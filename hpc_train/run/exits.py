@@ -119,12 +119,13 @@ RESPONSES: dict[Failure, Response] = {
         Action.RESTART_IF_FURTHER,
         "usually an index out of range (a token or target beyond the model's vocabulary) or a custom kernel. Set "
         "CUDA_LAUNCH_BLOCKING=1 to get a traceback that ends at the failing line, fix it, and rerun with the same "
-        "run.name to resume from the last checkpoint",
+        "run.name. The run resumes from its last checkpoint, if it has one",
     ),
     # A bug fails again at the same step and is reported at once; a flaky file system or a rare sample is retried.
     Failure.USER_ERROR: Response(
         Action.RESTART_IF_FURTHER,
-        "fix the error shown in the traceback, then rerun with the same run.name to resume from the last checkpoint",
+        "fix the error shown in the traceback, then rerun with the same run.name. The run resumes from its last "
+        "checkpoint, if it has one",
     ),
     Failure.REFUSED: Response(
         Action.REFUSE, "correct the setting or the code that the message names, and run the same command again"

@@ -126,6 +126,19 @@ def check_freeze(config: Config, run: RunDirectory) -> None:
         group_id(config.run.group)
     if is_present(run.path):
         _check_can_freeze(unforked, run, source)
+    if not is_present(run.config):
+        _refuse_inside_a_run(run)
+
+
+def _refuse_inside_a_run(run: RunDirectory) -> None:
+    """Raises UserError if ``run`` is new and lies in the directory of another run, as the jobs of a sweep may."""
+    above = RunDirectory(run.path.parent)
+    if is_present(above.config) and is_present(above.path / "run.json"):
+        raise UserError(
+            f"{above.path} is a run, so {run.path} cannot be created inside it",
+            where="run.name",
+            fix="another run.name, which neither is a run nor lies inside one",
+        )
 
 
 def load(run: RunDirectory) -> Config:

@@ -108,7 +108,7 @@ def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str
 
 def _part(batch: Batch, first: int, last: int) -> Batch:
     context = {name: value[first:last] for name, value in batch.context.items()}
-    return Batch(batch.inputs[first:last], batch.targets[first:last], context)
+    return Batch(batch.inputs[first:last], batch.targets[first:last], context, batch.samples[first:last])
 
 
 @contextmanager

@@ -42,6 +42,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["+metrics=top_k", "metrics.top_k.k=0"], "metrics.top_k.args.k=VALUE"),
     (["eval_sets=5"], "eval_sets must be NAME: VALUE pairs"),
     (["run.name=sweep"], "has 2 runs of a sweep or group"),
+    (["run.name=done/0"], "outputs/done is a run, so"),
     (["optim.name=adam"], "did you mean adamw?"),
     (["precision.name=fp61"], "fp64"),
     (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
@@ -50,6 +51,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # wrong types and forms
     (["optim.lr=foo"], "optim.lr"),
     (["optim.lr="], "optim.lr"),
+    (["~optim.lr"], "remove ~optim.lr to keep the value"),
+    (["~optim.nope"], "~optim.nope removes a key that does not exist"),
     (["optim.lr"], "optim.lr"),
     (["optim.lr=["], "close the ["),
     (["=5"], "names no config key"),
@@ -210,6 +213,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(2):
         (tmp_path / "outputs" / "sweep" / str(number)).mkdir(parents=True)
         (tmp_path / "outputs" / "sweep" / str(number) / "config.yaml").touch()
+    (tmp_path / "outputs" / "done").mkdir()
+    for name in ("config.yaml", "run.json"):
+        (tmp_path / "outputs" / "done" / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path

@@ -128,3 +128,9 @@ def test_a_mistake_is_a_user_error_and_writes_nothing(tmp_path: Path, overrides:
 def test_a_run_that_does_not_exist_is_a_user_error() -> None:
     with pytest.raises(hpc_train.UserError, match="no run or sweep found in nothing"):
         hpc_train.Run("nothing")
+
+
+@pytest.mark.parametrize("overrides", ["optim.lr=1", [5]])
+def test_overrides_that_are_no_list_of_texts_are_refused(overrides: object) -> None:
+    with pytest.raises(hpc_train.UserError, match="not a list of texts"):
+        hpc_train.submit(overrides)  # type: ignore[arg-type]

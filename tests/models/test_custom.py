@@ -350,6 +350,15 @@ def test_wrong_losses_and_shapes_are_said() -> None:
         wrap(f"{HERE}.two_layers", loss="mse")(torch.randn(2, 4), {}, torch.zeros(2))
 
 
+@pytest.mark.parametrize(("outputs", "told"), [(None, "returned None"), ((torch.ones(2, 3),), "returned a tuple")])
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+def test_outputs_that_are_no_tensor_are_refused(outputs: object, told: str, loss: str) -> None:
+    module = two_layers()
+    module.forward = lambda inputs: outputs  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=f"Sequential.forward {told}, but the losses of model.loss need a tensor"):
+        WrappedModel(module, loss)(torch.randn(2, 4), {}, torch.zeros(2, dtype=torch.int64))
+
+
 def test_resnet18_has_the_usual_size() -> None:
     target = "hpc_train.models.resnet.resnet18"
     model = wrap(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import importlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -215,6 +216,27 @@ def test_auto_is_offline_without_a_key() -> None:
     told: list[str] = []
     assert resolve_mode("online", told.append) == "offline"
     assert "there is no API key for https://api.wandb.ai; wandb login stores one; recording offline" in told[0]
+
+
+@pytest.mark.usefixtures("no_account")
+def test_an_unknown_mode_in_the_environment_is_told_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert resolve_mode("auto", told.append) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=_refuses_the_mode, Settings=dict))
+    identity = Identity("id", "name", None, tmp_path, {})
+    recorded = Wandb(WandbConfig(mode="auto"), identity, tell=told.append)
+    assert recorded.open()
+    assert recorded.mode == "offline"
+    assert told == ["W&B: WANDB_MODE is 'sometimes', which is not used; it may be online, offline, disabled"]
+
+
+def _refuses_the_mode(**_: object) -> FakeRun:
+    assert "WANDB_MODE" not in os.environ  # wandb validates it, even beside the argument ``mode``
+    return FakeRun()
 
 
 @pytest.mark.usefixtures("no_account")

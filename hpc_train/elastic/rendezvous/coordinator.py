@@ -165,7 +165,9 @@ class Coordinator:
         """Returns how the job ends if the server cannot continue: a requeue, except after a user's stop request."""
         why = f"the rendezvous server cannot continue: {outage}"
         if not self.elsewhere:
-            why += ". Fix this, then rerun with the same run.name to resume from the last checkpoint"
+            why += (
+                ". Fix this, then rerun with the same run.name; the run resumes from its last checkpoint, if it has one"
+            )
         again = self.stop in (None, ANNOUNCEMENT)
         decision = RestartDecision(Action.REQUEUE if again else Action.FAIL, why)
         return Leave(decision, stop=self.stop, outage=outage)

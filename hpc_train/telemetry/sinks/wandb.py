@@ -23,6 +23,8 @@ from hpc_train.telemetry.sinks.tracker import Position, Tracker
 SERVICE = "https://api.wandb.ai"
 OFFLINE = "recording offline, send the metrics later with python -m hpc_train sync"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+ACCEPTED = ("online", "offline", "disabled")  # values of WANDB_MODE
+OLDER = {"run": "online", "dryrun": "offline", "shared": "online"}  # other values of WANDB_MODE that wandb knows
 ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
 ARTIFACT_S = 600.0  # time limit to finish with the upload of a checkpoint
 
@@ -89,6 +91,8 @@ class Wandb(Tracker):
         import wandb
 
         identity = self._identity
+        if os.environ.get("WANDB_MODE") not in (*ACCEPTED, *OLDER):
+            os.environ.pop("WANDB_MODE", None)  # wandb refuses an unknown value, even where ``mode`` replaces it
         self._run = wandb.init(
             id=identity.run_id,
             resume="allow",
@@ -159,9 +163,12 @@ def service() -> str:
 
 def resolve_mode(asked: str, tell: Callable[[str], object] = print) -> str:
     """Resolves ``auto`` to WANDB_MODE, else to online. Online needs a key and a service that responds, else it is
-    offline, which is told unless there is no key and ``auto`` was asked.
+    offline, which is told unless there is no key and ``auto`` was asked. An unknown WANDB_MODE is told and not used.
     """
-    chosen = os.environ.get("WANDB_MODE", "") if asked == "auto" else asked
+    given = os.environ.get("WANDB_MODE", "")
+    chosen = OLDER.get(given, given) if asked == "auto" else asked
+    if asked == "auto" and chosen not in ("", *ACCEPTED):
+        tell(f"W&B: WANDB_MODE is {chosen!r}, which is not used; it may be {', '.join(ACCEPTED)}")
     if chosen in ("offline", "disabled") or (asked == "auto" and chosen == "online"):
         return chosen
     why = why_offline()

@@ -1,0 +1,52 @@
+"""Targets of a user's dataset that are no class of the model: refused with the sample that has them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.config.schema.data import OwnKeys
+from hpc_train.data.custom import CustomDataset
+from hpc_train.data.dataset import IGNORED
+from hpc_train.data.feed import example_micro_batch
+from hpc_train.errors import UserError
+from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.replica_engine import ReplicaEngine
+from tests.data.layouts import replicas
+
+
+def forward(labels: list[Any], module: nn.Module | None = None) -> Any:
+    dataset = CustomDataset([(torch.ones(4), label) for label in labels], OwnKeys(kind="samples"), 0)
+    micro = example_micro_batch(dataset, replicas(1, len(labels)), torch.device("cpu"))
+    engine: Any = object.__new__(ReplicaEngine)
+    engine._model = WrappedModel(module or nn.Linear(4, 3), "cross_entropy")
+    engine._precision, engine._mesh = "fp32", SimpleNamespace(device=torch.device("cpu"))
+    return engine._forward(engine._model, micro)
+
+
+@pytest.mark.parametrize("label", [7, 3, -1])
+def test_a_target_that_is_no_class_is_refused_with_its_sample(label: int) -> None:
+    with pytest.raises(UserError, match=f"the target of sample 2 is {label}, which is not one of the model's classes"):
+        forward([0, 2, label, IGNORED])
+    assert forward([0, 2, 1, IGNORED])[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("label", "told"), [(None, "sample 1 .*targets is a NoneType"), ((1, "a"), "targets is a tuple")]
+)
+def test_a_target_that_is_no_number_is_refused_with_its_sample(label: Any, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        forward([0, label])
+
+
+def test_an_index_error_of_the_users_own_model_is_left_as_it_is() -> None:
+    class Wrong(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise IndexError("index 9 is out of range")
+
+    with pytest.raises(IndexError, match="index 9"):
+        forward([0, 1], Wrong(4, 3))
