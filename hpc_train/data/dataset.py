@@ -158,11 +158,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Returns a copy on ``device``; does not block if the memory is pinned."""
-        moved = [
+        inputs, targets, context = (
             map_leaves(lambda value: value.to(device, non_blocking=True), part)
             for part in (self.inputs, self.targets, self.context)
-        ]
-        return Batch(*moved, samples=self.samples)
+        )
+        return Batch(inputs, targets, context, self.samples)
 
 
 class BuildsBatch(Protocol):
