@@ -11,6 +11,8 @@
 #   RUN_ROOT   the directory of the runs, on the shared file system (default: outputs)
 #   FAIL_IF    the conditions under which a run is worse, separated by semicolons
 #   REPORT     the HTML file to keep as an artifact (default: report.html)
+#   PROMOTE_TO wandb or mlflow: the registry in which the best checkpoint of a good run gets the alias PROMOTE_AS
+#              (default: production); empty promotes nothing
 set -euo pipefail
 
 kind=${1:?smoke or full}
@@ -47,3 +49,6 @@ if [[ -s $last_good ]]; then
     python -m hpc_train compare "$(<"$last_good")" "$run" "${each[@]/#/--fail-if=}"
 fi
 echo "$run" >"$last_good.new" && mv "$last_good.new" "$last_good"
+if [[ -n ${PROMOTE_TO:-} ]]; then
+    python -m hpc_train checkpoint promote "$run" --checkpoint best --to "$PROMOTE_TO" --as "${PROMOTE_AS:-production}"
+fi

@@ -13,7 +13,7 @@ import pytest
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.run import lease, processes
+from hpc_train.run import file_lock, lease, processes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_freeze, config_hash, freeze, freeze_all, load
 from tests.config.composing import config_of
@@ -218,8 +218,11 @@ def test_a_secret_is_found_by_its_value_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("written", [1, 2, 4, 7])
-def test_a_sweep_whose_submission_is_killed_leaves_whole_runs_or_none(run: RunDirectory, written: int) -> None:
+def test_a_sweep_whose_submission_is_killed_leaves_whole_runs_or_none(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
     """After ``written`` files the machine crashes: what was not flushed to the disk is lost, too."""
+    monkeypatch.setattr(file_lock, "STALE_S", 1.0)  # the owner of a lock may not be written yet
     frozen = config(run)
     runs = [RunDirectory(run.path / str(number)) for number in range(3)]
     child = os.fork()
