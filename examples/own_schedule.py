@@ -7,7 +7,8 @@ The file imports no torch: the schedule's class is named by its import path.
 
 from __future__ import annotations
 
-from hpc_train.plan.techniques import PipelineSchedule, PipelineShape
+from hpc_train.plan.orders import FORWARD, FULL_BACKWARD, Action, PipelineShape
+from hpc_train.plan.techniques import PipelineSchedule
 
 
 def _in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
@@ -17,6 +18,14 @@ def _in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
 
 def _bubble(shape: PipelineShape) -> float:
     return (shape.ranks - 1) / (shape.stages_per_rank * shape.micro_batches + shape.ranks - 1)
+
+
+def _order(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns all forwards, stage by stage, then all backwards, from the last stage."""
+    stages = range(rank, shape.ranks * shape.stages_per_rank, shape.ranks)
+    batches = range(shape.micro_batches)
+    forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in batches]
+    return (*forwards, *(Action(FULL_BACKWARD, stage, batch) for stage in reversed(stages) for batch in batches))
 
 
 LOOPED_BFS = PipelineSchedule(
@@ -33,4 +42,5 @@ LOOPED_BFS = PipelineSchedule(
     compiles=True,
     ops_checkpointing=True,
     auto=None,
+    order=_order,
 )

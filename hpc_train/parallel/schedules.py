@@ -24,6 +24,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.parallel.precision import autocast
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.orders import PipelineShape
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
 
@@ -262,6 +263,9 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
         stated = tuple(layout.in_flight(stage) for stage in stages)
         wrong["in_flight"] = stated not in count_in_flight(actions, stages)
     wrong["splits_backward"] = row.splits_backward != _splits(actions)
+    if row.order is not None:
+        shape = PipelineShape(layout.pp, layout.stages_per_rank, layout.micro_batches)
+        wrong["order"] = [(action.work, action.stage) for action in row.order(shape, rank)] != [*actions]
     for fact, differs in wrong.items():
         if differs:
             raise UserError(

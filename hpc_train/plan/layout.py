@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
+from hpc_train.plan.orders import PipelineShape
 from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks
 from hpc_train.plan.schedule import check_reproducible, choose_schedule, divide
 from hpc_train.plan.techniques import (
@@ -17,7 +18,6 @@ from hpc_train.plan.techniques import (
     TREE,
     DataParallelKind,
     PipelineSchedule,
-    PipelineShape,
     find_kind,
     find_schedule,
     kinds_where,

@@ -13,21 +13,14 @@ from typing import Literal, TypeVar, get_args
 
 from hpc_train.config.description_file import IMPORT_PATH, is_import_path, load_row
 from hpc_train.errors import UserError, nearest
+from hpc_train.plan import orders
+from hpc_train.plan.orders import Action, PipelineShape
 
 Placement = Literal["linear", "looped", "v"]
 MicroBatches = Literal["one", "any", "multiple_of_ranks"]
 State = Literal["parameters", "gradients", "optimizer"]
 BucketSearch = Literal["never", "without_pipeline", "always"]
 Row = TypeVar("Row", "PipelineSchedule", "DataParallelKind")
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """Describes the size of a pipeline: its ranks, the stages of each rank, and the micro-batches of a step."""
-
-    ranks: int
-    stages_per_rank: int
-    micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +47,8 @@ class PipelineSchedule:
         ops_checkpointing: whether it supports ``train.activation_checkpointing=ops``.
         auto: the reason for which ``strategy.schedule=auto`` chooses it; None if it never does. Later rows of the table
             take precedence.
+        order: a function of a shape and a rank. It returns what the rank computes in a step, in this order, for the
+            planner; None: the planner uses ``bubble``.
     """
 
     name: str
@@ -69,6 +64,7 @@ class PipelineSchedule:
     compiles: bool
     ops_checkpointing: bool
     auto: str | None
+    order: Callable[[PipelineShape, int], tuple[Action, ...]] | None
 
     def __post_init__(self) -> None:
         least, most = self.stages_per_rank
@@ -212,6 +208,7 @@ _GPIPE = PipelineSchedule(
     compiles=True,
     ops_checkpointing=True,
     auto=None,
+    order=orders.gpipe,
 )
 _INTERLEAVED = replace(
     _GPIPE,
@@ -221,6 +218,7 @@ _INTERLEAVED = replace(
     placement="looped",
     micro_batches="multiple_of_ranks",
     in_flight=_interleaved_in_flight,
+    order=orders.interleaved,
     auto=f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
 )
 # ``auto`` chooses no zero-bubble schedule: torch runs their backward as two graphs, and only a measurement shows
@@ -239,6 +237,7 @@ _ZERO_BUBBLE = replace(
     compiles=False,
     ops_checkpointing=False,
     auto=None,
+    order=orders.interleaved_zero_bubble,
 )
 
 AUTO = "auto"
@@ -255,6 +254,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
             name="1f1b",  # Narayanan et al. 2021, arXiv:2104.04473
             torch_class=f"{_TORCH}:Schedule1F1B",
             in_flight=lambda shape, rank: (min(shape.micro_batches, shape.ranks - rank),),
+            order=orders.one_forward_one_backward,
             auto=f"the bubble of gpipe, (p - 1) / (m + p - 1) {_ASSUMED}, with the activations of at most p "
             "micro-batches",
         ),
@@ -268,6 +268,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
             placement="v",
             micro_batches="any",
             in_flight=lambda shape, rank: (2 * shape.ranks - 1 - rank, 1 + rank),
+            order=orders.zero_bubble_v,
         ),
     )
 }

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hpc_train.parallel.schedules import Action, count_in_flight, recorded_actions
+from hpc_train.plan import orders
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.orders import PipelineShape
 from hpc_train.plan.techniques import KINDS, SCHEDULES, DataParallelKind, PipelineSchedule
 
 SHAPES = [(2, 1), (4, 1), (2, 2), (4, 2), (3, 2), (4, 3)]
@@ -41,6 +43,24 @@ def test_the_bubble_and_the_backward_are_those_of_the_schedule(schedule: str) ->
         assert waiting_share(ranks, layout.stages) == pytest.approx(layout.bubble_share), layout
         splits = any(action == "BACKWARD_INPUT" for actions in ranks for action, _ in actions)
         assert splits == SCHEDULES[schedule].splits_backward
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_planner_simulates_the_order_of_the_schedule(schedule: str) -> None:
+    order = SCHEDULES[schedule].order
+    assert order is not None
+    for layout in layouts(schedule):
+        shape = PipelineShape(layout.pp, layout.stages_per_rank, layout.micro_batches)
+        for rank, planned in enumerate(recorded_actions(layout)):
+            actions = order(shape, rank)
+            assert [(action.work, action.stage) for action in actions] == planned, (layout, rank)
+            assert all(rising_by_one(actions, pass_) for pass_ in set(planned)), (layout, rank)
+
+
+def rising_by_one(actions: tuple[orders.Action, ...], pass_: Action) -> bool:
+    """Whether the micro-batches of a pass of a stage are 0, 1, 2, ..."""
+    batches = [action.micro_batch for action in actions if (action.work, action.stage) == pass_]
+    return batches == [*range(len(batches))]
 
 
 def waiting_share(ranks: list[list[Action]], stages: int) -> float:

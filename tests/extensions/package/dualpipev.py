@@ -16,4 +16,5 @@ SCHEDULE = PipelineSchedule(
     compiles=False,
     ops_checkpointing=False,
     auto=None,
+    order=None,
 )

@@ -1,0 +1,143 @@
+"""The order of forward and backward passes on each rank of a pipeline, for torch's schedules. Imports no torch.
+
+The planner simulates a step from these orders; tests compare them with the actions that torch's schedules plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Literal, NamedTuple, TypeAlias
+
+FORWARD: Literal["FORWARD"] = "FORWARD"
+FULL_BACKWARD: Literal["FULL_BACKWARD"] = "FULL_BACKWARD"
+BACKWARD_INPUT: Literal["BACKWARD_INPUT"] = "BACKWARD_INPUT"  # gradients of inputs only
+BACKWARD_WEIGHT: Literal["BACKWARD_WEIGHT"] = "BACKWARD_WEIGHT"  # gradients of weights only
+Work: TypeAlias = Literal["FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"]  # torch's names
+
+
+class PipelineShape(NamedTuple):
+    """Describes the size of a pipeline: its ranks, the stages of each rank, and the micro-batches of a step."""
+
+    ranks: int
+    stages_per_rank: int
+    micro_batches: int
+
+
+class Action(NamedTuple):
+    """What a rank computes: a pass of one stage for one micro-batch."""
+
+    work: Work
+    stage: int
+    micro_batch: int
+
+
+def gpipe(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns all forwards, then all backwards (arXiv:1811.06965)."""
+    batches = range(shape.micro_batches)
+    forwards = (Action(FORWARD, rank, batch) for batch in batches)
+    return (*forwards, *(Action(FULL_BACKWARD, rank, batch) for batch in batches))
+
+
+def one_forward_one_backward(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns the order of 1F1B (arXiv:2104.04473, figure 4)."""
+    batches = range(shape.micro_batches)
+    ahead = min(shape.micro_batches, shape.ranks - rank) - 1
+    forwards = [Action(FORWARD, rank, batch) for batch in batches]
+    return _alternate(forwards, [Action(FULL_BACKWARD, rank, batch) for batch in batches], ahead)
+
+
+def interleaved(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns the order of interleaved 1F1B, several stages per rank (arXiv:2104.04473, section 2.2)."""
+    ahead = (shape.stages_per_rank - 1) * _round(shape) + 2 * (shape.ranks - 1 - rank)
+    forwards, backwards = _turns(shape, rank, FORWARD), _turns(shape, rank, FULL_BACKWARD)
+    return _alternate(forwards, backwards, ahead)
+
+
+def interleaved_zero_bubble(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns the interleaved order in which the gradients of weights lag ``rank`` backwards (arXiv:2401.10241)."""
+    ahead = (shape.stages_per_rank - 1) * _round(shape) + shape.ranks - 1 - rank
+    forwards, backwards = _turns(shape, rank, FORWARD), _turns(shape, rank, BACKWARD_INPUT)
+    weights = iter([Action(BACKWARD_WEIGHT, action.stage, action.micro_batch) for action in backwards])
+    done = 0
+    order: list[Action] = []
+    for action in _alternate(forwards, backwards, ahead):
+        order.append(action)
+        if action.work == BACKWARD_INPUT:
+            done += 1
+            if done > rank:
+                order.append(next(weights))
+    return (*order, *weights)
+
+
+def zero_bubble_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns the order of ZB-V, whose rank r has the stages r and 2 p - 1 - r (arXiv:2401.10241, section 6).
+
+    The order is that of at least 2 p - 1 micro-batches; with fewer, those that do not exist are left out.
+    """
+    order = _zero_bubble_v(shape.ranks, max(2 * shape.ranks - 1, shape.micro_batches), rank)
+    return tuple(action for action in order if action.micro_batch < shape.micro_batches)
+
+
+def _zero_bubble_v(ranks: int, micro_batches: int, rank: int) -> Iterator[Action]:
+    down, up = rank, 2 * ranks - 1 - rank  # its stages: in the first half of the model, and in the second
+    counts: Counter[tuple[Work, int]] = Counter()
+
+    def act(work: Work, stage: int) -> Action:
+        counts[work, stage] += 1
+        return Action(work, stage, counts[work, stage] - 1)
+
+    def backward(stage: int) -> Iterator[Action]:
+        yield act(BACKWARD_INPUT, stage)
+        yield act(BACKWARD_WEIGHT, stage)
+
+    for _ in range(2 * (ranks - rank) - 1):
+        yield act(FORWARD, down)
+    for _ in range(rank):
+        yield act(FORWARD, up)
+        yield act(FORWARD, down)
+    for _ in range(ranks - rank):
+        yield act(FORWARD, up)
+        yield from backward(up)
+    while counts[FORWARD, up] < micro_batches:
+        if counts[FORWARD, down] < micro_batches:
+            yield act(FORWARD, down)
+        yield from backward(down)
+        yield act(FORWARD, up)
+        yield from backward(up)
+    for _ in range(rank):
+        yield act(BACKWARD_INPUT, down)
+        yield act(BACKWARD_INPUT, up)
+    for _ in range(ranks - rank):
+        yield from backward(down)
+    for stage in (up, down):
+        while counts[BACKWARD_WEIGHT, stage] < counts[BACKWARD_INPUT, stage]:
+            yield act(BACKWARD_WEIGHT, stage)
+
+
+def _round(shape: PipelineShape) -> int:
+    """Returns after how many micro-batches a rank turns to its next stage."""
+    return shape.micro_batches // max(1, shape.micro_batches // shape.ranks)
+
+
+def _turns(shape: PipelineShape, rank: int, work: Work) -> list[Action]:
+    """Returns one pass of all stages of a rank and all micro-batches; backwards begin at its last stage."""
+    turn, stages = _round(shape), [rank + shape.ranks * local for local in range(shape.stages_per_rank)]
+    if work != FORWARD:
+        stages.reverse()
+    counts = Counter[int]()
+    order = []
+    for number in range(shape.micro_batches * shape.stages_per_rank):
+        stage = stages[number // turn % len(stages)]
+        order.append(Action(work, stage, counts[stage]))
+        counts[stage] += 1
+    return order
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+    """Returns ``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    left = iter(backwards)
+    pairs = chain.from_iterable(zip(forwards[ahead:], islice(left, len(forwards) - ahead), strict=True))
+    return (*forwards[:ahead], *pairs, *left)
