@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "evaluate": Command("checkpoints.evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE),
     "generate": Command("checkpoints.generate:main", "texts that a language model continues", _USE),
+    "plan": Command("plan:main", "time, memory and cost of each layout that fits, before it queues", _PREPARE),
     "prepare": Command("prepare:main", "token files and image shards", _PREPARE),
     "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE),
     "bench": Command("bench:main", "benchmarks", _PREPARE),

@@ -1,0 +1,169 @@
+"""Lists the layouts of a training on a number of devices, predicts each, and ranks those that fit. Imports no torch.
+
+A key that the user sets is kept; the others take every value that may be the best. A layout that ``resolve_layout``
+refuses is no candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from hpc_train.config.extensions import family_of
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.plan.layout import Layout, resolve_layout
+from hpc_train.planner.machine import Machine
+from hpc_train.planner.prediction import Prediction, predict_step
+
+KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
+CHECKPOINTING = ("none", "selective", "full")
+SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others have the bubble of their schedule's row
+MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)
+Values = Mapping[str, Any]  # by config key
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its prediction.
+
+    Attributes:
+        values: the config keys that choose it.
+    """
+
+    nodes: int
+    values: Values
+    prediction: Prediction
+
+    @property
+    def layout(self) -> Layout:
+        return self.prediction.layout
+
+    @property
+    def devices(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Orders layouts that are equally fast: fewer techniques come first."""
+        layout, ckpt = self.layout, str(self.values["train.activation_checkpointing"])
+        split = (layout.pp > 1) + (layout.tp > 1)
+        kind = KINDS.index(layout.data_parallel) if layout.data_parallel in KINDS else 0
+        return (split, kind, CHECKPOINTING.index(ckpt))
+
+
+def candidates(config: Config, machine: Machine, devices: int, kept: Collection[str]) -> list[Candidate]:
+    """Returns the candidates on ``devices`` devices, also those that do not fit.
+
+    Args:
+        kept: the config keys whose values stay those of ``config``.
+
+    Raises:
+        UserError: ``devices`` do not fill whole nodes, or the size of the model is unknown.
+    """
+    per_node = machine.devices_per_node
+    if devices > per_node and devices % per_node:
+        raise UserError(
+            f"{devices} devices do not fill nodes of {per_node}",
+            where="--gpus",
+            fix=f"a multiple of {per_node}, or a number below it",
+        )
+    nodes, workers = max(1, devices // per_node), min(devices, per_node)
+    found: dict[tuple[Any, ...], Candidate] = {}
+    for values in _choices(config, machine, devices, kept):
+        chosen = with_values(config, values)
+        try:
+            layout = resolve_layout(chosen, nodes, workers)
+        except UserError:
+            continue
+        if layout.world_size == devices and _is_new(values, layout, found):
+            found[_key(values, layout)] = _candidate(config, machine, nodes, values, layout, False)
+    best = fastest(found.values())[:SIMULATED]
+    for each in best:
+        key = _key(each.values, each.layout)
+        found[key] = _candidate(config, machine, nodes, each.values, each.layout, True)
+    return [*found.values()]
+
+
+def _candidate(
+    config: Config, machine: Machine, nodes: int, values: Values, layout: Layout, simulated: bool
+) -> Candidate:
+    prediction = predict_step(with_values(config, values), layout, machine, simulated)
+    return Candidate(nodes, values, prediction)
+
+
+def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> list[Candidate]:
+    """Returns the candidates that fit, the fastest first; among those within ``tolerance`` the simplest is first."""
+    fitting = sorted((each for each in found if each.prediction.fits), key=lambda each: -each.prediction.samples_per_s)
+    if not fitting:
+        return []
+    least = fitting[0].prediction.samples_per_s * (1 - tolerance)
+    close = [each for each in fitting if each.prediction.samples_per_s >= least]
+    return [*sorted(close, key=lambda each: each.complexity), *fitting[len(close) :]]
+
+
+def with_values(config: Config, values: Values) -> Config:
+    """Returns ``config`` with other values of ``group.key``."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        group, key = name.split(".")
+        groups.setdefault(group, {})[key] = value
+    return replace(config, **{group: replace(getattr(config, group), **keys) for group, keys in groups.items()})
+
+
+def _choices(config: Config, machine: Machine, devices: int, kept: Collection[str]) -> Iterator[Values]:
+    strategy, layers = config.strategy, getattr(config.model, "n_layers", 1)
+    per_node = min(devices, machine.devices_per_node)
+    kind_is_open = "strategy.data_parallel" not in kept
+    splits = family_of(config.model).tensor_parallel is not None
+    open_values: dict[str, Iterable[Any]] = {
+        "strategy.tp": [tp for tp in _powers(per_node) if tp == 1 or splits],
+        "strategy.pp": [pp for pp in _powers(devices) if pp <= layers],
+        "strategy.stages_per_rank": (1, 2),
+        "strategy.data_parallel": KINDS,
+        "strategy.shard": ("fill", "node"),
+        "train.activation_checkpointing": CHECKPOINTING,
+        "batch.micro_size": [size for size in MICRO_SIZES if size <= config.batch.global_size],
+    }
+    for name in [*open_values]:
+        if name in kept:
+            group, key = name.split(".")
+            open_values[name] = [getattr(getattr(config, group), key)]
+    for values in product(*open_values.values()):
+        chosen = dict(zip(open_values, values, strict=True))
+        if not _is_sensible(chosen, devices, per_node):
+            continue
+        if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
+            chosen["strategy.data_parallel"] = "allreduce"
+        schedule = strategy.schedule if "strategy.schedule" in kept else "auto"
+        yield chosen | {"strategy.schedule": schedule, "strategy.dp": "fill", "batch.micro_batches": "auto"}
+
+
+def _is_sensible(chosen: Values, devices: int, per_node: int) -> bool:
+    """Returns whether a choice differs from the simpler ones among the candidates."""
+    tp, pp, kind = chosen["strategy.tp"], chosen["strategy.pp"], chosen["strategy.data_parallel"]
+    if not isinstance(pp, int) or tp * pp > devices:
+        return not isinstance(pp, int)
+    dp = devices // (tp * pp)
+    hybrid = chosen["strategy.shard"] == "node"
+    return (
+        (pp > 1 or chosen["strategy.stages_per_rank"] == 1)
+        and (dp > 1 or kind == "ddp")
+        and (not hybrid or (kind.startswith("zero") and dp * tp > per_node > tp))
+    )
+
+
+def _key(values: Values, layout: Layout) -> tuple[Any, ...]:
+    return (layout, values["train.activation_checkpointing"])
+
+
+def _is_new(values: Values, layout: Layout, found: Mapping[tuple[Any, ...], Candidate]) -> bool:
+    return _key(values, layout) not in found
+
+
+def _powers(most: int) -> list[int]:
+    """Returns the powers of two up to ``most``, and ``most`` itself."""
+    powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
+    return powers if most in powers else [*powers, most]

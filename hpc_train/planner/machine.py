@@ -1,0 +1,172 @@
+"""Describes a machine by a file: how fast its devices compute and its links move bytes, and where each number is from.
+
+A file is JSON: ``{"name": ..., "device": ..., "figures": {NAME: {"value": ..., "kind": ..., "source": ...}}}``. The
+kind ``table`` marks a number of a data sheet or a publication, ``measured`` one of this machine, and ``assumed`` a
+number for which there is neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hpc_train.errors import UserError, nearest
+
+Kind = Literal["measured", "table", "assumed"]
+SHIPPED = Path(__file__).parent / "machines"
+_WHERE = "--machine"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a machine file, its kind, and its source."""
+
+    value: float
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The numbers of a machine. Flops are operations per second.
+
+    Attributes:
+        devices_per_node: GPUs of a node, or ranks of a node of CPUs.
+        memory_bytes: the memory of a device.
+        reserved_bytes: what the context, the libraries and the buffers of collectives take of it.
+        allocator_share: what the allocator reserves beyond the bytes in use, as a share of them.
+        bf16_flops: the peak of a device in bf16; 0 if it has no units for it.
+        fp16_flops: the same in fp16.
+        fp32_flops: the same in fp32 without TF32.
+        fp64_flops: the same in fp64.
+        matmul_share: the share of the peak that large matrix products reach.
+        half_rate_flops: the operations of a product that runs at half of that rate.
+        memory_bytes_per_s: the rate of a device's memory.
+        launch_s: the time of the host to start one kernel.
+        node_bytes_per_s: the bandwidth of a device to the others of its node, as nccl-tests defines the bus bandwidth.
+        node_latency_s: the time of a small collective of two devices of a node.
+        fabric_bytes_per_s: the bandwidth of a device to other nodes if all devices of its node send.
+        fabric_latency_s: the time of a small message between nodes.
+        host_bytes_per_s: the bandwidth between a device and the host's memory.
+        watts: the power of a device under load, with its share of the node.
+    """
+
+    devices_per_node: float
+    memory_bytes: float
+    reserved_bytes: float
+    allocator_share: float
+    bf16_flops: float
+    fp16_flops: float
+    fp32_flops: float
+    fp64_flops: float
+    matmul_share: float
+    half_rate_flops: float
+    memory_bytes_per_s: float
+    launch_s: float
+    node_bytes_per_s: float
+    node_latency_s: float
+    fabric_bytes_per_s: float
+    fabric_latency_s: float
+    host_bytes_per_s: float
+    watts: float
+
+
+NAMES = tuple(field.name for field in fields(Rates))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine file."""
+
+    name: str
+    device: str
+    figures: Mapping[str, Figure]
+
+    @cached_property
+    def rates(self) -> Rates:
+        return Rates(**{name: self.figures[name].value for name in NAMES})
+
+    def peak(self, precision: str) -> float:
+        """Returns the peak FLOP/s of a device for a precision of the config.
+
+        Raises:
+            UserError: the device has no units for the precision.
+        """
+        found = float(getattr(self.rates, f"{precision}_flops"))
+        if not found:
+            raise UserError(
+                f"the devices of {self.name} ({self.device}) do not compute in {precision}",
+                where="precision",
+                fix="precision=fp16 or fp32",
+            )
+        return found
+
+    @property
+    def devices_per_node(self) -> int:
+        return int(self.rates.devices_per_node)
+
+
+def shipped() -> tuple[str, ...]:
+    """Returns the names of the machine files that are part of hpc_train."""
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+
+
+def read_machine(name: str) -> Machine:
+    """Returns the machine of a shipped file, or of a file of the user's own.
+
+    Args:
+        name: the name of a shipped file, or a path that ends in ``.json``.
+
+    Raises:
+        UserError: there is no such file, or a number is missing or wrong.
+    """
+    own = name.endswith(".json")
+    if not own and name not in shipped():
+        raise UserError(
+            f"no machine is called {name!r}",
+            where=_WHERE,
+            fix=f"{nearest(name, shipped())}, or the path of a machine file, which ends in .json",
+        )
+    path = Path(name) if own else SHIPPED / f"{name}.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"the machine file {path} cannot be read: {error}", where=_WHERE, fix="a JSON file") from error
+    return parse_machine(found, str(path))
+
+
+def parse_machine(content: Any, where: str) -> Machine:
+    """Returns the machine that ``content`` describes.
+
+    Raises:
+        UserError: a number is missing, unknown or wrong.
+    """
+    figures = content.get("figures") if isinstance(content, dict) else None
+    if not isinstance(figures, dict):
+        raise UserError("the machine file has no figures", where=where, fix='{"name": ..., "figures": {...}}')
+    missing, unknown = [name for name in NAMES if name not in figures], [name for name in figures if name not in NAMES]
+    if missing or unknown:
+        what = f"it lacks {', '.join(missing)}" if missing else f"{unknown[0]} is unknown"
+        fix = nearest(unknown[0], NAMES) if unknown else f"add {missing[0]}; see Rates in hpc_train/planner/machine.py"
+        raise UserError(f"the machine file is not complete: {what}", where=where, fix=fix)
+    parsed = {name: _figure(figures[name], name, where) for name in NAMES}
+    return Machine(str(content.get("name", where)), str(content.get("device", "unknown")), parsed)
+
+
+def _figure(content: Any, name: str, where: str) -> Figure:
+    try:
+        figure = Figure(float(content["value"]), content["kind"], str(content["source"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{name} is {content!r}", where=where, fix='{"value": a number, "kind": "measured", "source": "..."}'
+        ) from error
+    least_is_zero = name.endswith(("_flops", "_share", "reserved_bytes", "watts", "_s"))
+    if not 0 <= figure.value < float("inf") or (figure.value == 0 and not least_is_zero):
+        raise UserError(f"{name} is {figure.value:g}", where=where, fix="a number above 0")
+    if figure.kind not in get_args(Kind):
+        raise UserError(f"the kind of {name} is {figure.kind!r}", where=where, fix=" or ".join(get_args(Kind)))
+    return figure

@@ -1,0 +1,236 @@
+"""Predicts the time of a step and the memory of a rank for one layout on one machine. Imports no torch.
+
+A pass of a block takes the time of its matrix products plus that of moving its activations, but at least the time in
+which the host starts its kernels. The step is simulated in the order of the pipeline's schedule; the traffic of
+data-parallel ranks is added as far as the passes that run at the same time do not cover it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hpc_train.config.schema import Config
+from hpc_train.config.values import Recomputation, parse_recomputation
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.memory import Memory, estimate
+from hpc_train.plan.optimizers import values_per_parameter
+from hpc_train.plan.partition import layer_counts
+from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, message
+from hpc_train.planner.machine import Machine, Rates
+from hpc_train.planner.simulation import step_seconds
+from hpc_train.planner.work import Block, Work, count_work
+
+PRODUCTS = 7  # matrix products of a layer, which share its operations
+SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of the bytes of fp32 gradients
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one layout. Times are in seconds per step, and their sum is the step.
+
+    Attributes:
+        compute_s: forward, backward and recomputation of the busiest rank, with its tensor-parallel traffic.
+        bubble_s: waiting for other pipeline stages.
+        communication_s: traffic of data-parallel ranks that no computation covers.
+        optimizer_s: the update of the parameters.
+        memory: of the rank that needs the most; None if unknown.
+        needed_bytes: ``memory`` with the context, the buffers of libraries and what the allocator adds.
+        device_bytes: the memory of a device.
+        mfu: the share of the peak that the operations of the model take.
+    """
+
+    layout: Layout
+    compute_s: float
+    bubble_s: float
+    communication_s: float
+    optimizer_s: float
+    memory: Memory | None
+    needed_bytes: float
+    device_bytes: float
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.bubble_s + self.communication_s + self.optimizer_s
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.device_bytes
+
+
+def predict_step(config: Config, layout: Layout, machine: Machine, simulated: bool = True) -> Prediction:
+    """Returns the prediction for ``layout``.
+
+    Args:
+        simulated: whether to simulate the order of the pipeline's schedule; otherwise its row states the bubble, which
+            assumes equal stages and messages that take no time.
+
+    Raises:
+        UserError: the size of the model is unknown, or the devices do not compute in its precision.
+    """
+    return _Step(config, layout, machine).predict(simulated)
+
+
+class _Step:
+    """One step of a layout on a machine."""
+
+    def __init__(self, config: Config, layout: Layout, machine: Machine) -> None:
+        self.config, self.layout, self.machine = config, layout, machine
+        self.rates: Rates = machine.rates
+        self.work: Work = count_work(config)
+        self.width = 8 if config.precision.name == "fp64" else 4
+        self.narrow = 2 if config.precision.name in ("bf16", "fp16") else self.width
+        self.recomputation: Recomputation = parse_recomputation(config.train.activation_checkpointing)
+        self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
+        self.stages = self._stages()
+
+    def predict(self, simulated: bool) -> Prediction:
+        layout = self.layout
+        memory = estimate(self.config, layout)
+        held = memory.total if memory else 0.0
+        needed = held * (1 + self.rates.allocator_share) + self.rates.reserved_bytes
+        busy, waiting = self._passes(simulated)
+        communication, optimizer = self._exposed(busy), self._optimizer()
+        samples = self.config.batch.global_size / (busy + waiting + communication + optimizer)
+        peak = self.machine.peak(self.config.precision.name) * layout.world_size
+        return Prediction(
+            layout=layout,
+            compute_s=busy,
+            bubble_s=waiting,
+            communication_s=communication,
+            optimizer_s=optimizer,
+            memory=memory,
+            needed_bytes=needed,
+            device_bytes=self.rates.memory_bytes,
+            samples_per_s=samples,
+            tokens_per_s=samples * self.work.tokens,
+            mfu=samples * self.work.sample_flops / peak,
+        )
+
+    def _stages(self) -> list[list[tuple[Block, bool]]]:
+        """Returns the blocks of each stage, and whether each is recomputed."""
+        split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
+        stem, *layers, head = self.work.blocks
+        counts = layer_counts(len(layers), self.layout.stages, split)
+        stages, first = [], 0
+        for count in counts:
+            numbers = range(first, first + count)
+            stages.append([(layers[number], self.recomputation.applies_to(number)) for number in numbers])
+            first += count
+        stages[0].insert(0, (stem, False))
+        stages[-1].append((head, False))
+        return stages
+
+    def _passes(self, simulated: bool) -> tuple[float, float]:
+        """Returns for how long the busiest rank computes in a step, and for how long it waits for other stages."""
+        layout = self.layout
+        forwards = [sum(self._forward(block) for block, _ in stage) for stage in self.stages]
+        backwards = [sum(self._backward(block, again) for block, again in stage) for stage in self.stages]
+        of_rank = [0.0] * layout.pp
+        for stage, rank in enumerate(layout.placement):
+            of_rank[rank] += layout.micro_batches * (forwards[stage] + backwards[stage])
+        busy = max(of_rank)
+        if layout.pp == 1:
+            return busy, 0.0
+        if not simulated or layout.pipeline.order is None:
+            return busy, busy * layout.bubble_share / (1 - layout.bubble_share)
+        return busy, step_seconds(layout, forwards, backwards, self._messages()) - busy
+
+    def _messages(self) -> list[float]:
+        """Returns the seconds of a message from each stage to the next one."""
+        layout = self.layout
+        size = self.work.hidden * layout.micro_size * self.narrow / layout.tp
+        between = layout.dp * layout.tp >= self.machine.devices_per_node
+        sent = message(size, between, self.rates)
+        placement = layout.placement
+        return [0.0 if a == b else sent for a, b in pairwise(placement)]
+
+    def _forward(self, block: Block) -> float:
+        batch, split = self.layout.micro_size, self.layout.tp
+        flops = block.flops * batch / split
+        products = flops / self.flops_per_s + PRODUCTS * self.rates.half_rate_flops / self.flops_per_s * bool(flops)
+        moved = block.elements * batch / split * self.narrow * self.work.touches / 2
+        device = products + moved / self.rates.memory_bytes_per_s
+        return max(device, block.kernels * self.rates.launch_s) + self._tensor_parallel(block)
+
+    def _backward(self, block: Block, recomputed: bool) -> float:
+        forward = self._forward(block)
+        again = forward if recomputed else 0.0
+        if recomputed and self.recomputation.keep_products:
+            moved = block.elements * self.layout.micro_size / self.layout.tp * self.narrow * self.work.touches / 2
+            again = moved / self.rates.memory_bytes_per_s
+        return 2 * forward + again
+
+    def _tensor_parallel(self, block: Block) -> float:
+        """Returns the time of two gathers and two reduce-scatters of the hidden states of a layer."""
+        if self.layout.tp == 1 or not block.flops:
+            return 0.0
+        group = group_of(self.layout.tp, 1, self.machine.devices_per_node)
+        return 4 * gather(self.work.hidden * self.layout.micro_size * self.narrow, group, self.rates)
+
+    def _parameters(self) -> float:
+        """Returns the parameters of the rank that has the most."""
+        of_rank = [0.0] * self.layout.pp
+        for stage, rank in enumerate(self.layout.placement):
+            of_rank[rank] += sum(block.parameters for block, _ in self.stages[stage])
+        return max(of_rank) / self.layout.tp
+
+    def _exposed(self, busy: float) -> float:
+        """Returns the time of the data-parallel traffic that forward and backward do not cover."""
+        layout, config = self.layout, self.config
+        if layout.dp == 1:
+            return 0.0
+        parameters, blocks = self._parameters(), max(1, sum(len(stage) for stage in self.stages) // layout.pp)
+        everyone = group_of(layout.dp, layout.tp, self.machine.devices_per_node)
+        # of the passes of one micro-batch, a third is the forward
+        one = busy / layout.micro_batches
+        if not layout.shards_state:
+            share = SENT_SHARE.get(config.strategy.compression, config.strategy.compression_share)
+            sent = parameters * self.width * share
+            return _uncovered(all_reduce(sent, everyone, self.rates), one * 2 / 3, blocks)
+        return self._sharded(parameters, blocks, one)
+
+    def _sharded(self, parameters: float, blocks: int, one: float) -> float:
+        """Returns the same for ZeRO, where ``one`` is the time of the passes of one micro-batch."""
+        layout, rates = self.layout, self.rates
+        shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
+        gathered = gather(parameters * self.narrow, shards, rates)
+        scattered = gather(parameters * self.width, shards, rates)
+        replicas = layout.dp // layout.shard
+        across = Group(replicas, 1 if shards.spans_nodes else max(1, _groups_per_node(layout, self.machine)))
+        reduced = all_reduce(parameters / layout.shard * self.width, across, rates)
+        batches = layout.micro_batches
+        gathers = batches if "parameters" in layout.kind.shards else 1
+        scatters = batches if "gradients" in layout.kind.shards else 1
+        again = gathered if "parameters" in layout.kind.shards else 0.0  # gathered a second time for the backward
+        exposed = gathers * _uncovered(gathered, one / 3, blocks)
+        exposed += scatters * _uncovered(scattered + again, one * 2 / 3, blocks)
+        return exposed + _uncovered(reduced, 0.0 if batches > 1 else one / 3, blocks)
+
+    def _optimizer(self) -> float:
+        """Returns the time in which memory moves parameters, gradients and state, with the norm of the gradients."""
+        layout, strategy = self.layout, self.config.strategy
+        own = self._parameters() / (layout.shard if layout.shards_state else 1)
+        moved = own * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
+        if strategy.offload == "none":
+            return moved / self.rates.memory_bytes_per_s
+        return own * 2 * self.width / self.rates.host_bytes_per_s
+
+
+def _groups_per_node(layout: Layout, machine: Machine) -> int:
+    """Returns how many groups of shards a node has, which is the number of replicas of a shard on it."""
+    return machine.devices_per_node // max(1, layout.shard * layout.tp)
+
+
+def _uncovered(traffic: float, window: float, blocks: int) -> float:
+    """Returns the part of ``traffic`` that ``window`` seconds of computation do not cover: at least that of a block."""
+    alone = traffic / blocks
+    return alone + max(0.0, traffic - alone - window)
+
+
+def steps_of(config: Config) -> int | None:
+    """Returns the number of steps of the training; None if it is given in epochs."""
+    return config.train.steps if config.train.epochs is None else None

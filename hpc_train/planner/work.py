@@ -1,0 +1,139 @@
+"""Counts what each block of a model computes and moves for one sample, from its config. Imports no torch.
+
+A block is the stem, a layer or the head. The counts come from the facts of the model's family, so a family of a user's
+own package is counted like a built-in one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.schema import Config
+from hpc_train.config.values import runs_own_code
+from hpc_train.errors import UserError
+
+# Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
+# attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.
+EAGER_KERNELS, COMPILED_KERNELS = 40, 14
+STEM_KERNELS, HEAD_KERNELS = 4, 12
+# Each kept element is written in the forward and read in the backward, and its gradient is written and read.
+TOUCHES = 4
+FUSED_TOUCHES = 2.5  # a fused kernel writes a result that the next operation would read again
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block computes for one sample.
+
+    Attributes:
+        flops: of the forward; the backward takes twice as many.
+        elements: activations that the forward writes and the backward reads.
+        kernels: kernels of the forward; the backward takes twice as many. They do not depend on the batch.
+        parameters: of the block.
+    """
+
+    flops: float
+    elements: float
+    kernels: int
+    parameters: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model computes.
+
+    Attributes:
+        blocks: the stem, the layers and the head.
+        hidden: elements of the hidden states of one sample, which pass from stage to stage.
+        tokens: positions of a sample.
+        touches: how often memory moves each element in forward and backward.
+        sample_flops: the operations of forward and backward for one sample, as the MFU counts them.
+    """
+
+    blocks: tuple[Block, ...]
+    hidden: float
+    tokens: int
+    touches: float
+    sample_flops: float
+
+    @property
+    def parameters(self) -> float:
+        return sum(block.parameters for block in self.blocks)
+
+
+def count_work(config: Config) -> Work:
+    """Returns what the model of ``config`` computes.
+
+    Raises:
+        UserError: its family, or code of the user's own, does not tell.
+    """
+    model, family = config.model, family_of(config.model)
+    layers = getattr(model, "n_layers", None)
+    shape = _shape(config)
+    total = None if family.flops_per_sample is None else family.flops_per_sample(model, shape)
+    kept = None if family.activations is None else family.activations(model, config.data)
+    count = None if family.parameters is None else family.parameters(model)
+    if runs_own_code(config) or not isinstance(layers, int) or total is None or kept is None or count is None:
+        raise UserError(
+            f"a model of the family {model.kind} does not tell its size and operations before it is built",
+            where="model",
+            fix="a built-in model of about the same size, or a ModelFamily with parameters, activations and "
+            "flops_per_sample (docs/extend.md)",
+        )
+    return _count(config, layers, total, kept, count)
+
+
+def _count(config: Config, layers: int, total: float, kept: Activations, count: int) -> Work:
+    fewer = _one_layer_fewer(config, layers, total, count)
+    layer_flops, layer_parameters = total - fewer[0], count - fewer[1]
+    ends = max(0.0, count - layers * layer_parameters)
+    tied = getattr(config.model, "tied_embeddings", False)
+    table = ends if tied else ends / 2
+    compiled = config.train.compile
+    layer = Block(
+        flops=layer_flops / 3,
+        elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.scores),
+        kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
+        parameters=layer_parameters,
+    )
+    hidden = kept.tokens * kept.layer_input
+    stem = Block(0.0, hidden, STEM_KERNELS, table)
+    head = Block(
+        flops=max(0.0, total - layers * layer_flops) / 3,
+        elements=kept.tokens * kept.logits,
+        kernels=HEAD_KERNELS,
+        parameters=0.0 if tied else ends - table,
+    )
+    touches = FUSED_TOUCHES if compiled else TOUCHES
+    return Work((stem, *[layer] * layers, head), hidden, kept.tokens, touches, total)
+
+
+def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> tuple[float, float]:
+    """Returns the operations and the parameters of the model with one layer fewer."""
+    model, family = config.model, family_of(config.model)
+    assert family.flops_per_sample is not None and family.parameters is not None
+    own = None if family.layer_parameters is None else family.layer_parameters(model)
+    shorter = replace(model, n_layers=layers - 1) if family.layer_parameters is None else None  # type: ignore[call-arg]
+    if shorter is None:
+        return total - 6 * float(own or 0) * _tokens(config), count - float(own or 0)
+    flops, parameters = family.flops_per_sample(shorter, _shape(config)), family.parameters(shorter)
+    assert flops is not None and parameters is not None
+    return flops, parameters
+
+
+def _tokens(config: Config) -> int:
+    count = family_of(config.model).activations
+    assert count is not None
+    return count(config.model, config.data).tokens
+
+
+def _shape(config: Config) -> tuple[int, ...]:
+    """Returns the shape of a sample's inputs."""
+    data: Any = config.data
+    length = getattr(data, "sequence_length", None)
+    if getattr(data, "task", None) != "images" and isinstance(length, int):
+        return (length,)
+    side, channels = getattr(data, "image_size", 1), getattr(data, "channels", 3)
+    return (channels, side, side)
