@@ -44,6 +44,7 @@ class Rates:
         fp32_flops: the same in fp32 without TF32.
         fp64_flops: the same in fp64.
         matmul_share: the share of the peak that large matrix products reach.
+        attention_share: the same of attention, whose operations are not halved for a causal mask.
         half_rate_flops: the operations of a product that runs at half of that rate.
         memory_bytes_per_s: the rate of a device's memory.
         launch_s: the time of the host to start one kernel.
@@ -64,6 +65,7 @@ class Rates:
     fp32_flops: float
     fp64_flops: float
     matmul_share: float
+    attention_share: float
     half_rate_flops: float
     memory_bytes_per_s: float
     launch_s: float

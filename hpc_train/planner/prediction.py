@@ -85,6 +85,7 @@ class _Step:
         self.narrow = 2 if config.precision.name in ("bf16", "fp16") else self.width
         self.recomputation: Recomputation = parse_recomputation(config.train.activation_checkpointing)
         self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
+        self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.stages = self._stages()
 
     def predict(self, simulated: bool) -> Prediction:
@@ -150,10 +151,12 @@ class _Step:
 
     def _forward(self, block: Block) -> float:
         batch, split = self.layout.micro_size, self.layout.tp
-        flops = block.flops * batch / split
-        products = flops / self.flops_per_s + PRODUCTS * self.rates.half_rate_flops / self.flops_per_s * bool(flops)
+        products, attention = block.products * batch / split, block.attention * batch / split
+        computed = products / self.flops_per_s + attention / self.attention_per_s
+        if products:
+            computed += PRODUCTS * self.rates.half_rate_flops / self.flops_per_s
         moved = block.elements * batch / split * self.narrow * self.work.touches / 2
-        device = products + moved / self.rates.memory_bytes_per_s
+        device = computed + moved / self.rates.memory_bytes_per_s
         return max(device, block.kernels * self.rates.launch_s) + self._tensor_parallel(block)
 
     def _backward(self, block: Block, recomputed: bool) -> float:
@@ -166,7 +169,7 @@ class _Step:
 
     def _tensor_parallel(self, block: Block) -> float:
         """Returns the time of two gathers and two reduce-scatters of the hidden states of a layer."""
-        if self.layout.tp == 1 or not block.flops:
+        if self.layout.tp == 1 or not block.products:
             return 0.0
         group = group_of(self.layout.tp, 1, self.machine.devices_per_node)
         return 4 * gather(self.work.hidden * self.layout.micro_size * self.narrow, group, self.rates)

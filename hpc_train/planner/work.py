@@ -28,13 +28,15 @@ class Block:
     """What a block computes for one sample.
 
     Attributes:
-        flops: of the forward; the backward takes twice as many.
+        products: operations of the forward in matrix products with weights; the backward takes twice as many.
+        attention: operations of the forward in attention, not halved for a causal mask.
         elements: activations that the forward writes and the backward reads.
         kernels: kernels of the forward; the backward takes twice as many. They do not depend on the batch.
         parameters: of the block.
     """
 
-    flops: float
+    products: float
+    attention: float
     elements: float
     kernels: int
     parameters: float
@@ -92,16 +94,19 @@ def _count(config: Config, layers: int, total: float, kept: Activations, count: 
     tied = getattr(config.model, "tied_embeddings", False)
     table = ends if tied else ends / 2
     compiled = config.train.compile
+    products = min(layer_flops, 6.0 * layer_parameters * kept.tokens) / 3
     layer = Block(
-        flops=layer_flops / 3,
+        products=products,
+        attention=layer_flops / 3 - products,
         elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.scores),
         kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
         parameters=layer_parameters,
     )
     hidden = kept.tokens * kept.layer_input
-    stem = Block(0.0, hidden, STEM_KERNELS, table)
+    stem = Block(0.0, 0.0, hidden, STEM_KERNELS, table)
     head = Block(
-        flops=max(0.0, total - layers * layer_flops) / 3,
+        products=max(0.0, total - layers * layer_flops) / 3,
+        attention=0.0,
         elements=kept.tokens * kept.logits,
         kernels=HEAD_KERNELS,
         parameters=0.0 if tied else ends - table,

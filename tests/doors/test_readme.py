@@ -34,6 +34,7 @@ TAKEN_AS_THEY_ARE = (
     "logs",
     "why",
     "compare",
+    "plan",
     "plot",
     "report",
     "doctor",

@@ -1,0 +1,134 @@
+"""What a plan counts against torch's own counts, its candidates, and the command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from hpc_train.commands import plan
+from hpc_train.config.compose import compose, typed
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.planner.candidates import candidates, fastest
+from hpc_train.planner.machine import read_machine
+from hpc_train.planner.prediction import predict_step
+from hpc_train.planner.work import count_work
+
+TINY = ["data=synthetic", "model=gpt_tiny", "batch.global_size=64"]
+SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=256"]
+
+
+def config_of(*overrides: str) -> Config:
+    return typed(compose(["+strategy=single", *overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data=synthetic", "model=gpt_tiny"],
+        ["data=synthetic", "model=llama_1b", "data.sequence_length=256"],
+        ["data=synthetic", "model=qwen3_8b", "data.sequence_length=128"],
+        ["data=synthetic", "data.task=images", "model=vit_tiny"],
+    ],
+)
+def test_parameters_and_operations_are_those_that_torch_counts(overrides: list[str]) -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from hpc_train.models.build import build_model
+
+    config = config_of(*overrides)
+    work = count_work(config)
+    model = build_model(config.model, seed=0)
+    with torch.device("meta"):
+        shape = (1, config.data.sequence_length) if work.tokens == getattr(config.data, "sequence_length", 0) else None
+        inputs = torch.zeros(shape, dtype=torch.int64) if shape else torch.zeros(1, 3, *[config.model.image_size] * 2)
+    assert work.parameters == pytest.approx(sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(inputs, context={})
+    counted = sum(block.products + block.attention for block in work.blocks)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_the_parts_of_the_operations_are_those_of_the_family() -> None:
+    for overrides in (TINY, SEVEN):
+        work = count_work(config_of(*overrides))
+        assert 3 * sum(block.products + block.attention for block in work.blocks) == pytest.approx(work.sample_flops)
+
+
+def test_a_model_of_unknown_size_is_refused() -> None:
+    config = config_of("data=synthetic", "model=custom", "model._target_=torch.nn.Linear")
+    with pytest.raises(UserError, match="does not tell its size"):
+        count_work(config)
+
+
+def test_each_technique_costs_what_it_should() -> None:
+    machine = read_machine("h100")
+
+    def step(*overrides: str) -> Any:
+        config = config_of(*SEVEN, "batch.micro_size=1", *overrides)
+        return predict_step(config, resolve_layout(config, 4, 8), machine)
+
+    base = step("strategy.dp=fill", "strategy.data_parallel=zero1")
+    again = step("strategy.dp=fill", "strategy.data_parallel=zero1", "train.activation_checkpointing=full")
+    assert again.compute_s == pytest.approx(base.compute_s * 4 / 3, rel=0.03)  # the head is not recomputed
+    assert again.needed_bytes < base.needed_bytes
+    sharded = step("strategy.dp=fill", "strategy.data_parallel=zero3")
+    assert sharded.needed_bytes < base.needed_bytes and sharded.communication_s > base.communication_s
+    piped = step("strategy.dp=fill", "strategy.pp=4", "strategy.data_parallel=zero1")
+    assert piped.bubble_s > 0.9 * piped.compute_s * 3 / 32 and base.bubble_s == 0
+    split = step("strategy.dp=fill", "strategy.tp=4", "strategy.data_parallel=zero1")
+    assert split.compute_s > base.compute_s
+    parts = base.compute_s + base.bubble_s + base.communication_s + base.optimizer_s
+    assert base.samples_per_s == pytest.approx(256 / parts) and 0 < base.mfu < 0.6
+
+
+def test_candidates_keep_what_is_set_and_the_simplest_of_equals_is_first() -> None:
+    machine, kept = read_machine("a100-80"), {"strategy.tp", "train.activation_checkpointing"}
+    config = config_of(*SEVEN, "strategy.tp=2", "train.activation_checkpointing=full")
+    found = candidates(config, machine, 16, kept)
+    assert found and all(each.layout.tp == 2 and each.devices == 16 for each in found)
+    assert {each.values["train.activation_checkpointing"] for each in found} == {"full"}
+    small = fastest(candidates(config_of(*TINY), machine, 8, ()), tolerance=1.0)[0]
+    assert (small.layout.dp, small.layout.data_parallel) == (8, "ddp")
+    assert all(each.prediction.fits for each in fastest(found))
+    with pytest.raises(UserError, match="12 devices do not fill nodes of 8"):
+        candidates(config, machine, 12, ())
+
+
+def test_the_printed_command_trains_with_the_predicted_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*SEVEN, "train.steps=100", "--gpus", "16", "--machine", "h100", "--price", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) > 3
+    for row in rows:
+        words = shlex.split(row["command"])[3:-1]
+        config = typed(compose(words))
+        assert str(resolve_layout(config, row["nodes"], 8)) == row["layout"]
+        assert row["cost"] == pytest.approx(2 * row["gpu_hours"])
+        assert row["seconds"] == pytest.approx(100 * sum(row["parts_s"].values()))
+        assert row["memory_bytes"] <= row["device_bytes"]
+    assert rows == sorted(rows, key=lambda row: row["step_s"])
+
+
+def test_the_table_says_why_a_row_is_slower_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*SEVEN, "--gpus", "8,16"]) == 0
+    text = capsys.readouterr().out
+    assert "8 GPUs instead of 16" in text and "assumed" in text and "python -m hpc_train" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SEVEN, "--gpus", "1"], "no layout fits"),
+        ([*SEVEN, "--machine", "h1000"], "no machine is called"),
+        ([*TINY, "strategy.tp=3", "--gpus", "8"], "no layout is possible"),
+        ([*TINY, "--machine", "v100", "precision=bf16"], "do not compute in bf16"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan.main(arguments)
