@@ -53,7 +53,9 @@ def numbers(text: str) -> list[float]:
     """Return the numbers of a quote. A comma may separate thousands or columns, and ``24k`` is 24,000 as well."""
     plain = re.findall(r"\d+(?:\.\d+)?", text)
     thousands = re.findall(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", text)
-    return [float(n.replace(",", "")) for n in plain + thousands] + [1000 * float(n) for n in re.findall(r"(\d+)k\b", text)]
+    return [float(n.replace(",", "")) for n in plain + thousands] + [
+        1000 * float(n) for n in re.findall(r"(\d+)k\b", text)
+    ]
 
 
 def scales(column: str, row: Row) -> Iterator[float]:
@@ -184,3 +186,26 @@ def test_shapes_of_models_give_their_parameters() -> None:
         layers, hidden, vocab = (int(shapes[row["model"]][c]) for c in ("layers", "hidden", "vocab"))
         expected = 12 * layers * hidden**2 + (vocab + int(row["seq"])) * hidden
         assert expected == pytest.approx(int(row["params"]), rel=0.01), row["model"]
+
+
+def flops_per_token(shape: Row, row: Row) -> float:
+    """Return 6N + 12 L h s (half of the attention where the source counts causally), N without the input embedding."""
+    layers, hidden, heads, kv_heads, ffn, vocab = (
+        int(shape[column]) for column in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    )
+    matrices = 3 if shape["family"] == "llama" else 2
+    block = 2 * hidden**2 * (1 + kv_heads / heads) + matrices * hidden * ffn
+    attention = 12 * layers * hidden * int(row["seq"])
+    half = row["flop_convention"].endswith("causal-halved")
+    return 6 * (layers * block + vocab * hidden) + attention / (2 if half else 1)
+
+
+def test_speed_and_flops_agree_with_the_convention() -> None:
+    """Tokens per second times the FLOPs per token of the stated convention give the quoted TFLOP/s within 4 %."""
+    shapes = {row["model"]: row for row in MODELS if row["ffn"]}
+    rows = [row for row in PUBLISHED if row["tokens_per_s_per_gpu"] and row["tflops_per_gpu"] and row["seq"]]
+    rows = [row for row in rows if row["model"] in shapes and row["flop_convention"].startswith("6N+attention")]
+    assert len({row["source"] for row in rows}) >= 5
+    for row in rows:
+        rate = float(row["tokens_per_s_per_gpu"]) * flops_per_token(shapes[row["model"]], row) / 1e12
+        assert rate == pytest.approx(float(row["tflops_per_gpu"]), rel=0.04), row["quote"]
