@@ -136,8 +136,11 @@ def test_there_are_enough_rows_and_sources() -> None:
     assert len({tuple(row.values()) for row in PUBLISHED}) == len(PUBLISHED)
 
 
+ADDED_LATER = {"chenyaofo-zero", "deepspeed-autotuning"}  # after the first fit, which had seen their neighbours
+
+
 def test_every_third_source_is_set_aside() -> None:
-    keys = sorted({row["source"] for row in PUBLISHED})
+    keys = sorted({row["source"] for row in PUBLISHED} - ADDED_LATER)
     held_out = {row["source"] for row in PUBLISHED if row["held_out"] == "1"}
     assert held_out == set(keys[2::3])
     assert all(row["held_out"] == str(int(row["source"] in held_out)) for row in [*PUBLISHED, *RANKINGS])
