@@ -142,6 +142,8 @@ def run_in_own_folder(folder: Path, env: dict[str, str], number: int) -> None:
     arguments = runs(folder)[number]
     own = folder / str(number)
     own.mkdir()
+    env = env | {"HPC_TRAIN_RECORD_KEYS": env["HPC_TRAIN_RECORD_KEYS"] + f"/{number}"}
+    Path(env["HPC_TRAIN_RECORD_KEYS"]).mkdir()
     done = hpc_train(*arguments, cwd=own, env=env)
     assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
 
@@ -160,7 +162,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run is imports, of which much is waiting
         list(pool.map(partial(run_in_own_folder, tmp_path, env), range(len(runs(tmp_path)))))
     build_parts(tmp_path, env)
-    read = {line for file in record.iterdir() for line in file.read_text().split()}
+    read = {line.split()[0] for file in record.rglob("*") if file.is_file() for line in file.read_text().splitlines()}
+    import shutil
+
+    shutil.copytree(record, "/work/wt/unread.tmp/rec")
     kinds = {
         key
         for key in every_key()
