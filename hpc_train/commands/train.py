@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
-from hpc_train.config.compose import PRIMARY, typed, version_base
+from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
@@ -106,9 +106,12 @@ def _train(arguments: list[str], ended: Ended) -> int:
 def _mode_on_command_line() -> Iterator[None]:
     """Keeps Hydra from composing the whole config once more, for 0.1 s, to look up ``hydra.mode`` in it.
 
-    ``with_right_plus`` has made ``--multirun`` of it.
+    ``with_right_plus`` has made ``--multirun`` of it. A Hydra without the method only takes longer.
     """
-    before = Hydra.get_mode
+    before = getattr(Hydra, "get_mode", None)
+    if before is None:
+        yield
+        return
     Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
@@ -148,7 +151,7 @@ def task(node: DictConfig, run: RunDirectory, line: CommandLine) -> int:
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
-    return run_in_foreground(run, sys.argv[1:])
+    return run_in_foreground(run, [argument for argument in sys.argv[1:] if argument != WITH_STRATEGY])
 
 
 def _remove_empty(path: Path, root: Path) -> None:
