@@ -82,6 +82,11 @@ class CommandLine:
             if not override.strip() or override.lstrip("+~").startswith("="):
                 what = f"the argument {override!r} names no config key"
                 raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
+        if args.resolve and not (args.cfg or args.help):
+            raise UserError("--resolve shows nothing by itself", where="--resolve", fix="--cfg job --resolve")
+        if args.experimental_rerun:
+            what = "--experimental-rerun reads a config.pickle, which runs of hpc_train do not have"
+            raise UserError(what, where="--experimental-rerun", fix="python -m hpc_train resume RUN")
         shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
         return cls(
             overrides=tuple(override for override in args.overrides if override != WITH_STRATEGY),

@@ -35,7 +35,7 @@ def dry_run(line: CommandLine) -> int:
         raise UserError(
             f"the command line describes {len(jobs)} jobs",
             where="the command line",
-            fix="-m for a sweep, or one value per key",
+            fix="-m for a sweep, or one value per key; a list is KEY=[A,B]",
         )
     if search:
         console.print("the sweeper chooses the values of each job during the search; the first values are checked here")

@@ -39,7 +39,8 @@ def user_keys(line: CommandLine, overrides: Sequence[str]) -> dict[str, str]:
     for text in overrides:
         override = parsed_override(text)
         if not override.is_delete():
-            found |= dict.fromkeys(_set_by(override.key_or_group, override.value()), _shown(text))
+            shown = "" if isinstance(override.value(), dict) else _shown(text)
+            found |= {key: shown or key for key in _set_by(override.key_or_group, override.value())}
     texts = [*overrides, *(path.read_text(encoding="utf-8") for path, _ in files)]
     mentions = " ".join(text for text in texts if "${" in text)
     return {key: shown for key, shown in found.items() if not _is_mentioned(key, mentions)}

@@ -36,6 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "grid": "hydra: {mode: MULTIRUN, sweeper: {params: {optim.lr: '1e-3,3e-4', +strategy: 'dp,pp'}}}",
         "over": "defaults:\n  - override /strategy: zero2\n  - override /optim: sgd",
         "add": "defaults:\n  - /strategy: zero3",
+        "late": "defaults:\n  - override /optim: sgd\n  - /strategy: dp",
         "chdir": "hydra: {job: {chdir: true}}",
         "dir": "hydra: {run: {dir: 'logs/${now:%Y}'}}",
     }
@@ -94,6 +95,20 @@ def test_an_experiment_may_override_the_strategy(site: Path, arguments: list[str
 def test_experiments_that_choose_a_strategy_in_different_ways_are_not_one_sweep(site: Path) -> None:
     with pytest.raises(UserError, match="differ in how they choose a strategy"):
         with_right_plus(["experiment=over,add", "-cd", str(site), "-m"])
+
+
+def test_mistakes_in_a_defaults_list_name_the_file(site: Path) -> None:
+    (site / "base.yaml").write_text("defaults: [config, _self_]\n")
+    wanted = {
+        ("-cd", "experiment=late"): "the Defaults List of experiment/late has `override optim: sgd`",
+        ("-cp", "-cn", "base"): "base.yaml includes config, which does not exist",
+    }
+    for (option, *others), what in wanted.items():
+        line = CommandLine.parse([option, str(site), *others])
+        with pytest.raises(HydraException) as caught, line.composer() as compose:
+            compose(line.overrides)
+        mistake = translate(caught.value)
+        assert mistake is not None and what in mistake.what, mistake
 
 
 WITHOUT_EFFECT = [
