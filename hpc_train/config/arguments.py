@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
 from hpc_train.config.hydra_settings import (
+    check_callbacks,
     has_glob,
     is_multirun,
     is_search,
@@ -345,6 +346,7 @@ def _names_strategy(overrides: Sequence[str]) -> bool:
 
 def _decided(found: DictConfig) -> _Chosen:
     refuse_without_effect(found.hydra)
+    check_callbacks(found.hydra)
     return _Chosen(
         strategy=OmegaConf.select(found, "hydra.runtime.choices.strategy") is not None,
         multirun=is_multirun(found.hydra),

@@ -61,7 +61,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["optim.betas=(0.9,0.99)"], "a list is optim.betas=[0.9,0.99]"),
     (["hydra.launcher.n_jobs=2"], "launch.array_parallelism=VALUE"),
     (["hydra.callbacks.mine._target_=a.B"], "put + before the override"),
-    (["+hydra.callbacks.mine._target_=nope.B"], "nope.B cannot be imported"),
+    (["+hydra.callbacks.mine._target_=nope.B"], "nope.B"),
     (["--resolve"], "--cfg job --resolve"),
     (["--experimental-rerun=x"], "python -m hpc_train resume RUN"),
     (["~optim.nope"], "~optim.nope removes a key that does not exist"),
