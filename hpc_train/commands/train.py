@@ -197,5 +197,5 @@ def _check_layout(config: Config, line: CommandLine, overrides: Sequence[str]) -
     nodes, gpus, workers = local_shape(config.cluster)
     layout = validate(config, nodes, workers)
     place = Place(launched=False, submitted=False, in_job=in_allocation(), gpus=gpus)
-    for text in notices([without_effect(config, layout, place, user_keys(line, overrides))]):
+    for text in notices({0: without_effect(config, layout, place, user_keys(line, overrides))}):
         print(text, file=sys.stderr)

@@ -74,7 +74,7 @@ class HpcTrainLauncher(Launcher):
         self._sweep = Path(config.hydra.sweep.dir)
         self._console = Console()
         self._code: FrozenCode | None = None
-        self._told = False
+        self._told: set[tuple[str, str]] = set()  # keys without effect, with the reasons
         self._trials: Trials | None = None
         self._ended: Ended = getattr(task_function, "ended", Ended())
         self._line: CommandLine | None = getattr(task_function, "line", None)
@@ -131,11 +131,9 @@ class HpcTrainLauncher(Launcher):
         return queue
 
     def _enqueue(self, jobs: Sequence[Job], console: Console | None = None) -> JobQueue:
-        console = console or self._console
-        if self._line is not None and not self._told:
-            self._told = True  # later batches of a sweep have the same keys
-            tell_without_effect(jobs, self._line, console)
-        queue = enqueue(jobs, self._sweep, console, self._config, self._code)
+        if self._line is not None:
+            tell_without_effect(jobs, self._line, self._console, self._told)
+        queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
         self._code = frozen_code(jobs[0].run)  # that of later batches as well
         return queue
 
@@ -161,9 +159,11 @@ class HpcTrainLauncher(Launcher):
         return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
 
 
-def tell_without_effect(jobs: Sequence[Job], line: CommandLine, console: Console) -> None:
-    """Prints a line about the keys that the user sets without an effect in ``jobs``."""
-    for text in notices_of(jobs, line):
+def tell_without_effect(
+    jobs: Sequence[Job], line: CommandLine, console: Console, told: set[tuple[str, str]] | None = None
+) -> None:
+    """Prints a line about the keys that the user sets without an effect in ``jobs``; see ``notices_of``."""
+    for text in notices_of(jobs, line, told):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -138,13 +138,19 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
     return Job(number, tuple(overrides), config, layout, gpus, workers, run)
 
 
-def notices_of(jobs: Sequence[Job], line: CommandLine) -> list[str]:
-    """Returns the lines about keys that the user sets without an effect in some of ``jobs``, which ``-m`` submits."""
-    found = []
+def notices_of(jobs: Sequence[Job], line: CommandLine, told: set[tuple[str, str]] | None = None) -> list[str]:
+    """Returns the lines about keys that the user sets without an effect in some of ``jobs``, which ``-m`` submits.
+
+    Args:
+        told: the keys and reasons of earlier batches of the sweep, which are left out; gets those of ``jobs``.
+    """
+    told, found = set() if told is None else told, {}
     for job in jobs:
         name = select_executor(job.config.cluster).name
         place = Place(True, name == "Slurm", name != "this machine" or in_allocation(), job.gpus)
-        found.append(without_effect(job.config, job.layout, place, user_keys(line, job.overrides)))
+        unread = without_effect(job.config, job.layout, place, user_keys(line, job.overrides))
+        found[job.number] = [each for each in unread if (each.key, each.reason) not in told]
+    told.update((each.key, each.reason) for unread in found.values() for each in unread)
     return notices(found)
 
 

@@ -126,17 +126,17 @@ def _find(config: Config, key: str) -> KeyInfo | None:
     return None
 
 
-def notices(jobs: Sequence[Sequence[WithoutEffect]]) -> list[str]:
-    """Returns one line for the keys of ``jobs`` that have no effect for the same reason."""
+def notices(jobs: Mapping[int, Sequence[WithoutEffect]]) -> list[str]:
+    """Returns one line for the keys that have no effect for the same reason, from the keys of jobs by their number."""
     alike: dict[tuple[str, str, tuple[int, ...]], dict[str, set[str]]] = {}
     for (key, reason, fix), (numbers, shown) in _by_key(jobs).items():
         alike.setdefault((reason, fix, tuple(numbers)), {})[key] = shown
     return [_line(reason, fix, where, keys, len(jobs)) for (reason, fix, where), keys in alike.items()]
 
 
-def _by_key(jobs: Sequence[Sequence[WithoutEffect]]) -> dict[tuple[str, str, str], tuple[list[int], set[str]]]:
+def _by_key(jobs: Mapping[int, Sequence[WithoutEffect]]) -> dict[tuple[str, str, str], tuple[list[int], set[str]]]:
     found: dict[tuple[str, str, str], tuple[list[int], set[str]]] = {}
-    for number, unread in enumerate(jobs):
+    for number, unread in jobs.items():
         for each in unread:
             numbers, shown = found.setdefault((each.key, each.reason, each.fix), ([], set()))
             numbers.append(number)

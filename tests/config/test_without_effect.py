@@ -12,9 +12,11 @@ from hpc_train.config.schema import Config
 from hpc_train.config.schema.condition import FACTS, AnyOf
 from hpc_train.config.schema.key import keys
 from hpc_train.config.values import for_debugging
+from hpc_train.launch.submission import notices_of, prepare
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.without_effect import Place, WithoutEffect, facts_of, notices, without_effect
+from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
 
 HERE = Place(launched=True, submitted=False, in_job=False, gpus=0)
@@ -34,7 +36,7 @@ def unread(arguments: list[str], place: Place = HERE) -> list[list[WithoutEffect
 
 
 def told(*arguments: str, place: Place = HERE) -> list[str]:
-    return notices(unread([*arguments], place))
+    return notices(dict(enumerate(unread([*arguments], place))))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,19 @@ def test_a_sweep_is_told_once_with_its_jobs() -> None:
         "such as +strategy=pp or hybrid",
         "note: optim.momentum=0.5 has no effect with optim=adamw in job 1; remove it, or set optim=sgd",
     ]
+
+
+def test_later_batches_of_a_sweep_tell_only_what_is_new(tmp_path: Path) -> None:
+    line = CommandLine.parse(["optim=sgd,adamw", "optim.momentum=0.5", "optim.betas=[0,0]", "cluster=local", "-m"])
+    jobs = [
+        prepare(config_of(*overrides), RunDirectory(tmp_path / str(number)), number, overrides)
+        for number, overrides in enumerate(2 * expand(line.overrides))
+    ]
+    told: set[tuple[str, str]] = set()
+    batches = [notices_of([job], line, told) for job in jobs]
+    first = [[text.split()[1] for text in batch] for batch in batches]
+    assert first == [["optim.betas=[0,0]"], ["optim.momentum=0.5"], [], []]
+    assert "in jobs 0, 2;" in notices_of(jobs, line)[0]
 
 
 def test_own_files_count_with_those_that_they_include(site: Path) -> None:
