@@ -91,8 +91,8 @@ def test_keys_with_an_effect_values_that_set_nothing_and_presets_are_not_told() 
 def test_a_sweep_is_told_once_with_its_jobs() -> None:
     found = told("optim=sgd,adamw", "optim.momentum=0.5", "strategy=dp", "strategy.pp_split=flops", "-m")
     assert found == [
-        "note: strategy.pp_split=flops has no effect without a pipeline; remove it, or choose a strategy with one, "
-        "such as +strategy=pp or hybrid",
+        "note: strategy.pp_split=flops has no effect without a pipeline; remove it, or use several ranks and a "
+        "strategy such as +strategy=pp or hybrid",
         "note: optim.momentum=0.5 has no effect with optim=adamw in job 1; remove it, or set optim=sgd",
     ]
 

@@ -36,20 +36,22 @@ FACTS: dict[str, Fact] = {
     "replicas": Fact(
         "the layout has several data-parallel ranks",
         "with one data-parallel rank",
-        "choose a strategy with more, such as +strategy=dp",
+        "use several ranks and a strategy such as +strategy=dp",
     ),
     "buckets": Fact(
         "several data-parallel ranks reduce gradients in buckets (ddp, allreduce)",
         "unless ddp or allreduce reduces the gradients of several ranks",
-        "choose such a strategy, as +strategy=dp",
+        "use several ranks and a strategy such as +strategy=dp",
     ),
     "shards": Fact(
-        "several data-parallel ranks use ZeRO", "without ZeRO", "choose +strategy=zero1, zero2, zero3 or hsdp"
+        "several data-parallel ranks use ZeRO",
+        "without ZeRO",
+        "use several ranks and +strategy=zero1, zero2, zero3 or hsdp",
     ),
     "pipeline": Fact(
         "the layout has several pipeline ranks",
         "without a pipeline",
-        "choose a strategy with one, such as +strategy=pp or hybrid",
+        "use several ranks and a strategy such as +strategy=pp or hybrid",
     ),
     "directory": Fact(
         "data.path is a directory or null", "unless data.path is a directory or null", "set data.path to a directory"
