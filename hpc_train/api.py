@@ -36,7 +36,7 @@ from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
 from hpc_train.launch import lookup
 from hpc_train.launch.job_status import SlurmStatuses, time_left
-from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher
+from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher, tell_without_effect
 from hpc_train.run.imported import with_imported_model
 
 __all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
@@ -267,6 +267,7 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
         run = compose(listed[0]).run
         sweep = Path(run_directory(run.root, run.name, run.fork))
         jobs = prepare_all(compose, listed, 0, len(listed), sweep, console)
+    tell_without_effect(jobs, line, console)
     queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()
     return [job.run.path for job in jobs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
-from hpc_train.config.compose import PRIMARY, typed, version_base
+from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
@@ -27,7 +27,9 @@ from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.job_status import outcome, view_at_end
 from hpc_train.launch.launcher import Ended, register_launcher
 from hpc_train.launch.search import JobFailed
+from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
+from hpc_train.plan.without_effect import Place, notices, without_effect
 from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -84,7 +86,7 @@ def _train(arguments: list[str], ended: Ended) -> int:
         try:
             with _mode_on_command_line():
                 hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(
-                    Training(ended)
+                    Training(ended, line)
                 )()
         except SystemExit as error:
             if line.runs or error.code != 1:
@@ -104,9 +106,12 @@ def _train(arguments: list[str], ended: Ended) -> int:
 def _mode_on_command_line() -> Iterator[None]:
     """Keeps Hydra from composing the whole config once more, for 0.1 s, to look up ``hydra.mode`` in it.
 
-    ``with_right_plus`` has made ``--multirun`` of it.
+    ``with_right_plus`` has made ``--multirun`` of it. A Hydra without the method only takes longer.
     """
-    before = Hydra.get_mode
+    before = getattr(Hydra, "get_mode", None)
+    if before is None:
+        yield
+        return
     Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
@@ -116,36 +121,37 @@ def _mode_on_command_line() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Training:
-    """Hydra's task function. The launcher of ``-m`` does not call it and uses only ``ended``."""
+    """Hydra's task function. The launcher of ``-m`` does not call it and uses only its attributes."""
 
     ended: Ended
+    line: CommandLine
 
     def __call__(self, node: DictConfig) -> None:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
-        exit_code = task(node, run)
+        exit_code = task(node, run, self.line)
         self.ended.runs.append((run, view_at_end(run, exit_code)))
         if exit_code:
             sys.exit(exit_code)
 
 
-def task(node: DictConfig, run: RunDirectory) -> int:
+def task(node: DictConfig, run: RunDirectory, line: CommandLine) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
         config = typed(node)
         _check_foreground(config)
-        check_all(lambda: validate(config, *_nodes_and_workers(config)), lambda: check_freeze(config, run))
         overrides = list(HydraConfig.get().overrides.task)
+        check_all(lambda: _check_layout(config, line, overrides), lambda: check_freeze(config, run))
         freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides)
         warn_if_open(run, config)
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
-        mistake = with_file(error, CommandLine.parse(sys.argv[1:]))
+        mistake = with_file(error, line)
         print(mistake, file=sys.stderr)  # Hydra would wrap a raised error into its own message
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
-    return run_in_foreground(run, sys.argv[1:])
+    return run_in_foreground(run, [argument for argument in sys.argv[1:] if argument != WITH_STRATEGY])
 
 
 def _remove_empty(path: Path, root: Path) -> None:
@@ -186,6 +192,10 @@ def _check_shell(config: Config) -> None:
         )
 
 
-def _nodes_and_workers(config: Config) -> tuple[int, int]:
-    nodes, _, workers = local_shape(config.cluster)
-    return nodes, workers
+def _check_layout(config: Config, line: CommandLine, overrides: Sequence[str]) -> None:
+    """Checks the whole config and prints a line about the keys that the user sets without an effect."""
+    nodes, gpus, workers = local_shape(config.cluster)
+    layout = validate(config, nodes, workers)
+    place = Place(launched=False, submitted=False, in_job=in_allocation(), gpus=gpus)
+    for text in notices({0: without_effect(config, layout, place, user_keys(line, overrides))}):
+        print(text, file=sys.stderr)

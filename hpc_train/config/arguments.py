@@ -21,8 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.compose import PRIMARY, initialized, put_strategy_in_defaults
+from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
 from hpc_train.config.hydra_settings import (
+    check_callbacks,
     has_glob,
     is_multirun,
     is_search,
@@ -57,6 +58,7 @@ class CommandLine:
     Attributes:
         runs: False if the command only shows something: --help, --cfg, --info or completion.
         config_directory: the value of ``-cd``; ``config_path`` is that of ``-cp``, ``config_name`` that of ``-cn``.
+        overrides_strategy: ``with_right_plus`` has found a file that overrides ``strategy`` in the Defaults List.
     """
 
     overrides: tuple[str, ...]
@@ -65,6 +67,7 @@ class CommandLine:
     config_directory: Path | None
     config_path: str | None
     config_name: str
+    overrides_strategy: bool = False
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
@@ -80,14 +83,20 @@ class CommandLine:
             if not override.strip() or override.lstrip("+~").startswith("="):
                 what = f"the argument {override!r} names no config key"
                 raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
+        if args.resolve and not (args.cfg or args.help):
+            raise UserError("--resolve shows nothing by itself", where="--resolve", fix="--cfg job --resolve")
+        if args.experimental_rerun:
+            what = "--experimental-rerun reads a config.pickle, which runs of hpc_train do not have"
+            raise UserError(what, where="--experimental-rerun", fix="python -m hpc_train resume RUN")
         shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
         return cls(
-            overrides=tuple(args.overrides),
+            overrides=tuple(override for override in args.overrides if override != WITH_STRATEGY),
             multirun=bool(args.multirun),
             runs=not shows,
             config_directory=Path(args.config_dir).absolute() if args.config_dir else None,
             config_path=args.config_path,
             config_name=args.config_name or PRIMARY,
+            overrides_strategy=WITH_STRATEGY in args.overrides,
         )
 
     def initialized(self) -> AbstractContextManager[None]:
@@ -109,11 +118,12 @@ class CommandLine:
     @contextmanager
     def composer(self) -> Iterator[JobComposer]:
         """Yields a composer for the jobs of this command line. It writes nothing."""
+        schema = [WITH_STRATEGY] if self.overrides_strategy else []
         with self.initialized():
 
             def compose(overrides: list[str]) -> DictConfig:
                 others = [override for override in overrides if not _is_search_path(override)]
-                return hydra.compose(self.config_name, [*self.search_path, *others])
+                return hydra.compose(self.config_name, [*self.search_path, *schema, *others])
 
             yield JobComposer(compose)
 
@@ -154,21 +164,21 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
             of which only some choose a strategy, or sets a key of Hydra that has no effect.
     """
     refuse_secret_arguments(arguments)
-    arguments = [_with_quoted_list(argument) for argument in arguments]
+    arguments = [_with_quoted_list(argument) for argument in arguments if argument != WITH_STRATEGY]
     line = CommandLine.parse(arguments)
     refuse_unreadable_files(line)
     options = _without(arguments, line.overrides)
     line = replace(line, overrides=tuple(EXPERIMENT.sub("experiment=", text, count=1) for text in line.overrides))
     line = _without_globs(line)
     chosen = _chosen(line)
-    put_strategy_in_defaults(chosen.overrides_strategy)
+    schema = [WITH_STRATEGY] if chosen.overrides_strategy else []
     multirun = line.multirun or chosen.multirun
     if multirun:
         line = _without_globs(replace(line, overrides=tuple(with_params(line.overrides, chosen.params))))
         options += ["--multirun"] if line.runs and not line.multirun else []
     _refuse_sweeps(line.overrides)
     plus = "" if chosen.strategy else "+"
-    return [*(STRATEGY.sub(f"{plus}strategy=", text, count=1) for text in line.overrides), *options]
+    return [*(STRATEGY.sub(f"{plus}strategy=", text, count=1) for text in line.overrides), *schema, *options]
 
 
 def _without_globs(line: CommandLine) -> CommandLine:
@@ -315,13 +325,11 @@ def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str])
     Raises:
         UserError: a setting of Hydra has no effect.
     """
-    put_strategy_in_defaults(False)
     try:
         found = _with_hydra(line, [*others, *experiment])
     except (HydraException, OmegaConfBaseException) as error:
         if OVERRIDES_STRATEGY.search(str(error)):
-            put_strategy_in_defaults(True)
-            found = _with_hydra(line, [*others, *experiment])
+            found = _with_hydra(line, [WITH_STRATEGY, *others, *experiment])
             return replace(_decided(found), strategy=True, overrides_strategy=True)
         try:
             found = _with_hydra(line, experiment)
@@ -338,6 +346,7 @@ def _names_strategy(overrides: Sequence[str]) -> bool:
 
 def _decided(found: DictConfig) -> _Chosen:
     refuse_without_effect(found.hydra)
+    check_callbacks(found.hydra)
     return _Chosen(
         strategy=OmegaConf.select(found, "hydra.runtime.choices.strategy") is not None,
         multirun=is_multirun(found.hydra),

@@ -44,6 +44,18 @@ LAUNCHER = "hydra_plugins.hpc_train_launcher.launcher.HpcTrainLauncher"
 SWEEPER = "hydra_plugins.hpc_train_launcher.sweeper.HpcTrainSweeper"
 
 
+# An override that puts ``strategy: null`` into the Defaults List. ``override /strategy: NAME`` in a file requires it
+# there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it. As a choice below hydra/ it is no override of the job.
+WITH_STRATEGY = "hydra/schema@_global_=with_strategy"
+
+
+@dataclass
+class ConfigWithStrategy(Config):
+    """Describes the schema with ``strategy`` in the Defaults List."""
+
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"/strategy": None}])
+
+
 def register() -> None:
     """Registers the schema in Hydra's ConfigStore and the resolvers in OmegaConf. Further calls change nothing."""
     if OmegaConf.has_resolver("hpc_train.directory"):
@@ -51,7 +63,8 @@ def register() -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    store.store(name="hpc_train", node=Config)
+    store.store(group="hydra/schema", name="plain", node=Config, package="_global_")
+    store.store(group="hydra/schema", name="with_strategy", node=ConfigWithStrategy, package="_global_")
     for kind in FAMILIES:
         store.store(group="schema/model", name=kind, node=load_family(kind).schema)
     for kind in SOURCES:
@@ -67,27 +80,6 @@ def register() -> None:
     add("hpc_train.directory", run_directory, use_cache=True)
     add("hpc_train.root", default_root)
     add("hpc_train.steps_unless", _steps_unless)
-
-
-@dataclass
-class ConfigWithStrategy(Config):
-    """Describes the schema with ``strategy`` in the Defaults List."""
-
-    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"strategy": None}])
-
-
-def put_strategy_in_defaults(wanted: bool) -> None:
-    """Puts ``strategy: null`` into the Defaults List, or removes it, for all compositions that follow.
-
-    ``override /strategy: NAME`` in a file requires it there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    register()
-    store, name, node = ConfigStore.instance(), "hpc_train", ConfigWithStrategy if wanted else Config
-    if OmegaConf.get_type(store.load(f"{name}.yaml").node) is not node:
-        del store.repo[f"{name}.yaml"]  # Hydra 1.4 warns of a node that is stored twice
-        store.store(name=name, node=node)
 
 
 def _steps_unless(epochs: float | None, steps: int) -> int | None:

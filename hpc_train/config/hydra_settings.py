@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_train.config.compose import SWEEPER
+from hpc_train.config.source_check import check_call
 from hpc_train.errors import UserError, nearest
 
 DIRECTORY = "${hpc_train.directory:${run.root},${run.name},${run.fork}}"  # as in conf/config.yaml
@@ -33,6 +34,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "the runs of a sweep are numbered",
         "remove it; multirun.yaml of the sweep holds the overrides",
     ),
+    "job.name": (("hpc_train",), "run.name names the run", "run.name=NAME, and cluster.job_name=NAME for the job"),
     "job.chdir": (
         (None, False),
         "the workers run in the directory of the command, to which relative paths refer",
@@ -58,6 +60,15 @@ def refuse_without_effect(settings: DictConfig) -> None:
         if value not in unset:
             what = f"hydra.{key} has no effect: {reason}"
             raise UserError(what, where=f"hydra.{key}", fix=_as_name(value) if key.endswith(".dir") else fix)
+
+
+def check_callbacks(settings: DictConfig) -> None:
+    """Raises UserError if the class of a callback does not exist, before Hydra builds the callbacks of a submission."""
+    callbacks: Any = OmegaConf.to_container(settings.callbacks, resolve=False)
+    for name, callback in callbacks.items():
+        target = callback.get("_target_") if isinstance(callback, dict) else None
+        if isinstance(target, str) and "${" not in target:
+            check_call(target, f"hydra.callbacks.{name}._target_", complete=False)
 
 
 def _as_name(directory: str) -> str:

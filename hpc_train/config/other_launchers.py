@@ -31,6 +31,7 @@ SUBMITIT_KEYS = {
     "partition": "cluster.partition",
     "qos": "cluster.qos",
     "setup": "cluster.setup",
+    "n_jobs": "launch.array_parallelism",  # of the joblib launcher
     "submitit_folder": "run.root",
     "timeout_min": "cluster.time",
 }
@@ -49,4 +50,7 @@ def instead_of_key(key: str) -> str | None:
     group, _, name = key.rpartition(".")
     if group == "hydra.job.env_set":
         return f"+cluster.env.{name}=VALUE"
-    return f"{SUBMITIT_KEYS[name]}=VALUE" if group == "hydra.launcher" and name in SUBMITIT_KEYS else None
+    if group != "hydra.launcher":
+        return None
+    known = SUBMITIT_KEYS.get(name)
+    return f"{known}=VALUE" if known else "remove it; the groups cluster and launch configure the jobs"

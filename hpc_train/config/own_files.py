@@ -7,7 +7,7 @@ not even have a key, and a time without quotes has become a number. The files ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.groups import config_directory
+from hpc_train.config.jobs import parsed_override
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
 from hpc_train.errors import UserError, UserErrors
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hpc_train.config.arguments import CommandLine
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
-PACKAGE = re.compile(r"^#\s*@package\s", re.MULTILINE)
+PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 GROUPS = get_type_hints(Config)
 MISSING = "???"
 
@@ -48,7 +49,7 @@ def refuse_unreadable_files(line: CommandLine) -> None:
 
 def _refuse_unreadable(path: Path, name: str) -> None:
     try:
-        root = _read(path)
+        root = read_yaml(path)
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({error.reason})", where=name, fix="save the file as UTF-8") from error
     except yaml.reader.ReaderError as error:
@@ -102,7 +103,7 @@ def with_file(mistake: UserError, line: CommandLine) -> UserError:
         return mistake
     try:
         nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
-        node = _find(_read(path), key if nested else mistake.where)
+        node = _find(read_yaml(path), key if nested else mistake.where)
     except (OSError, yaml.YAMLError):
         return mistake
     if node is None:
@@ -117,15 +118,23 @@ def with_file(mistake: UserError, line: CommandLine) -> UserError:
 
 def _chosen(line: CommandLine) -> dict[str, Path]:
     """Returns the files that overrides such as ``cluster=here`` choose, by group."""
+    return chosen_by(line.overrides, [*line.directories, config_directory()])
+
+
+def chosen_by(overrides: Sequence[str], directories: Sequence[Path]) -> dict[str, Path]:
+    """Returns the files in ``directories`` that overrides such as ``cluster=here`` choose, by group."""
     found = {}
-    for override in OverridesParser.create().parse_overrides(list(line.overrides)):
+    for override in map(parsed_override, overrides):
         group, value = override.key_or_group, override.value()
-        for directory in (*line.directories, config_directory()):
-            path = directory / group / f"{value}.yaml"
-            if isinstance(value, str) and "." not in group and path.is_file():
-                found[group] = path
-                break
+        if isinstance(value, str) and "." not in group and (path := find_file(group, value, directories)) is not None:
+            found[group] = path
     return found
+
+
+def find_file(group: str, name: str, directories: Sequence[Path]) -> Path | None:
+    """Returns the file of ``group=name`` in the first of ``directories`` that has one."""
+    paths = (directory / group / f"{name}.yaml" for directory in directories)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _is_overridden(key: str, line: CommandLine) -> bool:
@@ -134,8 +143,8 @@ def _is_overridden(key: str, line: CommandLine) -> bool:
 
 
 def _check(group: str, path: Path) -> None:
-    root = _read(path)
-    for key, node in _leaves(root):
+    root = read_yaml(path)
+    for key, node in leaves(root):
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and ":" in node.value:
             number = yaml.safe_load(node.value)
             raise UserError(
@@ -168,21 +177,23 @@ def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
 def _full_leaves(group: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the keys that the file of ``group`` sets, with the name of their group, and the nodes of their values."""
     prefix = "" if GLOBAL.search(path.read_text(encoding="utf-8")) else f"{group}."
-    yield from ((f"{prefix}{key}", node) for key, node in _leaves(_read(path)))
+    yield from ((f"{prefix}{key}", node) for key, node in leaves(read_yaml(path)))
 
 
-def _read(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """Returns the nodes of a file, which know their lines; None for an empty file."""
     with path.open(encoding="utf-8") as file:
         return yaml.compose(file, Loader=yaml.SafeLoader)
 
 
-def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and the node of each scalar below ``node``; items of a list have the key of the list."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            yield from _leaves(value, f"{key}.{name.value}".lstrip("."))
+            yield from leaves(value, f"{key}.{name.value}".lstrip("."))
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            yield from _leaves(value, key)
+            yield from leaves(value, key)
     elif node is not None:
         yield key, node
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig
@@ -16,6 +16,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
 from hpc_train.config.run_path import invalid_name
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -64,15 +65,48 @@ def _of_hydra(text: str) -> UserError:
         return UserError(f"+{key} adds a key that exists already", where=key, fix=f"{found[1]} without +")
     if found := re.match(r"Could not delete from config\. (?:The value of )?'(.*?)' (is|does not exist)", text):
         return _of_deletion(found[1], exists=found[2] == "is")
-    return UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
+    return _of_defaults(text) or UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
+
+
+def _of_defaults(text: str) -> UserError | None:
+    """Returns the error of a Defaults List, or of the class that a setting of Hydra names; None for others."""
+    if found := re.match(r"Could not override '(\S+)@(\S+)'\.\s+Did you mean .*\s.*use \+\S+=(\S+)", text):
+        group, package, name = found.groups()
+        adds = package.startswith(("eval_sets.", "data.sources."))
+        fix = f"{'+' if adds else ''}{group}{f'@{package}' if adds else ''}={name}"
+        what = f"{group}@{package} has no choice that could be overridden"
+        return UserError(what, where=f"{group}@{package}", fix=fix)
+    if found := re.match(r"In '?(.+?)'?: Override '(\S+) : (.+)' is defined before '(.+)'", text):
+        file, group, name, later = found.groups()
+        what = f"the Defaults List of {file} has `override {group}: {name}` before `{later}`"
+        return UserError(what, where=f"{file}.yaml", fix="move the lines with override to the end of the list")
+    if found := re.match(r"In '(.+)': Could not (?:load|find) '(.+)'\.", text):
+        fix = "a file of that directory, or -cd DIR instead of -cp DIR, which adds the directory to conf/"
+        return UserError(
+            f"{found[1]}.yaml includes {found[2]}, which does not exist", where=f"{found[1]}.yaml", fix=fix
+        )
+    if found := re.match(r"Error (?:locating|loading) '?(?:target )?'?([\w.]+)'.*full_key: (\S+)", text, re.DOTALL):
+        fix = f"{found[2]}._target_=package.module.Name of a class that can be imported here"
+        return UserError(f"{found[1]} cannot be imported", where=found[2], fix=fix)
+    return None
 
 
 def _of_deletion(key: str, exists: bool = True) -> UserError:
-    if not exists:
+    if not exists and not _is_in_schema(key):
         what = f"~{key} removes a key that does not exist"
         return UserError(what, where=key, fix=f"remove ~{key} from the command line")
     fix = f"remove ~{key} to keep the value of the config, or set another one with {key}=VALUE"
     return UserError(f"{key} cannot be removed: it is a key that every config has", where=key, fix=fix)
+
+
+def _is_in_schema(key: str) -> bool:
+    """Returns whether the schema has ``key``, also where its value is null, which Hydra takes for a missing key."""
+    node: Any = Config()
+    for name in key.split("."):
+        if not hasattr(node, name):
+            return False
+        node = getattr(node, name)
+    return True
 
 
 def _of_override(error: OverrideParseException) -> UserError:
@@ -85,6 +119,10 @@ def _of_override(error: OverrideParseException) -> UserError:
         return invalid_name(value, key)
     if (open_ := _unclosed(value)) is not None:
         fix = f"close the {open_}, or put a value with special characters in quotes: '{key}=\"...\"'"
+    elif re.fullmatch(r"\([^()]*\)", value.strip()):
+        fix = f"a list is {key}=[{value.strip()[1:-1]}]"
+    elif re.search(r"^,|,\s*,|,\s*$", value.strip()):
+        fix = f"a comma only between two values: {key}={','.join(part for part in value.split(',') if part.strip())}"
     elif value.strip() and value.strip()[0] not in "'\"":
         quoted = value.replace('"', r"\"")
         fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"
@@ -162,6 +200,14 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
         return UserError(f"{key} has no value", where=key, fix=f"{key}=VALUE on the command line")
     group = key.split(".", maxsplit=1)[0]
     first = (error.msg or str(error)).strip().splitlines()[0]
+    if (mistake := _of_value(key, first)) is not None:
+        return mistake
+    shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
+    return UserError(first, where=key or "the config", fix=shows)
+
+
+def _of_value(key: str, first: str) -> UserError | None:
+    """Returns the error of a value of the wrong kind, or of a resolver; None for others."""
     wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
     if wrong and wrong[2] in _KINDS:
         return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
@@ -169,8 +215,18 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
     if re.search(r"Cannot merge DictConfig with ListConfig|is not a ListConfig|Cannot assign \w+ to Dict", first):
         return _of_node(key, yaml.SequenceNode if "is not a ListConfig" in first else yaml.MappingNode)
-    shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
-    return UserError(first, where=key or "the config", fix=shows)
+    return _of_resolver(key, first)
+
+
+def _of_resolver(key: str, text: str) -> UserError | None:
+    """Returns the error of a resolver of OmegaConf or Hydra; None for others."""
+    if unset := re.search(r"Environment variable '(\w+)' not found", text):
+        fix = f"export {unset[1]}=VALUE, or ${{oc.env:{unset[1]},DEFAULT}}"
+        return UserError(f"{key} refers to the environment variable {unset[1]}, which is not set", where=key, fix=fix)
+    if "HydraConfig was not set" in text:
+        what = f"{key} refers to ${{hydra:...}}, which is known only while Hydra runs the command"
+        return UserError(what, where=key, fix="the value itself, or ${KEY} of another key of the config")
+    return None
 
 
 def _of_node(key: str, kind: type) -> UserError:
@@ -193,6 +249,8 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
     names = _names_beside(error)
     if group in ("metrics", "hooks") and "args" in names:
         return f"+{key.removesuffix(f'.{error.key}')}.args.{error.key}=VALUE, or without + if the file sets it"
+    if not names and isinstance(error.parent_node, DictConfig):  # a table of any keys
+        return f"put + before the override: +{key}"
     return nearest(error.key, names) if names else ""
 
 

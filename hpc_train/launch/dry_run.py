@@ -18,7 +18,7 @@ from hpc_train.config.values import command_words, node_range, runs_own_code, sa
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.submission import prepare
+from hpc_train.launch.submission import notices_of, prepare
 from hpc_train.plan.memory import estimate, host_copy_bytes
 from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
@@ -35,7 +35,7 @@ def dry_run(line: CommandLine) -> int:
         raise UserError(
             f"the command line describes {len(jobs)} jobs",
             where="the command line",
-            fix="-m for a sweep, or one value per key",
+            fix="-m for a sweep, or one value per key; a list is KEY=[A,B]",
         )
     if search:
         console.print("the sweeper chooses the values of each job during the search; the first values are checked here")
@@ -52,6 +52,8 @@ def dry_run(line: CommandLine) -> int:
         except UserError as error:
             refused += 1
             text = f"job {number}: {' '.join(overrides)}\n  refused: {with_file(error, line)}"
+        console.print(text, markup=False, highlight=False)
+    for text in notices_of(accepted, line):
         console.print(text, markup=False, highlight=False)
     if not refused:
         refused = _show_submissions(accepted, directory, console, line)

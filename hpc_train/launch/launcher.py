@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import track
 
+from hpc_train.config.arguments import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register
 from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.jobs import JobComposer, JobConfigs
@@ -33,7 +34,7 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import View
 from hpc_train.launch.monitor import Display, hand_over, report, wait
 from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
-from hpc_train.launch.submission import JobQueue, prepare
+from hpc_train.launch.submission import JobQueue, notices_of, prepare
 from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
@@ -73,8 +74,10 @@ class HpcTrainLauncher(Launcher):
         self._sweep = Path(config.hydra.sweep.dir)
         self._console = Console()
         self._code: FrozenCode | None = None
+        self._told: set[tuple[str, str]] = set()  # keys without effect, with the reasons
         self._trials: Trials | None = None
         self._ended: Ended = getattr(task_function, "ended", Ended())
+        self._line: CommandLine | None = getattr(task_function, "line", None)
         if is_search(config.hydra):
             if config.launch.detach:
                 what = "the sweeper reads the result of each job, so the jobs cannot be left running"
@@ -128,6 +131,8 @@ class HpcTrainLauncher(Launcher):
         return queue
 
     def _enqueue(self, jobs: Sequence[Job], console: Console | None = None) -> JobQueue:
+        if self._line is not None:
+            tell_without_effect(jobs, self._line, self._console, self._told)
         queue = enqueue(jobs, self._sweep, console or self._console, self._config, self._code)
         self._code = frozen_code(jobs[0].run)  # that of later batches as well
         return queue
@@ -152,6 +157,14 @@ class HpcTrainLauncher(Launcher):
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
+
+
+def tell_without_effect(
+    jobs: Sequence[Job], line: CommandLine, console: Console, told: set[tuple[str, str]] | None = None
+) -> None:
+    """Prints a line about the keys that the user sets without an effect in ``jobs``; see ``notices_of``."""
+    for text in notices_of(jobs, line, told):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def runs_of(queue: JobQueue) -> list[tuple[RunDirectory, View]]:

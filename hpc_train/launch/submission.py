@@ -11,13 +11,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hpc_train.config.arguments import CommandLine
 from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes
 from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
-from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.executors.select import in_allocation, select_executor
 from hpc_train.launch.job_status import NOT_STARTED, View
+from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
+from hpc_train.plan.without_effect import Place, notices, without_effect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import concurrently
@@ -133,6 +136,22 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
     mistakes.report()
     assert layout is not None
     return Job(number, tuple(overrides), config, layout, gpus, workers, run)
+
+
+def notices_of(jobs: Sequence[Job], line: CommandLine, told: set[tuple[str, str]] | None = None) -> list[str]:
+    """Returns the lines about keys that the user sets without an effect in some of ``jobs``, which ``-m`` submits.
+
+    Args:
+        told: the keys and reasons of earlier batches of the sweep, which are left out; gets those of ``jobs``.
+    """
+    told, found = set() if told is None else told, {}
+    for job in jobs:
+        name = select_executor(job.config.cluster).name
+        place = Place(True, name == "Slurm", name != "this machine" or in_allocation(), job.gpus)
+        unread = without_effect(job.config, job.layout, place, user_keys(line, job.overrides))
+        found[job.number] = [each for each in unread if (each.key, each.reason) not in told]
+    told.update((each.key, each.reason) for unread in found.values() for each in unread)
+    return notices(found)
 
 
 def announce(job: Job, executor: Executor, console: Console, job_id: str | None = None) -> None:

@@ -28,6 +28,9 @@ INTRODUCTION = """# Config reference
 Set a key on the command line as `GROUP.KEY=VALUE`, or choose a file of a group as `GROUP=NAME`. `null` means no
 value, and a required key has no default. A file of a group, such as `conf/optim/sgd.yaml`, may replace the
 default in the table below.
+
+"Read if" states when a key has an effect. A key that the command line or a file of your own sets without effect gets a
+notice in the dry run and at the start of a run.
 """
 
 
@@ -68,7 +71,13 @@ def _rows(schema: type, path: str) -> Iterator[str]:
         if is_dataclass(default):
             yield from _rows(type(default), name)
         elif (known := info(each)) is not None:
-            cells = (f"`{name}`", f"`{each.type}`", _text(default), _values(name, known), known.meaning)
+            cells = (
+                f"`{name}`",
+                f"`{each.type}`",
+                _text(default),
+                _values(name, known),
+                f"{known.meaning} {known.condition}".strip(),
+            )
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from pathlib import Path
 
 import hydra
 import pytest
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import _run_app, _run_hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.commands.train import _mode_on_command_line
 from hpc_train.config.arguments import CommandLine, expand, first_values, refuse_search, with_right_plus
-from hpc_train.config.compose import initialized, typed
+from hpc_train.config.compose import WITH_STRATEGY, initialized, typed
 from hpc_train.config.hydra_settings import refuse_without_effect
 from hpc_train.config.other_launchers import SUBMITIT_KEYS
 from hpc_train.config.schema import Config
@@ -31,6 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "grid": "hydra: {mode: MULTIRUN, sweeper: {params: {optim.lr: '1e-3,3e-4', +strategy: 'dp,pp'}}}",
         "over": "defaults:\n  - override /strategy: zero2\n  - override /optim: sgd",
         "add": "defaults:\n  - /strategy: zero3",
+        "late": "defaults:\n  - override /optim: sgd\n  - /strategy: dp",
         "chdir": "hydra: {job: {chdir: true}}",
         "dir": "hydra: {run: {dir: 'logs/${now:%Y}'}}",
     }
@@ -89,6 +95,20 @@ def test_an_experiment_may_override_the_strategy(site: Path, arguments: list[str
 def test_experiments_that_choose_a_strategy_in_different_ways_are_not_one_sweep(site: Path) -> None:
     with pytest.raises(UserError, match="differ in how they choose a strategy"):
         with_right_plus(["experiment=over,add", "-cd", str(site), "-m"])
+
+
+def test_mistakes_in_a_defaults_list_name_the_file(site: Path) -> None:
+    (site / "base.yaml").write_text("defaults: [config, _self_]\n")
+    wanted = {
+        ("-cd", "experiment=late"): "the Defaults List of experiment/late has `override optim: sgd`",
+        ("-cp", "-cn", "base"): "base.yaml includes config, which does not exist",
+    }
+    for (option, *others), what in wanted.items():
+        line = CommandLine.parse([option, str(site), *others])
+        with pytest.raises(HydraException) as caught, line.composer() as compose:
+            compose(line.overrides)
+        mistake = translate(caught.value)
+        assert mistake is not None and what in mistake.what, mistake
 
 
 WITHOUT_EFFECT = [
@@ -153,3 +173,32 @@ def test_the_jobs_of_a_search_are_not_listed_in_advance() -> None:
             refuse_search(line, "freeze")
     finally:
         del store.repo["hydra"]["sweeper"]["of_a_test.yaml"]
+
+
+def test_a_file_that_overrides_the_strategy_leaves_nothing_behind(site: Path) -> None:
+    with initialized():
+        hydra.compose("config")
+    before = copy.deepcopy({name: node for name, node in ConfigStore.instance().repo.items() if name != "hydra"})
+    arguments = with_right_plus(["experiment=over", "-cd", str(site), "optim.lr=1"])
+    assert arguments[2] == WITH_STRATEGY, "after the overrides of the user"
+    assert with_right_plus(arguments) == arguments
+    line = CommandLine.parse(arguments)
+    assert WITH_STRATEGY not in line.overrides, "the dry run, run.json and scripts show the user's overrides only"
+    with line.composer() as compose:
+        assert typed(compose(line.overrides)).strategy.name == "zero2"
+    with initialized():
+        assert "strategy" not in hydra.compose("config", return_hydra_config=True).hydra.runtime.choices
+    after = {name: node for name, node in ConfigStore.instance().repo.items() if name != "hydra"}
+    assert str(after) == str(before)
+
+
+def test_hydra_looks_up_its_mode_where_it_is_replaced_and_has_its_own_method_afterwards() -> None:
+    """A Hydra that looks elsewhere composes every command once more; see ``_mode_on_command_line``."""
+    own = Hydra.get_mode
+    with pytest.raises(KeyError), _mode_on_command_line():
+        assert Hydra.get_mode(None, "config", []) is None  # type: ignore[arg-type]
+        raise KeyError
+    assert Hydra.get_mode is own
+    release = f"Hydra {hydra.__version__}"
+    assert "hydra.get_mode(" in inspect.getsource(_run_hydra), f"{release} finds its mode in another way"
+    assert "if mode is None" in inspect.getsource(_run_app), f"{release} needs a mode"

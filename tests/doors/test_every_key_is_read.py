@@ -1,4 +1,7 @@
-"""No dead options: every key of the schema is read by the code of some run, in some process of it."""
+"""No dead options: every key of the schema is read by the code of some run, in some process of it.
+
+And no wrong condition: where the schema says that a run does not read a key, no process of the run has read it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hpc_train.config import schema
 from hpc_train.config.extensions import SOURCES, load_source
+from hpc_train.config.schema.key import info
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.without_effect import Place, without_effect
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
 from tests.data.chats import chats, write_jsonl, write_tokenizer
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
 
@@ -142,11 +152,73 @@ def run_in_own_folder(folder: Path, env: dict[str, str], number: int) -> None:
     arguments = runs(folder)[number]
     own = folder / str(number)
     own.mkdir()
+    record = Path(env["HPC_TRAIN_RECORD_KEYS"], str(number))
+    record.mkdir()
+    env = env | {"HPC_TRAIN_RECORD_KEYS": str(record)}
     done = hpc_train(*arguments, cwd=own, env=env)
     assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
 
 
-def test_every_key_is_read(tmp_path: Path) -> None:
+CHECKS = ("hpc_train.plan.", "hpc_train.config.", "sitecustomize")  # they read a key to check or estimate
+# Modules that hold or compare the value of a key, and use it only where the condition of the key holds.
+WITHOUT_USE = {
+    "CheckpointConfig.best_mode": {"checkpoint.manager", "train.worker", "launch.search"},  # beside keep_best
+    "ClusterConfig.health_check_timeout_s": {"elastic.nodes"},  # beside health_check
+    "ClusterConfig.interface": {"elastic.agent"},  # meeting_at returns at once on one node
+    "ClusterConfig.mem": {"elastic.agent"},  # of steps that Slurm has killed
+    "ClusterConfig.preflight": {"preflight.run"},
+    "ClusterConfig.switches": {"elastic.attempts"},  # for a warning about several nodes
+    "ClusterConfig.visible_gpus": {"elastic.agent_loop"},  # for each GPU
+    "ElasticConfig.exclude_hours": {"elastic.agent_session"},  # one node is not excluded
+    "ElasticConfig.join_timeout_s": {"elastic.agent_session"},  # one node waits for no other
+    "ElasticConfig.min_nodes": {"elastic.rendezvous.coordinator"},
+    "ElasticConfig.spares": {"elastic.rendezvous.coordinator"},  # 0 outside of Slurm
+    "GPTConfig.global_every": {"models.gpt_sizes"},  # check_windows
+    "GPTConfig.local_rope_theta": {"models.gpt_sizes", "models.gpt"},  # no layer asks for it
+    "OptimConfig.base_batch": {
+        "train.optimizers.learning_rate",
+        "__main__",
+    },  # the ratio, and the trial of an optimizer
+    "PrecisionConfig.residual": {"parallel.precision"},  # fp32 has no narrower format
+    "PrecisionConfig.tf32": {"parallel.precision"},  # for device.type == "cuda"
+    "RunConfig.max_gpu_hours": {"elastic.agent_session"},  # used up by GPUs
+    "StrategyConfig.bucket_cap_mb": {"parallel.replicas", "parallel.bucket_search"},  # compared with auto
+    "StrategyConfig.compression": {"parallel.compression.build"},  # compared with auto
+    "StrategyConfig.pp_split": {"parallel.balance"},  # returns if there is one pipeline rank
+    "StrategyConfig.schedule": {"run.code"},  # looks for the import path of a row
+    "TelemetryConfig.gpu_idle_minutes": {"elastic.agent_session"},  # for each GPU
+}
+
+
+def conditional(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields each key that has a condition: its dotted name, and its name in the record."""
+    for each in fields(node):
+        value, known, name = getattr(node, each.name), info(each), f"{path}.{each.name}".lstrip(".")
+        if is_dataclass(value):
+            yield from conditional(value, name)
+        elif known is not None and known.reads:
+            yield name, f"{type(node).__name__}.{each.name}"
+
+
+def read_despite_condition(record: Path, run: RunDirectory, launched: bool) -> list[str]:
+    """Returns the keys that a run on this machine has read and used, although its config does not meet a condition."""
+    config = load(run)
+    keys = dict(conditional(config))
+    place = Place(launched=launched, submitted=False, in_job=False, gpus=0)
+    layout = resolve_layout(config, 1, config.cluster.cpu_workers)
+    unread = {keys[each.key] for each in without_effect(config, layout, place, dict.fromkeys(keys, ""))}
+    assert len(unread) > 40, "most conditions are about Slurm, GPUs, or a technique that a run does not use"
+    read = {tuple(line.split()) for file in record.iterdir() for line in file.read_text().splitlines()}
+    return [
+        f"{key} is read in {module}"
+        for key, module in sorted(read)
+        if key in unread
+        and not module.startswith(CHECKS)
+        and module.removeprefix("hpc_train.") not in WITHOUT_USE.get(key, ())
+    ]
+
+
+def test_every_key_is_read_where_the_schema_says_so_and_only_there(tmp_path: Path) -> None:
     record = tmp_path / "keys"
     record.mkdir()
     make_tokens(tmp_path)
@@ -160,7 +232,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run is imports, of which much is waiting
         list(pool.map(partial(run_in_own_folder, tmp_path, env), range(len(runs(tmp_path)))))
     build_parts(tmp_path, env)
-    read = {line for file in record.iterdir() for line in file.read_text().split()}
+    files = [file for file in record.rglob("*") if file.is_file()]
+    read = {line.split()[0] for file in files for line in file.read_text().splitlines()}
     kinds = {
         key
         for key in every_key()
@@ -169,3 +242,9 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     told_apart_by = kinds | {"CustomModelConfig.kind"}  # read where plain values become typed ones
     unread = every_key() - read - interpolated() - told_apart_by
     assert not unread, "\n".join(sorted(unread))
+    found = {path.parent for path in tmp_path.glob("[0-9]*/outputs/**/run.json")}
+    assert len(found) >= 9, found
+    for path in found:
+        number = path.relative_to(tmp_path).parts[0]
+        launched = "-m" in runs(tmp_path)[int(number)]
+        assert not read_despite_condition(record / number, RunDirectory(path), launched), runs(tmp_path)[int(number)]

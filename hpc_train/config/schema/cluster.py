@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.schema.condition import any_of, unless, when
 from hpc_train.config.schema.key import group, key
 
 
@@ -13,15 +14,20 @@ class ContainerConfig:
     """The container in which a Slurm job runs."""
 
     image: str | None = key(
-        None, "A .sif file, or an image that apptainer or pyxis can pull. null runs without a container."
+        None,
+        "A .sif file, or an image that apptainer or pyxis can pull. null runs without a container.",
+        when=when("step"),
     )
     runtime: str = key(
         "auto",
         "The container runtime. auto uses pyxis if srun supports it and the image is not a .sif file.",
         choices=("auto", "apptainer", "pyxis"),
+        when=(unless("cluster.container.image", None), when("step")),
     )
     binds: list[str] = key(
-        [], "Directories to mount besides the runs, the data and node-local storage: /data or /data:/inside."
+        [],
+        "Directories to mount besides the runs, the data and node-local storage: /data or /data:/inside.",
+        when=(unless("cluster.container.image", None), when("step")),
     )
 
 
@@ -57,13 +63,15 @@ class ClusterConfig:
         "Which of the job's GPUs a rank sees. own shows it only its own GPU, as cuda:0. all shows it every GPU of the "
         "node, which torch's symmetric memory needs. It has no effect on AMD GPUs, which are all visible.",
         choices=("own", "all"),
+        when=when("gpus"),
     )
-    cpu_workers: int = key(4, "Ranks per node on nodes without a GPU.", at_least=1)
+    cpu_workers: int = key(4, "Ranks per node on nodes without a GPU.", at_least=1, when=when("cpus"))
     preflight: str = key(
         "quick",
         "Which checks run before the first step, unless the run uses the CPUs of one node. full also measures every "
         "pair of nodes.",
         choices=("quick", "full", "off"),
+        when=any_of(when("gpus"), when("nodes")),
     )
     preflight_action: Any = key(
         {
@@ -78,6 +86,7 @@ class ClusterConfig:
         "What follows an error that the preflight finds, by class, or one value for all classes: warn trains anyway, "
         "stop ends the job, exclude continues without the node (stop if the error concerns no single node).",
         choices=("warn", "stop", "exclude"),
+        when=(unless("cluster.preflight", "off"), any_of(when("gpus"), when("nodes"))),
     )
     health_check: str | None = key(
         None,
@@ -85,52 +94,70 @@ class ClusterConfig:
         "node, and the last line of its output is the reason.",
     )
     health_check_timeout_s: float = key(
-        60.0, "The time limit of health_check. A check that takes longer has failed.", above=0, unit="seconds"
+        60.0,
+        "The time limit of health_check. A check that takes longer has failed.",
+        above=0,
+        unit="seconds",
+        when=unless("cluster.health_check", None),
     )
-    partition: str | None = key(None, "sbatch --partition.")
-    account: str | None = key(None, "sbatch --account.")
-    qos: str | None = key(None, "sbatch --qos.")
-    time: str = key("01:00:00", "The time limit of a job: sbatch --time.")
-    time_min: str | None = key(None, "The shortest acceptable time limit: sbatch --time-min.")
+    partition: str | None = key(None, "sbatch --partition.", when=when("submitted"))
+    account: str | None = key(None, "sbatch --account.", when=when("submitted"))
+    qos: str | None = key(None, "sbatch --qos.", when=when("submitted"))
+    time: str = key("01:00:00", "The time limit of a job: sbatch --time.", when=when("submitted"))
+    time_min: str | None = key(None, "The shortest acceptable time limit: sbatch --time-min.", when=when("submitted"))
     cpus_per_gpu: int | str = key(
         "auto",
         "CPU cores per rank. auto uses the partition's default, or else an equal share of the node.",
         choices=("auto",),
         at_least=1,
+        when=when("step"),
     )
     mem_per_gpu: str = key(
-        "auto", "Memory per rank, such as 64G. auto uses the partition's default, or else an equal share of the node."
+        "auto",
+        "Memory per rank, such as 64G. auto uses the partition's default, or else an equal share of the node.",
+        when=when("submitted"),
     )
-    mem: str | None = key(None, "Memory per node. It replaces mem_per_gpu.")
-    gpu_type: str | None = key(None, "The GPU type in --gpus-per-node=TYPE:N.")
-    gres: str | None = key(None, "A generic resource such as gpu:a100:4. It replaces --gpus-per-node.")
-    constraint: str | None = key(None, "sbatch --constraint.")
-    exclude: str | None = key(None, "Nodes that the job must not use: sbatch --exclude.")
-    nodelist: str | None = key(None, "Nodes that the job must use: sbatch --nodelist.")
-    reservation: str | None = key(None, "sbatch --reservation.")
-    exclusive: bool = key(False, "Whether the job has its nodes to itself: sbatch --exclusive.")
-    switches: str | None = key(None, "sbatch --switches: 1@00:30:00 waits up to 30 minutes for nodes on one switch.")
+    mem: str | None = key(None, "Memory per node. It replaces mem_per_gpu.", when=when("submitted"))
+    gpu_type: str | None = key(None, "The GPU type in --gpus-per-node=TYPE:N.", when=when("gpus"))
+    gres: str | None = key(
+        None, "A generic resource such as gpu:a100:4. It replaces --gpus-per-node.", when=when("submitted")
+    )
+    constraint: str | None = key(None, "sbatch --constraint.", when=when("submitted"))
+    exclude: str | None = key(None, "Nodes that the job must not use: sbatch --exclude.", when=when("submitted"))
+    nodelist: str | None = key(None, "Nodes that the job must use: sbatch --nodelist.", when=when("submitted"))
+    reservation: str | None = key(None, "sbatch --reservation.", when=when("submitted"))
+    exclusive: bool = key(False, "Whether the job has its nodes to itself: sbatch --exclusive.", when=when("submitted"))
+    switches: str | None = key(
+        None, "sbatch --switches: 1@00:30:00 waits up to 30 minutes for nodes on one switch.", when=when("submitted")
+    )
     interface: str | None = key(
         None,
         "Where nodes meet: a network interface such as ib0, or a pattern for host names such as {host}-ib0. null uses "
         "the names of the nodes in Slurm.",
+        when=when("nodes"),
     )
-    comment: str | None = key(None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.")
-    job_name: str | None = key(None, "The name of the job. null uses the name of the run.")
-    mail_user: str | None = key(None, "sbatch --mail-user.")
-    mail_type: str | None = key(None, "sbatch --mail-type.")
-    dependency: str | None = key(None, "sbatch --dependency.")
-    nice: int | None = key(None, "sbatch --nice.")
-    begin: str | None = key(None, "The earliest start of the job: sbatch --begin.")
-    wckey: str | None = key(None, "sbatch --wckey.")
-    licenses: str | None = key(None, "sbatch --licenses.")
-    clusters: str | None = key(None, "sbatch --clusters.")
-    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {hint: nomultithread}.")
+    comment: str | None = key(
+        None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.", when=when("submitted")
+    )
+    job_name: str | None = key(None, "The name of the job. null uses the name of the run.", when=when("submitted"))
+    mail_user: str | None = key(None, "sbatch --mail-user.", when=when("submitted"))
+    mail_type: str | None = key(None, "sbatch --mail-type.", when=when("submitted"))
+    dependency: str | None = key(None, "sbatch --dependency.", when=when("submitted"))
+    nice: int | None = key(None, "sbatch --nice.", when=when("submitted"))
+    begin: str | None = key(None, "The earliest start of the job: sbatch --begin.", when=when("submitted"))
+    wckey: str | None = key(None, "sbatch --wckey.", when=when("submitted"))
+    licenses: str | None = key(None, "sbatch --licenses.", when=when("submitted"))
+    clusters: str | None = key(None, "sbatch --clusters.", when=when("submitted"))
+    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {hint: nomultithread}.", when=when("submitted"))
     env: dict[str, str] = key(
         {}, "Environment variables of the job, on Slurm and on this machine. A batch script exports them before setup."
     )
-    setup: list[str] = key([], "Lines of bash that run before training, such as module load or conda activate.")
-    teardown: list[str] = key([], "Lines of bash that run after training.")
-    python: str | None = key(None, "The Python interpreter on the nodes. null uses the one that submits.")
+    setup: list[str] = key(
+        [], "Lines of bash that run before training, such as module load or conda activate.", when=when("submitted")
+    )
+    teardown: list[str] = key([], "Lines of bash that run after training.", when=when("submitted"))
+    python: str | None = key(
+        None, "The Python interpreter on the nodes. null uses the one that submits.", when=when("step")
+    )
     fabric: FabricConfig = group(FabricConfig)
     container: ContainerConfig = group(ContainerConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from hpc_train.config.schema.condition import when
 from hpc_train.config.schema.key import key, required
 
 _PACKING = (
@@ -30,7 +31,7 @@ class TextDataConfig(DataKeys):
 
     kind: str = key("text", "The data source.")
     path: str | None = key(None, "A file, a directory or a glob. null uses the source of Python's standard library.")
-    pattern: str = key("**/*.py", "The glob for files if path is a directory or null.")
+    pattern: str = key("**/*.py", "The glob for files if path is a directory or null.", when=when("directory"))
     sequence_length: int = key(256, "Tokens per sample.", at_least=1, unit="tokens")
     validation_share: float = key(0.01, "The share of the files that is used for validation.", above=0, below=1)
     vocab_size: int = key(256, "The number of token ids.", at_least=1)
@@ -60,7 +61,11 @@ class SFTDataConfig(DataKeys):
     )
     validation_path: str | None = key(None, "The validation records, as path. null uses a share of those of path.")
     validation_share: float = key(
-        0.01, "The share of the records for validation if validation_path is null.", above=0, below=1
+        0.01,
+        "The share of the records for validation if validation_path is null.",
+        above=0,
+        below=1,
+        when=when("data.validation_path", None),
     )
     sequence_length: int = key(
         1024, "The most inputs of a sample; the end of a longer record is cut off.", at_least=1, unit="tokens"
@@ -120,11 +125,13 @@ class SyntheticDataConfig(DataKeys):
     task: str = key("tokens", "What a sample is.", choices=("tokens", "images"))
     samples: int = key(4096, "The number of training samples.", at_least=1)
     validation_samples: int = key(256, "The number of validation samples.", at_least=1)
-    sequence_length: int = key(256, "Tokens per sample.", at_least=1, unit="tokens")
-    vocab_size: int = key(256, "The number of token ids.", at_least=1)
-    image_size: int = key(32, "The width and height of an image.", at_least=1, unit="pixels")
-    channels: int = key(3, "The number of color channels.", at_least=1)
-    n_classes: int = key(10, "The number of classes.", at_least=1)
+    sequence_length: int = key(256, "Tokens per sample.", at_least=1, unit="tokens", when=when("data.task", "tokens"))
+    vocab_size: int = key(256, "The number of token ids.", at_least=1, when=when("data.task", "tokens"))
+    image_size: int = key(
+        32, "The width and height of an image.", at_least=1, unit="pixels", when=when("data.task", "images")
+    )
+    channels: int = key(3, "The number of color channels.", at_least=1, when=when("data.task", "images"))
+    n_classes: int = key(10, "The number of classes.", at_least=1, when=when("data.task", "images"))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from hpc_train.config.schema.condition import Condition
 from hpc_train.errors import Mistakes, UserError, nearest
 
 _METADATA = "hpc_train"
@@ -28,6 +29,7 @@ class KeyInfo:
         meaning: one or two plain sentences.
         choices: the words that the key accepts; a key that also accepts numbers accepts them beside these words.
         unit: of a number, for the reference.
+        reads: the key has an effect only if all of these conditions hold.
     """
 
     meaning: str
@@ -37,6 +39,12 @@ class KeyInfo:
     at_most: float | None = None
     below: float | None = None
     unit: str = ""
+    reads: tuple[Condition, ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """The sentence that says when the key has an effect; empty if it always has one."""
+        return f"Read if {', and if '.join(map(str, self.reads))}." if self.reads else ""
 
     @property
     def range(self) -> str:
@@ -54,9 +62,14 @@ class KeyInfo:
         )
 
 
-def key(default: Any, meaning: str, **facts: Any) -> Any:
-    """A dataclass field with its default and what ``KeyInfo`` says about it."""
-    metadata = {_METADATA: KeyInfo(meaning, **facts)}
+def key(default: Any, meaning: str, *, when: Condition | tuple[Condition, ...] = (), **facts: Any) -> Any:
+    """A dataclass field with its default and what ``KeyInfo`` says about it.
+
+    Args:
+        when: the condition, or several of which all must hold, under which the key has an effect.
+    """
+    reads = when if isinstance(when, tuple) else (when,)
+    metadata = {_METADATA: KeyInfo(meaning, reads=reads, **facts)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config import hf_config
+from hpc_train.config.schema.condition import unless, when
 from hpc_train.config.schema.key import group, key, required
 
 WRAP = (
@@ -52,6 +53,7 @@ class GPTConfig(ModelKeys):
         "Every N-th layer attends to all tokens in place of the sliding window: 2 in Gemma 2, 6 in Gemma 3. 0 is no "
         "layer.",
         at_least=0,
+        when=unless("model.sliding_window", None),
     )
     query_scalar: int | None = key(
         None, "Attention scores are divided by the square root of this number. null is the width of a head.", at_least=1
@@ -75,6 +77,7 @@ class GPTConfig(ModelKeys):
         "The base in layers with a sliding window, which rope_scaling then does not change, as in Gemma 3. null is "
         "rope_theta.",
         above=0,
+        when=unless("model.sliding_window", None),
     )
     rope_scaling: dict[str, float] = key(
         {},
@@ -115,7 +118,9 @@ class CustomModelConfig(ModelKeys):
         "The loss of a module that has no method named loss.",
         choices=("cross_entropy", "mse"),
     )
-    sync_batch_norm: bool = key(False, "Whether batch normalization uses the statistics of all ranks.")
+    sync_batch_norm: bool = key(
+        False, "Whether batch normalization uses the statistics of all ranks.", when=when("replicas")
+    )
     wrap: list[str] | None = key(None, WRAP)
 
 
@@ -124,17 +129,27 @@ class LoraConfig:
     """Low-rank adapters beside the linear layers of a model whose weights stay fixed (Hu et al., arXiv:2106.09685)."""
 
     rank: int | None = key(None, "The rank of the adapters. null trains the whole model, without adapters.", at_least=1)
-    alpha: float = key(16.0, "The output of an adapter is multiplied by alpha / rank.", above=0)
-    dropout: float = key(0.0, "The dropout probability of the input of an adapter.", at_least=0, below=1)
+    alpha: float = key(
+        16.0, "The output of an adapter is multiplied by alpha / rank.", above=0, when=unless("model.lora.rank", None)
+    )
+    dropout: float = key(
+        0.0,
+        "The dropout probability of the input of an adapter.",
+        at_least=0,
+        below=1,
+        when=unless("model.lora.rank", None),
+    )
     targets: list[str] | None = key(
         None,
         "The names of the layers that get an adapter, such as q_proj; the end of a full name suffices. null is every "
         "linear layer except those of the head.",
+        when=unless("model.lora.rank", None),
     )
     modules_to_save: list[str] | None = key(
         None,
         "The full names of modules that are trained and saved themselves. null is the head of a classifier, and no "
         "module of a language model.",
+        when=unless("model.lora.rank", None),
     )
 
 
@@ -146,7 +161,7 @@ class HFModelConfig(ModelKeys):
     name_or_path: str = required("A directory with config.json and safetensors files, or a name on the hub.")
     task: str = required("What the model computes.", choices=hf_config.TASKS)
     pretrained: bool = key(True, "Whether to read the weights; false initializes a model of this config.")
-    revision: str | None = key(None, "The branch, tag or commit on the hub.")
+    revision: str | None = key(None, "The branch, tag or commit on the hub.", when=when("hub"))
     config: dict[str, Any] = key({}, "Values that replace those of config.json, such as num_labels.")
     wrap: list[str] | None = key(None, WRAP)
     lora: LoraConfig = group(LoraConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.schema.condition import NOT_DEBUGGED, any_of, unless, when
 from hpc_train.config.schema.key import group, key
 
 
@@ -16,6 +17,7 @@ class CheckpointConfig:
         "auto",
         "The interval between checkpoints: a number of steps (500), a time (30m, 2h), 0 for none, or auto, which "
         "derives it from the cost of a save and the failure rate.",
+        when=NOT_DEBUGGED,
     )
     keep: int = key(2, "The number of newest checkpoints to keep.", at_least=1)
     keep_every: int = key(
@@ -34,6 +36,7 @@ class CheckpointConfig:
         "Whether the lowest (min) or the highest (max) value of keep_best is the best. auto knows val_loss, "
         "val_accuracy and the built-in metrics.",
         choices=("auto", "min", "max"),
+        when=unless("checkpoint.keep_best", None),
     )
     verify: str = key(
         "full",
@@ -51,6 +54,7 @@ class CheckpointConfig:
         "Whether training continues while a copy of the state in host memory is written. auto is true on GPUs and "
         "false on CPUs. Where host memory is short, saves are synchronous.",
         choices=("auto",),
+        when=NOT_DEBUGGED,
     )
     wait_for_room_s: float = key(
         600.0,
@@ -86,26 +90,36 @@ class ElasticConfig:
         unit="seconds",
     )
     max_requeues: int = key(
-        10, "The number of requeues of a Slurm job. Each requires a new checkpoint since the previous one."
+        10,
+        "The number of requeues of a Slurm job. Each requires a new checkpoint since the previous one.",
+        when=when("in_job"),
     )
-    spares: int = key(0, "Idle nodes besides cluster.nodes that replace lost nodes.", at_least=0, unit="nodes")
+    spares: int = key(
+        0, "Idle nodes besides cluster.nodes that replace lost nodes.", at_least=0, unit="nodes", when=when("in_job")
+    )
     min_nodes: int | None = key(
         None,
         "The smallest number of nodes on which the run continues after it loses nodes. null requeues the job instead.",
         at_least=1,
         unit="nodes",
+        when=when("nodes"),
     )
     heartbeat_timeout_s: float = key(
         15.0, "The time without a heartbeat after which a node counts as lost.", above=0, unit="seconds"
     )
     join_timeout_s: float = key(
-        300.0, "How long to wait for a node to join before the run continues without it.", above=0, unit="seconds"
+        300.0,
+        "How long to wait for a node to join before the run continues without it.",
+        above=0,
+        unit="seconds",
+        when=when("nodes"),
     )
     exclude_hours: float = key(
         24.0,
         "How long a node's failures are remembered. A node that failed twice in this time is excluded.",
         at_least=0,
         unit="hours",
+        when=when("in_job"),
     )
 
 
@@ -117,10 +131,15 @@ class WandbConfig:
         "auto",
         "The mode of wandb. auto is online if an API key is set and the service answers, else offline.",
         choices=("auto", "online", "offline", "disabled"),
+        when=NOT_DEBUGGED,
     )
     project: str = key("hpc_train", "The W&B project.")
     entity: str | None = key(None, "The W&B entity. null uses the default of the account.")
-    log_checkpoint: bool = key(False, "Whether the last checkpoint is uploaded as an artifact.")
+    log_checkpoint: bool = key(
+        False,
+        "Whether the last checkpoint is uploaded as an artifact.",
+        when=unless("telemetry.wandb.mode", "disabled"),
+    )
 
 
 @dataclass
@@ -140,7 +159,9 @@ class ProfileConfig:
     """A profile of some steps, written to profile/ in the run directory."""
 
     steps: str | None = key(None, "The steps to profile: 10, or 10-12. null profiles nothing.")
-    ranks: Any = key(0, "The ranks to profile: a rank, a list such as [0,3], or all.")
+    ranks: Any = key(
+        0, "The ranks to profile: a rank, a list such as [0,3], or all.", when=unless("telemetry.profile.steps", None)
+    )
 
 
 @dataclass
@@ -152,7 +173,9 @@ class MessagesConfig:
         "A file that contains only the URL of the webhook, which is a secret. $HPC_TRAIN_WEBHOOK_URL replaces it. "
         "Without both no message is sent.",
     )
-    on: Any = key("all", "What is told: all, or a list of failed, requeued, finished, slow and idle.")
+    on: Any = key(
+        "all", "What is told: all, or a list of failed, requeued, finished, slow and idle.", when=when("webhook")
+    )
 
 
 @dataclass
@@ -175,23 +198,37 @@ class PrometheusConfig:
         "auto",
         "The address or host name to serve them on. auto is the address at which the nodes meet, the name of the only "
         "node, or outside of a job the loopback interface.",
+        when=unless("telemetry.prometheus.port", None),
     )
     token_file: str | None = key(
         None,
         "A file of mode 0600 with the token that Prometheus must send. null creates and uses "
         "~/.config/hpc_train/prometheus.token where other machines can reach the port, and no token on loopback.",
+        when=unless("telemetry.prometheus.port", None),
     )
     targets_dir: str | None = key(
-        None, "A directory in which Prometheus looks for targets (file_sd_configs). The run has a file there."
+        None,
+        "A directory in which Prometheus looks for targets (file_sd_configs). The run has a file there.",
+        when=unless("telemetry.prometheus.port", None),
     )
-    interval_s: float = key(15.0, "The time between two updates, also of OTLP.", above=0, unit="seconds")
+    interval_s: float = key(
+        15.0,
+        "The time between two updates, also of OTLP.",
+        above=0,
+        unit="seconds",
+        when=any_of(
+            unless("telemetry.prometheus.file", None),
+            unless("telemetry.prometheus.port", None),
+            when("telemetry.otlp", True),
+        ),
+    )
 
 
 @dataclass
 class TelemetryConfig:
     """What is measured and where it is reported."""
 
-    log_every: int = key(10, "Steps between two log lines.", at_least=1, unit="steps")
+    log_every: int = key(10, "Steps between two log lines.", at_least=1, unit="steps", when=NOT_DEBUGGED)
     wandb: WandbConfig = group(WandbConfig)
     mlflow: MlflowConfig = group(MlflowConfig)
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
@@ -207,6 +244,7 @@ class TelemetryConfig:
         "Tells when GPUs of a node were idle for this time, before a watchdog of the site ends the job. 0: never.",
         at_least=0,
         unit="minutes",
+        when=when("gpus"),
     )
 
 
@@ -215,23 +253,28 @@ class LaunchConfig:
     """How jobs are submitted with ``-m``."""
 
     dry_run: bool = key(False, "Prints what would be submitted and writes nothing.")
-    detach: bool = key(False, "Exits after submission instead of waiting for the jobs.")
+    detach: bool = key(False, "Exits after submission instead of waiting for the jobs.", when=when("launched"))
     array_parallelism: int | str = key(
         "auto",
         "The number of jobs of a sweep that run at the same time. auto runs as many as fit.",
         choices=("auto",),
         at_least=1,
+        when=when("launched"),
     )
     chain: int = key(
-        1, "The number of consecutive Slurm jobs of one run, for sites that do not requeue jobs.", at_least=1
+        1,
+        "The number of consecutive Slurm jobs of one run, for sites that do not requeue jobs.",
+        at_least=1,
+        when=when("submitted"),
     )
     confirm_gpu_hours: float = key(
         50.0,
         "A submission to Slurm that may cost more, including requeues, asks for confirmation.",
         at_least=0,
         unit="GPU hours",
+        when=when("submitted"),
     )
-    yes: bool = key(False, "Confirms the submission without a question.")
+    yes: bool = key(False, "Confirms the submission without a question.", when=when("submitted"))
 
 
 @dataclass
@@ -251,7 +294,11 @@ class RunConfig:
     )
     group: str | None = key(None, "A Unix group whose members may read, resume and remove the run.")
     max_gpu_hours: float | None = key(
-        None, "The budget of all jobs of the run. The run saves and stops when it is spent.", above=0, unit="GPU hours"
+        None,
+        "The budget of all jobs of the run. The run saves and stops when it is spent.",
+        above=0,
+        unit="GPU hours",
+        when=when("gpus"),
     )
     snapshot: bool = key(
         True, "Whether jobs run from a copy of the git work tree, so that later edits do not affect waiting jobs."

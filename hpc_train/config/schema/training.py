@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.schema.condition import NOT_DEBUGGED, unless, when
 from hpc_train.config.schema.key import key
+
+ADAMW = (when("optim.name", "adamw"), when("optim._target_", None))
 
 
 @dataclass
@@ -27,20 +30,26 @@ class StrategyConfig:
         at_least=1,
     )
     tp: int = key(1, "The number of tensor-parallel ranks. They are always on the same node.", at_least=1)
-    data_parallel: str = key("ddp", "How data-parallel ranks synchronize: a built-in kind or package.module:ROW.")
+    data_parallel: str = key(
+        "ddp", "How data-parallel ranks synchronize: a built-in kind or package.module:ROW.", when=when("replicas")
+    )
     shard: int | str = key(
         "fill",
         "The number of ranks over which ZeRO shards its state. fill uses all of dp; node uses the ranks of a node.",
         choices=("fill", "node"),
         at_least=1,
+        when=when("shards"),
     )
-    schedule: str = key("1f1b", "The pipeline schedule: auto, a built-in schedule or package.module:ROW.")
-    stages_per_rank: int = key(1, "Pipeline stages per pipeline rank.", at_least=1)
+    schedule: str = key(
+        "1f1b", "The pipeline schedule: auto, a built-in schedule or package.module:ROW.", when=when("pipeline")
+    )
+    stages_per_rank: int = key(1, "Pipeline stages per pipeline rank.", at_least=1, when=when("pipeline"))
     pp_split: Any = key(
         "even",
         "How layers are assigned to stages. even gives all stages the same number, flops balances by the model's "
         "FLOPs, measured profiles every block before the first step. A list gives the layers of each stage.",
         choices=("even", "flops", "measured"),
+        when=when("pipeline"),
     )
     bucket_cap_mb: float | int | str = key(
         25.0,
@@ -48,21 +57,44 @@ class StrategyConfig:
         choices=("auto",),
         above=0,
         unit="MB",
+        when=when("buckets"),
     )
     compression: str = key(
         "none",
         "How ddp and allreduce compress gradients. auto measures the techniques and uses the fastest.",
         choices=("none", "fp16", "bf16", "powersgd", "topk", "auto"),
+        when=when("replicas"),
     )
     compression_share: float = key(
-        0.01, "topk: the share of each gradient's elements that is sent.", above=0, at_most=1
+        0.01,
+        "topk: the share of each gradient's elements that is sent.",
+        above=0,
+        at_most=1,
+        when=(when("strategy.compression", "topk", "auto"), when("replicas")),
     )
     compression_momentum: float = key(
-        0.0, "topk: the momentum correction, which replaces the optimizer's momentum.", at_least=0, below=1
+        0.0,
+        "topk: the momentum correction, which replaces the optimizer's momentum.",
+        at_least=0,
+        below=1,
+        when=(when("strategy.compression", "topk", "auto"), when("replicas")),
     )
-    compression_rank: int = key(4, "powersgd: the rank of the approximation.", at_least=1)
-    compression_warmup_steps: int = key(0, "The number of first steps without compression.", at_least=0, unit="steps")
-    static_graph: bool = key(False, "ddp: promises that every step uses the same parameters.")
+    compression_rank: int = key(
+        4,
+        "powersgd: the rank of the approximation.",
+        at_least=1,
+        when=(when("strategy.compression", "powersgd", "auto"), when("replicas")),
+    )
+    compression_warmup_steps: int = key(
+        0,
+        "The number of first steps without compression.",
+        at_least=0,
+        unit="steps",
+        when=(unless("strategy.compression", "none"), when("replicas")),
+    )
+    static_graph: bool = key(
+        False, "ddp: promises that every step uses the same parameters.", when=(when("replicas"), NOT_DEBUGGED)
+    )
     offload: str = key(
         "none",
         "What is kept in host memory. all adds parameters and gradients to the optimizer state and requires zero2 or "
@@ -95,6 +127,7 @@ class OptimConfig:
         "The values that _target_ keeps per parameter, for estimates of memory. null: known for torch.optim, and 2 for "
         "others.",
         at_least=0,
+        when=unless("optim._target_", None),
     )
     groups: dict[str, Any] = key(
         {},
@@ -109,19 +142,29 @@ class OptimConfig:
         "How lr grows with the ratio of batch.global_size to base_batch.",
         choices=("none", "linear", "sqrt"),
     )
-    base_batch: int = key(256, "The global batch size for which lr was chosen, for lr_scaling.", at_least=1)
+    base_batch: int = key(
+        256,
+        "The global batch size for which lr was chosen, for lr_scaling.",
+        at_least=1,
+        when=unless("optim.lr_scaling", "none"),
+    )
     weight_decay: float = key(
         0.1, "The weight decay of parameters of at least two dimensions: not of biases and norms.", at_least=0
     )
-    betas: list[float] = key([0.9, 0.95], "adamw: the decay rates of the two moments, each at least 0 and below 1.")
-    eps: float = key(1e-8, "adamw: the epsilon in the denominator.", above=0)
+    betas: list[float] = key(
+        [0.9, 0.95], "adamw: the decay rates of the two moments, each at least 0 and below 1.", when=ADAMW
+    )
+    eps: float = key(1e-8, "adamw: the epsilon in the denominator.", above=0, when=ADAMW)
     moments: str = key(
         "fp32",
         "adamw: the number format of the two moments. 8bit requires hpc_train[8bit]. Under precision fp64 they are "
         "fp64.",
         choices=("fp32", "bf16", "8bit"),
+        when=ADAMW,
     )
-    momentum: float = key(0.9, "sgd: the momentum.", at_least=0, below=1)
+    momentum: float = key(
+        0.9, "sgd: the momentum.", at_least=0, below=1, when=(when("optim.name", "sgd"), when("optim._target_", None))
+    )
     clip_norm: float = key(1.0, "The largest global gradient norm. 0 disables clipping.", at_least=0)
     schedule: Any = key(
         "cosine",
@@ -135,9 +178,22 @@ class OptimConfig:
         "own.",
         at_least=0,
         unit="steps",
+        when=when("optim.schedule", "constant", "linear", "cosine", "wsd"),
     )
-    min_lr_ratio: float = key(0.1, "The last learning rate as a share of the highest.", at_least=0, at_most=1)
-    decay_share: float = key(0.2, "wsd: the share of the steps in which the rate decays.", at_least=0, at_most=1)
+    min_lr_ratio: float = key(
+        0.1,
+        "The last learning rate as a share of the highest.",
+        at_least=0,
+        at_most=1,
+        when=when("optim.schedule", "linear", "cosine", "wsd"),
+    )
+    decay_share: float = key(
+        0.2,
+        "wsd: the share of the steps in which the rate decays.",
+        at_least=0,
+        at_most=1,
+        when=when("optim.schedule", "wsd"),
+    )
 
 
 @dataclass
@@ -150,15 +206,21 @@ class PrecisionConfig:
         "bf16, fp16: the format of the hidden states between layers and between pipeline stages, under every strategy: "
         "compute is that of matrix products; fp32 needs more memory, traffic and time.",
         choices=("compute", "fp32"),
+        when=when("precision.name", "bf16", "fp16"),
     )
     tf32: bool = key(
         False,
         "Whether matrix products and convolutions of fp32 tensors use TF32 on GPUs, with 10 bits of precision instead "
         "of 23. It is several times faster; without it, fp32 gives the same results as on a CPU up to rounding.",
+        when=when("gpus"),
     )
-    loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0)
+    loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0, when=when("precision.name", "fp16"))
     loss_scale_growth_interval: int = key(
-        2000, "fp16: the number of finite steps after which the loss scale doubles.", at_least=1, unit="steps"
+        2000,
+        "fp16: the number of finite steps after which the loss scale doubles.",
+        at_least=1,
+        unit="steps",
+        when=when("precision.name", "fp16"),
     )
 
 
@@ -192,7 +254,7 @@ class TrainConfig:
         "the backward pass computes them a second time.",
         at_least=1,
     )
-    compile: bool = key(False, "Whether each layer is compiled with torch.compile.")
+    compile: bool = key(False, "Whether each layer is compiled with torch.compile.", when=NOT_DEBUGGED)
     nonfinite_limit: int = key(
         50,
         "The number of consecutive steps without a finite gradient after which the run rolls back to a checkpoint. "
@@ -246,6 +308,13 @@ class BatchConfig:
         "Micro-batches of a step under train.reproducible, which is also the largest number of ranks. auto uses 8.",
         choices=("auto",),
         at_least=1,
+        when=unless("train.reproducible", None),
     )
-    drop_last: bool = key(True, "Whether the incomplete batch at the end of an epoch is dropped instead of padded.")
-    loader_workers: int | str = key("auto", "Data loader processes per rank.", choices=("auto",), at_least=0)
+    drop_last: bool = key(
+        True,
+        "Whether the incomplete batch at the end of an epoch is dropped instead of padded.",
+        when=unless("data.kind", "stream"),
+    )
+    loader_workers: int | str = key(
+        "auto", "Data loader processes per rank.", choices=("auto",), at_least=0, when=NOT_DEBUGGED
+    )

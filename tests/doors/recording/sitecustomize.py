@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH by a test: every process of a run records which config keys its code reads.
+"""Put on PYTHONPATH by a test: every process of a run records which config keys its code reads, and in which module.
 
 Generic readers (OmegaConf, dataclasses, the modules that compose, check or print a whole config) do not count as use.
 """
@@ -20,13 +20,15 @@ def _counts(module: str) -> bool:
 def _record(cls: type) -> None:
     names = {f.name for f in fields(cls)}
     plain = cls.__getattribute__
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
 
     def recording(self: object, name: str) -> object:
-        if name in names and name not in seen and _counts(sys._getframe(1).f_globals.get("__name__", "")):
-            seen.add(name)
-            with Path(folder, str(os.getpid())).open("a") as file:
-                file.write(f"{cls.__name__}.{name}\n")
+        if name in names:
+            reader = sys._getframe(1).f_globals.get("__name__", "")
+            if (name, reader) not in seen and _counts(reader):
+                seen.add((name, reader))
+                with Path(folder, str(os.getpid())).open("a") as file:
+                    file.write(f"{cls.__name__}.{name} {reader}\n")
         return plain(self, name)
 
     cls.__getattribute__ = recording
