@@ -3,8 +3,8 @@
     python -m tests.planning.comparison [SOURCE...]
 
 compares all sources that are not held out (``SOURCES.md``) and whose rows say enough: a GPU with a machine file, bf16,
-no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width stands for an
-ungated one. The table gives the median and the mean absolute error of the step time, of the memory, and how many
+no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width stands for
+an ungated one. The table gives the median and the mean absolute error of the step time, of the memory, and how many
 out-of-memory rows are predicted. ``--held-out`` compares the sources that were set aside instead.
 """
 
