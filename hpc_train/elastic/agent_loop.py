@@ -32,7 +32,7 @@ from hpc_train.elastic.rendezvous.coordinator import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import Script
-from hpc_train.elastic.watch import Watch
+from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -157,12 +157,13 @@ class Agent:
                 raise EndedByServer
             if self.stores is None or not self.stores.warm_parent_died:  # otherwise the workers died too and report it
                 self._check_store(client, spec.attempt)
+            if client.must_save_stacks(spec.attempt):
+                self.watch.keep_stacks()
             if client.is_to_end(spec.attempt):
-                if client.hung:
-                    self.watch.keep_stacks()
                 raise EndedByServer
 
-        self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
+        others = _other_nodes(client, spec.attempt) if spec.nodes > 1 else None
+        self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec), others)
         nodes = self.allocation.nodes
         grace_s = read_or(lambda: stop_time(self.config, self.run, nodes).seconds, float(UNKNOWN_S))
         specs = self._specs(spec, grace_s)
@@ -224,6 +225,10 @@ class Agent:
             )
             for local_rank in range(local_workers)
         ]
+
+
+def _other_nodes(client: RendezvousClient, attempt: int) -> OtherNodes:
+    return OtherNodes(lambda: client.send_stacks_saved(attempt), lambda: client.have_all_saved(attempt))
 
 
 def _device_and_environment(

@@ -156,9 +156,25 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
     return Straggler(rank, share, median(waits[rank]))
 
 
+@dataclass(frozen=True)
+class OtherNodes:
+    """Reaches the agents of the other nodes of an attempt.
+
+    Attributes:
+        tell_saved: tells them that this node has saved the stacks of its ranks, so that they save those of theirs.
+        have_saved: returns whether they have saved them, or nothing is gained by waiting.
+    """
+
+    tell_saved: Callable[[], None]
+    have_saved: Callable[[], bool]
+
+
 TIMED_OUT = re.compile(r"Timed out waiting|before timing out")
 # Slow steps reported per interval: all nodes write their stacks, possibly to the file system that is slow.
 SLOW_STEPS, SLOW_EVERY_S = 3, 600.0
+# The ranks of other nodes that wait for a rank lose their connections and end when it is killed. So before a rank that
+# hangs is killed, the other nodes have OTHERS_S to save the stacks of theirs, which may take SAVE_S to answer.
+OTHERS_S, SAVE_S, SAVE_TICK_S = 3.0, 2.0, 0.1
 
 
 @dataclass
@@ -177,6 +193,8 @@ class Watch:
     _pipeline: bool = field(default=False, init=False)
     _first_look: Sequence[RankState] = field(default=(), init=False)  # at the current silence
     _timeout_reported: bool = field(default=False, init=False)  # in the current attempt
+    _hang_saved: bool = field(default=False, init=False)  # likewise: the stacks of a hang, here or on another node
+    _others: OtherNodes | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
@@ -188,14 +206,21 @@ class Watch:
             least = START_S  # a script does not tell what it does: it may evaluate, save or compile
         return cls(run, node, HangWatch(timeout, least))
 
-    def begin(self, events: EventLog, layout: Layout, patience_s: float) -> None:
-        """Begins an attempt, whose events go to ``events``; ``patience_s`` is that of ``HangWatch``."""
+    def begin(self, events: EventLog, layout: Layout, patience_s: float, others: OtherNodes | None = None) -> None:
+        """Begins an attempt.
+
+        Args:
+            events: where its events go.
+            patience_s: that of ``HangWatch``.
+            others: the other nodes of the attempt; None on a single node.
+        """
         self._events = events
         self.hangs.patience_s = patience_s
         self.hangs.begin()
         self._pipeline = layout.pp > 1
         self.stragglers.begin(self._pipeline)
-        self._timeout_reported = False
+        self._timeout_reported = self._hang_saved = False
+        self._workers, self._others = None, others
 
     def check(self, workers: Workers) -> None:
         """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
@@ -225,7 +250,9 @@ class Watch:
         before = self._first_look if silence.stage is Stage.STILL_SLOW else ()
         proven = None if silence.stage is Stage.HANG else proof(states, before, self._pipeline)
         if silence.stage is Stage.HANG or proven is not None:
-            workers.fail(self._report_hang(silence, found, proven))
+            failure = self._report_hang(silence, found, proven)
+            self._wait_for_others(workers)
+            workers.fail(failure)
             return True
         if silence.stage is Stage.SLOW and not self._slow_steps_throttled(now):
             self._slow_reported_at.append(now)
@@ -237,9 +264,30 @@ class Watch:
         return len(self._slow_reported_at) == SLOW_STEPS and now - self._slow_reported_at[0] < SLOW_EVERY_S
 
     def keep_stacks(self) -> None:
-        """Saves the stacks of this node for a hang that another node reported."""
+        """Saves the stacks of this node once for a hang that another node reported."""
+        if self._hang_saved:
+            return
         if self._workers is not None and not self._workers.failures:
-            self._write_evidence("hang", collect(self._workers, self.node))
+            self._write_evidence("hang", collect(self._workers, self.node, SAVE_S))
+        self._tell_saved()
+
+    def _wait_for_others(self, workers: Workers) -> None:
+        """Gives the other nodes time to save the stacks of their ranks before the ranks of this node are killed."""
+        self._tell_saved()
+        until = time.monotonic() + OTHERS_S
+        while (
+            self._others is not None
+            and not self._others.have_saved()
+            and workers.alive
+            and not workers.failures
+            and time.monotonic() < until
+        ):
+            workers.wait(SAVE_TICK_S)
+
+    def _tell_saved(self) -> None:
+        self._hang_saved = True
+        if self._others is not None:
+            self._others.tell_saved()
 
     def _show_stacks(self, workers: Workers, number: int) -> None:
         self._answered = number

@@ -5,13 +5,17 @@ A limit that is unknown refuses nothing. Each error names the limit and the fix.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.sbatch import cores
+from hpc_train.launch.sbatch import cores, memory
 from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, seconds
+
+SIZE_MB = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)  # sbatch --mem
+UNIT_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 
 
 def check_limits(job: Job, site: Site) -> None:
@@ -155,6 +159,23 @@ def _check_hardware(job: Job, partition: Partition) -> None:
     if most and asked is not None and asked > most:
         key = "cluster.cpus_per_gpu" if isinstance(cluster.cpus_per_gpu, int) else "cluster.cpu_workers"
         raise UserError(f"{asked} cores per node are requested, but {name} have {most}", where=key, fix=f"reduce {key}")
+    _check_memory(job, partition)
+
+
+def _check_memory(job: Job, partition: Partition) -> None:
+    """The memory of a node is what Slurm may give to jobs, in MiB (``RealMemory`` of slurm.conf)."""
+    asked = memory(job, partition)
+    size = SIZE_MB.fullmatch(asked or "")
+    most = max(kind.memory_mb for kind in partition.kinds)
+    if size is None or not most or int(size[1]) * UNIT_MB[size[2].upper()] <= most:
+        return
+    total = job.config.cluster.mem is not None
+    key, largest = ("mem", most) if total else ("mem_per_gpu", most // max(1, job.workers))
+    raise UserError(
+        f"{asked} of memory per node are requested, but nodes of partition {partition.name} have at most {most}M",
+        where=f"cluster.{key}",
+        fix=f"cluster.{key}={largest}M or less, or another cluster.partition",
+    )
 
 
 def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:

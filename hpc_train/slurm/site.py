@@ -104,7 +104,7 @@ def read_site(ask: Query = query) -> Site:
     commands = {
         "config": ["scontrol", "show", "config"],
         "partitions": ["scontrol", "show", "partition", "--oneliner"],
-        "nodes": ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G|%f"],
+        "nodes": ["sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
         "associations": ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOCIATION)}"],
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
@@ -162,8 +162,7 @@ def _node_kinds(text: str) -> dict[str, tuple[NodeKind, ...]]:
     kinds: dict[str, tuple[NodeKind, ...]] = {}
     for line in text.splitlines():
         name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
-        # a suffix + means that some of the nodes have more
-        numbers = [_number(value.rstrip("+")) or 0 for value in (count, cores, memory)]
+        numbers = [_number(value) or 0 for value in (count, cores, memory)]
         named = frozenset(features.split(",")) - {"", "(null)"}
         kind = NodeKind(numbers[0], numbers[1], numbers[2], gpus_of(gres), named)
         kinds[name] = (*kinds.get(name, ()), kind)

@@ -25,7 +25,7 @@ PARTITIONS = (
 )
 NODES = (
     "cpu|9|64|256000|(null)|(null)\n"
-    "gpu|30|64+|512000+|gpu:a100:4(S:0-1)|rack1,a100\n"
+    "gpu|30|64|512000|gpu:a100:4(S:0-1)|rack1,a100\n"
     "gpu|10|96|1000000|gpu:h100:8,nvme:3\n"
 )
 
@@ -56,6 +56,14 @@ def test_partitions_and_nodes() -> None:
     assert gpu.kinds[1].gpus_of(None) == 8
     assert gpu.kinds[1].gpus_of("a100") == 0
     assert found.partitions["cpu"].max_time_s is None
+
+
+def test_nodes_that_differ_are_not_summed_up() -> None:
+    """Without --exact, sinfo prints one line with the smallest values and a + for nodes that differ."""
+    asked: list[Sequence[str]] = []
+    read_site(asked.append)  # type: ignore[arg-type]
+    (command,) = [command for command in asked if command[0] == "sinfo"]
+    assert "--exact" in command
 
 
 def test_accounts_and_qos() -> None:

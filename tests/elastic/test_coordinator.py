@@ -17,6 +17,7 @@ from hpc_train.elastic.rendezvous.coordinator import (
     End,
     Leave,
     NodeReport,
+    SaveStacks,
     Start,
 )
 from hpc_train.errors import UserError
@@ -231,6 +232,22 @@ def test_a_mistake_in_the_config_is_refused_whatever_the_other_nodes_say(tmp_pat
     course.head.joined(Node(2, "n2", "n2", None, 0, 0, refusal="8 GPUs per node are asked for"))
     order = course.next()
     assert (action(order), order.decision.reason) == (Action.REFUSE, "8 GPUs per node are asked for")
+
+
+def test_before_ranks_that_hang_are_killed_all_nodes_save_their_stacks(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3)
+    course.started()
+    course.head.stacks_saved(1)  # its ranks hang
+    assert course.next() == SaveStacks(done=False)
+    assert course.next() is None
+    course.head.stacks_saved(0)
+    assert course.next() is None
+    course.lose(2)  # it saves nothing any more
+    assert [course.next(), course.next()] == [SaveStacks(done=True), End()]
+    course.report(failed(Failure.HANG), 0, 1)
+    course.join(2)
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 1, 2]
+    assert course.next() is None, "nothing hangs in the new attempt"
 
 
 def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hpc_train.elastic.hang_bounds import (
 )
 from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
 from hpc_train.elastic.rendezvous.causes import FailureReport, primary_cause
-from hpc_train.elastic.watch import Watch
+from hpc_train.elastic.watch import OTHERS_S, SAVE_TICK_S, OtherNodes, Watch
 from hpc_train.errors import UserError
 from hpc_train.measure.flight_recorder import Collective
 from hpc_train.plan.layout import Layout
@@ -437,7 +437,10 @@ class Node:
     def _beat(self) -> Beat:
         return self.beat
 
-    def _collect(self, workers: object, node: str) -> list[Evidence]:
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _collect(self, workers: object, node: str, limit_s: float = 0.0) -> list[Evidence]:
         silent = self.now - self.beat.since
         found = []
         for rank in (0, 1):
@@ -511,6 +514,38 @@ def test_a_stall_for_ever_is_found_as_early_as_it_is_proven(
     [reported] = node.events("hang_detected")
     assert reported["rank"] == 1
     assert ("allows 120.0" in reported["message"]) == (after == PATIENCE_S)
+
+
+@pytest.mark.parametrize(("saved_after", "waited"), [(0.0, 0.0), (1.0, 1.0), (60.0, OTHERS_S)])
+def test_ranks_that_hang_live_until_the_other_nodes_have_saved_their_stacks_but_not_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_after: float, waited: float
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    told: list[float] = []
+    others = OtherNodes(lambda: told.append(node.now), lambda: node.now >= told[0] + saved_after)
+    node.watch.begin(EventLog.open(node.watch.run, "agent-n0", 0), LAYOUT, PATIENCE_S, others)
+    node.steps(20)
+    node.enter(Phase.STEP)
+    node.stall(1000.0, process="T")
+    assert len(node.failures) == 1
+    assert node.now - told[0] == pytest.approx(waited, abs=2 * SAVE_TICK_S)
+
+
+def test_a_node_saves_its_stacks_once_for_a_hang_on_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    told: list[int] = []
+    others = OtherNodes(lambda: told.append(1), bool)
+    node.watch.begin(EventLog.open(node.watch.run, "agent-n0", 0), LAYOUT, PATIENCE_S, others)
+    node.steps(20)
+    stacks = node.watch.run.logs / "stacks" / "hang-n0-000.txt"
+    node.watch.keep_stacks()
+    assert stacks.read_text().count("--- rank") == 2
+    stacks.unlink()
+    node.watch.keep_stacks()
+    assert told == [1]
+    assert not stacks.exists()
 
 
 def test_a_collective_that_timed_out_saves_the_stacks_of_the_others_once(

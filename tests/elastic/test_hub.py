@@ -155,6 +155,18 @@ def test_reports_of_another_attempt_are_ignored(tmp_path: Path) -> None:
     assert order_of(link)["code"] == 0
 
 
+def test_a_hang_on_one_node_lets_the_others_save_their_stacks_first(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2)
+    links = [served.link(number) for number in range(2)]
+    assert [order_of(link)["spec"]["attempt"] for link in links] == [0, 0]
+    links[1].send_stacks_saved(0)
+    assert until(lambda: links[0].must_save_stacks(0))
+    assert not any(link.have_all_saved(0) for link in links)
+    links[0].send_stacks_saved(0)
+    assert until(lambda: all(link.have_all_saved(0) for link in links))
+    assert not any(link.is_to_end(0) for link in links), "the node with the hang reports it"
+
+
 def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> None:
     served = Served(tmp_path, 2, min_nodes=1)
     first = served.link(0)

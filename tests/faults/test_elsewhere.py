@@ -71,6 +71,8 @@ def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
     shown = subprocess.run(asked, capture_output=True, text=True, check=True)
     cause = json.loads(shown.stdout)["cause"]
     assert (cause["kind"], cause["rank"], cause["node"]) == ("hang", 1, "127.0.0.2")
+    stacks = {path.name: path.read_text() for path in (run.logs / "stacks").glob("hang-*")}
+    assert any("trainer.py" in text for name, text in stacks.items() if "127.0.0.1" in name), "the node that waits"
     assert_nothing_left(run)
 
 

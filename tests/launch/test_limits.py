@@ -54,6 +54,8 @@ def asked(**keys: Any) -> ClusterConfig:
         (asked(qos="long", nodes=2), site(long=PartitionLimits(max_gpus=4)), "8 GPUs are requested"),
         (asked(gpu_type="h100"), site(), "types here: a100"),
         (asked(cpus_per_gpu=32), site(), "128 cores per node"),
+        (asked(mem="1T"), site(), "cluster.mem=512000M or less"),
+        (asked(mem_per_gpu="200G"), site(), "cluster.mem_per_gpu=128000M or less"),
     ],
 )
 def test_a_refusal_names_the_limit(cluster: ClusterConfig, found: Site, named: str, tmp_path: Path) -> None:
@@ -76,6 +78,8 @@ def test_a_user_without_any_account(tmp_path: Path) -> None:
     ("cluster", "found"),
     [
         (asked(), site()),
+        (asked(mem="500G"), site()),
+        (asked(mem="0"), site()),
         (asked(nodes="2-12"), site()),
         (asked(partition="gpu,other"), Site("big", partitions={"gpu": GPU, "other": Partition("other")})),
         (asked(time="2-00:00:00", time_min="01:00:00"), site(Partition("gpu", default=True, max_time_s=7200))),

@@ -27,6 +27,7 @@ REFUSED = [
     (["cluster.qos=gold"], "one of normal"),
     (["cluster.partition=gpu", "cluster.gpus_per_node=8"], "cluster.gpus_per_node=4"),
     (["cluster.partition=gpu", "cluster.gpus_per_node=2", "cluster.gpu_type=h200"], "of type h200"),
+    (["cluster.mem=64G"], "cluster.mem=4000M or less"),
     (["cluster.constraint=nowhere"], "Invalid feature specification"),
     (["cluster.partition=gpu", "cluster.gpus_per_node=4", "cluster.time=08:00:00"], "launch.yes=true"),
 ]

@@ -79,7 +79,7 @@ class RendezvousClient:
         self.pauses: queue.SimpleQueue[Pause] = queue.SimpleQueue()
         self.lost = False
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
-        self.hung = False  # the attempt was ended because of a hang
+        self._to_save = self._saved = -1  # the newest attempt whose stacks all nodes are to save, and have saved
         self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
         threading.Thread(target=self._serve, name="rendezvous-client", daemon=True).start()
 
@@ -131,6 +131,14 @@ class RendezvousClient:
         """Returns whether the workers of ``attempt`` must be killed."""
         return self.lost or self._ended >= attempt
 
+    def must_save_stacks(self, attempt: int) -> bool:
+        """Returns whether ranks of ``attempt`` hang on some node, so that each node saves the stacks of its ranks."""
+        return self._to_save >= attempt
+
+    def have_all_saved(self, attempt: int) -> bool:
+        """Returns whether all nodes have saved the stacks of their ranks, or the workers must be killed anyway."""
+        return self._saved >= attempt or self.is_to_end(attempt)
+
     def send_stop(self, reason: str) -> bool:
         """Reports a stop request to the server; returns False if it was already reported."""
         if self._stop_sent:
@@ -149,6 +157,10 @@ class RendezvousClient:
 
     def send_store_lost(self, attempt: int) -> None:
         self._channel.send({"kind": "store_lost", "attempt": attempt})
+
+    def send_stacks_saved(self, attempt: int) -> None:
+        """Reports that this node has saved the stacks of its ranks; the server then asks the other nodes for theirs."""
+        self._channel.send({"kind": "stacks_saved", "attempt": attempt})
 
     def send_attempt_end(self, attempt: int, report: NodeReport) -> None:
         self._channel.send(report_message(attempt, report))
@@ -191,12 +203,14 @@ class RendezvousClient:
 
     def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
-            self.hung = message["hang"]
             self._ended = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
         elif message["kind"] == "stacks":
             self.stacks_requested = message["number"]
+        elif message["kind"] == "save_stacks":
+            self._to_save = message["attempt"]
+            self._saved = message["attempt"] if message["done"] else self._saved
         elif message["kind"] == "dropped":
             print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
 

@@ -22,14 +22,7 @@ from hpc_train.elastic.decision import (
     decide,
     is_secondary,
 )
-from hpc_train.elastic.nodes import (
-    HEALTH_CHECK_KEY,
-    TOO_OFTEN,
-    Node,
-    NodeFailures,
-    in_order_of_rank,
-    why_unfit,
-)
+from hpc_train.elastic.nodes import HEALTH_CHECK_KEY, TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
 from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
 from hpc_train.errors import UserError
 from hpc_train.fabric.machines import Machines
@@ -69,10 +62,15 @@ class Start:
 
 
 @dataclass(frozen=True)
-class End:
-    """Order to kill the workers of the attempt, which cannot continue. ``hang``: save their stacks first."""
+class SaveStacks:
+    """Order to save the stacks of the ranks, since some hang and will be killed. ``done``: all nodes have done so."""
 
-    hang: bool = False
+    done: bool
+
+
+@dataclass(frozen=True)
+class End:
+    """Order to kill the workers of the attempt, which cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Leave:
     outage: str | None = None
 
 
-Order = Start | End | Leave
+Order = Start | SaveStacks | End | Leave
 
 
 @dataclass
@@ -114,6 +112,8 @@ class Coordinator:
     _causes: list[FailureReport] = field(default_factory=list, init=False)
     _has_stepped: bool = field(default=False, init=False)  # whether an attempt made progress
     _frozen: set[str] = field(default_factory=set, init=False)  # names of nodes that were lost by doing nothing
+    _saved: set[int] = field(default_factory=set, init=False)  # nodes that have saved the stacks of their ranks
+    _save_ordered: SaveStacks | None = field(default=None, init=False)  # the newest one
     _end_ordered_at: float | None = field(default=None, init=False)  # time at which End was ordered
 
     def postpone(self, seconds: float) -> None:
@@ -152,6 +152,10 @@ class Coordinator:
         if report.failure is not None:
             self._fail(report.failure, self.present[number], now)
 
+    def stacks_saved(self, number: int) -> None:
+        """Notes that a node has saved the stacks of its ranks. The first node does so because its ranks hang."""
+        self._saved.add(number)
+
     def quit(self, why: str) -> None:
         """Notes that a user killed the workers of a node without waiting."""
         self._verdict = RestartDecision(Action.FAIL, why)
@@ -178,9 +182,12 @@ class Coordinator:
             return Leave(self._verdict, stop=self.stop)
         if not self._team:
             return self._gather(now)
+        if self._saved and (save := SaveStacks(self._working <= self._saved)) != self._save_ordered:
+            self._save_ordered = save
+            return save
         if self._end_ordered_at is None and self._is_lost(now):
             self._end_ordered_at = now
-            return End(any(cause.failure.failure is Failure.HANG for cause in self._causes))
+            return End()
         if self._end_ordered_at is not None and now - self._end_ordered_at > END_TIMEOUT_S:
             for number in tuple(self._working):
                 self.left(number, "its agent cannot end its workers", now, frozen=True)
@@ -344,19 +351,15 @@ class Coordinator:
         self._working = {node.number for node in start.nodes}
         self._reports = []
         self._causes = []
+        self._saved = set()
+        self._save_ordered = None
         self._end_ordered_at = None
         return start
 
     def _node_fails_at_every_start(self, cause: FailureReport | None) -> bool:
         """Returns whether a requeue should get another node. A failure after some steps would repeat on any node."""
-        if (
-            not self.elsewhere
-            or cause is None
-            or self._has_stepped
-            or self.history.without_progress < MAX_FAILED_STARTS
-        ):
-            return False
-        return cause.node in self.node_failures.failing_nodes()
+        at_starts = self.elsewhere and not self._has_stepped and self.history.without_progress >= MAX_FAILED_STARTS
+        return at_starts and cause is not None and cause.node in self.node_failures.failing_nodes()
 
     def _choose(self, only_sound: bool = False) -> Start | None:
         """Chooses the nodes of the next attempt: as many as the run asks for, or fewer if it is elastic and nodes are

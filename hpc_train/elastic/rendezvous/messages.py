@@ -23,6 +23,7 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "quit": {"kind", "message"},
     "stacks": {"kind", "number"},
     "store_lost": {"kind", "attempt"},
+    "stacks_saved": {"kind", "attempt"},
     "ended": {"kind", "attempt", "exit", "failure", "step"},
 }
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from hpc_train.elastic.decision import RestartDecision
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
-from hpc_train.elastic.rendezvous.coordinator import Coordinator, End, Leave, Order, Start
+from hpc_train.elastic.rendezvous.coordinator import Coordinator, End, Leave, Order, SaveStacks, Start
 from hpc_train.elastic.rendezvous.messages import FIELDS, report_of, typed
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall
@@ -257,8 +257,10 @@ class RendezvousServer:
             self._coordinator.quit(typed(message["message"], str))
         elif kind == "stacks":  # node 0 has found a request
             self._broadcast({"kind": "stacks", "number": typed(message["number"], int)})
-        elif kind in ("store_lost", "ended") and typed(message["attempt"], int) == self._attempt:
-            if kind == "ended":
+        elif kind in ("store_lost", "stacks_saved", "ended") and typed(message["attempt"], int) == self._attempt:
+            if kind == "stacks_saved":
+                self._coordinator.stacks_saved(member.node.number)
+            elif kind == "ended":
                 self._coordinator.reported(member.node.number, report_of(message), member.heard)
             elif member.node.number == 0:  # its agent runs the store
                 self._coordinator.store_lost(member.heard)
@@ -314,7 +316,9 @@ class RendezvousServer:
             self._attempt = None  # a late report of the previous attempt is not one of the next
             self._preparation = Preparation(self._begin, order)
         elif isinstance(order, End):
-            self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
+            self._broadcast({"kind": "end", "attempt": self._attempt})
+        elif isinstance(order, SaveStacks):
+            self._broadcast({"kind": "save_stacks", "attempt": self._attempt, "done": order.done})
         else:
             code = self._while_beating(lambda: self._leave(order))
             self._broadcast({"kind": "leave", "action": order.decision.action, "code": code})
