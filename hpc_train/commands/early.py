@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_train.elastic.warm_parent.head_start import THREADS, head_start
+from hpc_train.elastic.warm_parent.head_start import head_start
 from hpc_train.run.directory import RunDirectory
 
 OPTIONS = ("--json", "-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path")

@@ -110,7 +110,12 @@ def _preload(config: Config, entry: str, store: str) -> list[str]:
     """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
     modules = [each.partition(":")[0] for each in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
-    return ["hpc_train.elastic.warm_parent.collector_off", "hpc_train.elastic.worker_process", *dict.fromkeys(modules), *pipeline]
+    return [
+        "hpc_train.elastic.warm_parent.collector_off",
+        "hpc_train.elastic.worker_process",
+        *dict.fromkeys(modules),
+        *pipeline,
+    ]
 
 
 @contextmanager
