@@ -146,6 +146,7 @@ CACHES = {
 # AMD's MIOpen keeps databases that need file locks, which Lustre and NFS may not have (LUMI and OLCF set the same)
 MIOPEN = {"MIOPEN_USER_DB_PATH": "miopen", "MIOPEN_CUSTOM_CACHE_DIR": "miopen"}
 HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
+OF_CACHES = frozenset({*CACHES, *MIOPEN, *HUGGING_FACE})  # read when a cache is used, not by ``import torch``
 LOCK = ".alive"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARED_MEMORY = Path("/dev/shm")

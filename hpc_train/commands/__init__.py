@@ -26,7 +26,7 @@ _SCRIPTS = "Write batch scripts"
 
 # by the name on the command line, in the order of the help
 COMMANDS = {
-    "train": Command("train:main", "train in the foreground, or submit with -m; the default command", _TRAIN),
+    "train": Command("early:train", "train in the foreground, or submit with -m; the default command", _TRAIN),
     "status": Command("status:main", "the state of runs", _LOOK),
     "top": Command("top:main", "runs live in the terminal", _LOOK),
     "logs": Command("logs:main", "the output of workers", _LOOK),
@@ -51,7 +51,7 @@ COMMANDS = {
     "bench": Command("bench:main", "benchmarks", _PREPARE),
     "script": Command("batch:print_script", "print a batch script", _SCRIPTS),
     "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS),
-    "agent": Command("agent:start_agent", "run the agent of a node on a frozen run", _SCRIPTS),
+    "agent": Command("early:agent", "run the agent of a node on a frozen run", _SCRIPTS),
     "help": Command("help:main", "this page, or the options of a command", "Help"),
 }
 

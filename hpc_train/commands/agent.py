@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpc_train.cluster.allocation import refuse_misplaced
 from hpc_train.elastic.agent import run_agent
+from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
@@ -15,7 +16,7 @@ from hpc_train.run.owner import TRUST, refuse_foreign
 from hpc_train.run.streams import stdout_for_results
 
 
-def start_agent(arguments: list[str]) -> int:
+def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     """Runs the agent of this node for a frozen run."""
     refuse_misplaced()
     parser = argparse.ArgumentParser(
@@ -34,12 +35,12 @@ def start_agent(arguments: list[str]) -> int:
     config = load(run)
     if not options.trust_owner:
         refuse_foreign(run, config)
-    reexec_from_snapshot(run)
+    reexec_from_snapshot(run)  # ends what has begun: its pipe is closed
     is_first = os.environ.get("SLURM_NODEID", "0") == "0"
     if not options.json:
-        return _run(run, options.progress and is_first)
+        return _run(run, options.progress and is_first, begun)
     with stdout_for_results() as results:
-        code = _run(run, options.progress and is_first)
+        code = _run(run, options.progress and is_first, begun)
         from hpc_train.launch.job_status import outcome, view_at_end
 
         if is_first:
@@ -47,12 +48,12 @@ def start_agent(arguments: list[str]) -> int:
     return code
 
 
-def _run(run: RunDirectory, shows_progress: bool) -> int:
+def _run(run: RunDirectory, shows_progress: bool, begun: HeadStart | None) -> int:
     if shows_progress:
         from hpc_train.launch.executors.allocation import run_in_foreground  # other agents do not need its modules
 
-        return run_in_foreground(run, None)
-    code = run_agent(run)
+        return run_in_foreground(run, None, begun)
+    code = run_agent(run, begun=begun)
     if os.environ.get("SLURM_NODEID", "0") == "0":
         from hpc_train.launch.page.build import write_at_end  # other agents do not need its modules
 

@@ -20,6 +20,7 @@ from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
+from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError, check_all
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
@@ -41,10 +42,13 @@ from hpc_train.run.streams import stdout_for_results
 JSON = "--json"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     """Trains, or runs the agent if the only argument is a run directory.
 
     With ``--json``, standard output gets only one JSON object per run at the end.
+
+    Args:
+        begun: of the warm parent, for a run in the foreground.
 
     Returns:
         The exit code of the training. The launcher of a submission exits the process with its own code.
@@ -57,19 +61,19 @@ def main(arguments: list[str]) -> int:
     if len(others) == 1 and RunDirectory(Path(others[0])).config.is_file():
         from hpc_train.commands.agent import start_agent
 
-        return start_agent(arguments)
+        return start_agent(arguments, begun)
     ended = Ended()
     if JSON not in arguments:
-        return _train(arguments, ended)
+        return _train(arguments, ended, begun)
     with stdout_for_results() as results:
         try:
-            return _train(others, ended)
+            return _train(others, ended, begun)
         finally:
             for run, view in ended.runs:
                 print(outcome(run, view), file=results)
 
 
-def _train(arguments: list[str], ended: Ended) -> int:
+def _train(arguments: list[str], ended: Ended, begun: HeadStart | None) -> int:
     """Passes the command line to Hydra; ``ended`` gets its runs."""
     register_launcher()
     arguments = with_imported_model(with_right_plus(arguments))
@@ -86,7 +90,7 @@ def _train(arguments: list[str], ended: Ended) -> int:
         try:
             with _mode_on_command_line():
                 hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(
-                    Training(ended, line)
+                    Training(ended, line, begun)
                 )()
         except SystemExit as error:
             if line.runs or error.code != 1:
@@ -125,17 +129,18 @@ class Training:
 
     ended: Ended
     line: CommandLine
+    begun: HeadStart | None = None
 
     def __call__(self, node: DictConfig) -> None:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
-        exit_code = task(node, run, self.line)
+        exit_code = task(node, run, self.line, self.begun)
         self.ended.runs.append((run, view_at_end(run, exit_code)))
         if exit_code:
             sys.exit(exit_code)
 
 
-def task(node: DictConfig, run: RunDirectory, line: CommandLine) -> int:
+def task(node: DictConfig, run: RunDirectory, line: CommandLine, begun: HeadStart | None = None) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
         config = typed(node)
@@ -151,7 +156,8 @@ def task(node: DictConfig, run: RunDirectory, line: CommandLine) -> int:
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
-    return run_in_foreground(run, [argument for argument in sys.argv[1:] if argument != WITH_STRATEGY])
+    arguments = [argument for argument in sys.argv[1:] if argument != WITH_STRATEGY]
+    return run_in_foreground(run, arguments, begun)
 
 
 def _remove_empty(path: Path, root: Path) -> None:

@@ -36,6 +36,7 @@ from hpc_train.config.services import message_kinds, webhook
 from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
@@ -69,6 +70,7 @@ def run_agent(
     reserve: Reserve | None = None,
     entry: str | None = None,
     store: str = STORE,
+    begun: HeadStart | None = None,
 ) -> int:
     """Runs this node's workers of ``run`` to their end; returns the exit code.
 
@@ -79,6 +81,7 @@ def run_agent(
         entry: the worker's entry point, as "module:function"; by default that of the trainer, or of ``run.entry``.
             ``run.command`` does not use it.
         store: the entry point of an attempt's store.
+        begun: of the warm parent.
     """
     raise_descriptor_limit()
     allocation = current_allocation()
@@ -92,7 +95,7 @@ def run_agent(
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
-                return _run(run, allocation, end, stop, on_tick or _no_op, entry, store)
+                return _run(run, allocation, end, stop, on_tick or _no_op, entry, store, begun)
         except (UserError, OSError) as error:
             refusal = error if isinstance(error, UserError) else out_of_descriptors(error)
             if refusal is None:
@@ -107,7 +110,12 @@ def _preload(config: Config, entry: str, store: str) -> list[str]:
     """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
     modules = [each.partition(":")[0] for each in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
-    return ["hpc_train.elastic.warm_parent", "hpc_train.elastic.worker_process", *dict.fromkeys(modules), *pipeline]
+    return [
+        "hpc_train.elastic.warm_parent.collector_off",
+        "hpc_train.elastic.worker_process",
+        *dict.fromkeys(modules),
+        *pipeline,
+    ]
 
 
 @contextmanager
@@ -127,6 +135,7 @@ def _run(
     on_tick: Callable[[], None],
     entry: str | None,
     store: str,
+    begun: HeadStart | None,
 ) -> int:
     config = load(run)
     export_job_environment(config.cluster.env)
@@ -147,7 +156,7 @@ def _run(
     ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
-        with _code_of_workers(run, config, entry, store) as code:
+        with _code_of_workers(run, config, entry, store, begun) as code:
             from hpc_train.elastic.agent_session import Session  # while the warm parent imports
 
             session = Session(
@@ -191,13 +200,17 @@ def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation
 
 
 @contextmanager
-def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str) -> Iterator[str | Script]:
+def _code_of_workers(
+    run: RunDirectory, config: Config, entry: str | None, store: str, begun: HeadStart | None
+) -> Iterator[str | Script]:
     """Yields the command of the run, or the entry point of its workers after it has started their warm parent."""
     if config.run.command is None:
         entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
-        start_warm_parent(_preload(config, entry, store))
+        start_warm_parent(_preload(config, entry, store), begun)
         yield entry
         return
+    if begun is not None:
+        begun.end()
     from hpc_train.elastic.script import Script, node_local_folder  # other runs do not need it yet
 
     with node_local_folder() as progress:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.temporary import SOCKETS, TemporaryDirectory
+from hpc_train.elastic.warm_parent.head_start import SIGNALS, HeadStart
 from hpc_train.errors import UserCodeError
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
@@ -165,15 +166,16 @@ LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
-# These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
-# process group (Ctrl-C, scancel) neither kills an import nor gets lost.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+def start_warm_parent(preload: Sequence[str], begun: HeadStart | None = None) -> int:
+    """Starts the warm parent, which imports ``preload`` in the background; returns its pid.
 
-def start_warm_parent(preload: Sequence[str]) -> int:
-    """Starts the warm parent, which imports ``preload`` in the background; returns its pid."""
+    Args:
+        begun: becomes the warm parent; without it that is a new process.
+    """
     FORKSERVER.set_forkserver_preload(list(preload))
-    return ensure_warm_parent()
+    with contextlib.nullcontext() if begun is None else begun.becomes_forkserver():
+        return ensure_warm_parent()
 
 
 def ensure_warm_parent() -> int:

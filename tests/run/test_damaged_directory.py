@@ -111,7 +111,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunDirectory]]:
     started: list[RunDirectory] = []
     monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
-    monkeypatch.setattr(agent, "run_agent", lambda run: started.append(run) or 0)
+    monkeypatch.setattr(agent, "run_agent", lambda run, begun: started.append(run) or 0)
     yield started
 
 

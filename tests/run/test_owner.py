@@ -73,7 +73,7 @@ def test_a_run_of_another_user_is_refused(
 ) -> None:
     done = []
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
-    monkeypatch.setattr(agent, "run_agent", lambda run: done.append("agent") or 0)
+    monkeypatch.setattr(agent, "run_agent", lambda run, begun: done.append("agent") or 0)
     monkeypatch.setattr(resubmission, "refuse_live", lambda run: done.append("submitted") or sys.exit(0))
     refuse_foreign(run, load(run))
     for path in what(run):

@@ -35,6 +35,7 @@ def redirect() -> None:
     from multiprocessing import forkserver, util
 
     start, ensure_running = util.spawnv_passfds, forkserver.ForkServer.ensure_running
+    spawn = os.posix_spawn
     after_variables = list(sys.path)  # before Python adds the script's folder
     forked: set[int] = set()
 
@@ -58,6 +59,12 @@ def redirect() -> None:
             self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
         ensure_running(self)
 
+    def spawn_others(path: str, words: list[str], environment: Mapping[str, str], **options: Any) -> int:
+        if any(word.endswith("early_forkserver.py") for word in words):
+            raise OSError("the server has imported torch: nothing needs a head start")
+        return spawn(path, words, environment, **options)
+
+    os.posix_spawn = spawn_others  # type: ignore[assignment]
     util.spawnv_passfds = start_or_ask
     forkserver.ForkServer.ensure_running = ensure_started
     forkserver.ensure_running = forkserver._forkserver.ensure_running

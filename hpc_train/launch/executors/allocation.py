@@ -15,6 +15,7 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
+from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
@@ -108,11 +109,12 @@ def _nodes_here() -> int:
 
 
 @nonfailing_streams()
-def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int:
+def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun: HeadStart | None = None) -> int:
     """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code.
 
     Args:
         arguments: the command line that describes the run, for the advice at its end; None if it was frozen before.
+        begun: of the warm parent.
     """
     console = Console()
     again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
@@ -120,7 +122,7 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None) -> int
     progress.tick()  # says that the run starts, while the agent is imported
     from hpc_train.elastic.agent import run_agent  # the submitter does not need its modules
 
-    code = run_agent(run, progress.tick)
+    code = run_agent(run, progress.tick, begun=begun)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
     from hpc_train.launch.page.build import write_at_end  # a submission does not need its modules

@@ -1,0 +1,75 @@
+"""The commands that run an agent in this process: they start the import of torch before their own imports.
+
+Nothing is started for a command that only shows or submits something, nor on a login node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_train.elastic.warm_parent.head_start import head_start
+from hpc_train.run.directory import RunDirectory
+
+OPTIONS = ("--json", "-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path")
+# overrides with which no worker is started by this process
+ELSEWHERE = re.compile(r"\+{0,2}(cluster(\.kind)?=slurm|hydra\.mode=|run\.command=|launch\.dry_run=(?!false))")
+HERE = ("cluster=local", "cluster.kind=local")
+KEYS = {
+    name.rpartition(".")[2]: name
+    for name in ("cluster.cpu_workers", "cluster.gpus_per_node", "run.command", "train.threads")
+}
+FROZEN = re.compile(rf"^  ({'|'.join(KEYS)}): (.*)$", re.MULTILINE)  # in a frozen config, without a parser
+DEFAULTS = {"cluster.cpu_workers": "4", "cluster.gpus_per_node": "auto", "train.threads": "auto"}
+
+
+def train(arguments: list[str]) -> int:
+    """Trains in the foreground, or submits with ``-m``; see ``hpc_train.commands.train``."""
+    values = dict(each.lstrip("+").split("=", 1) for each in arguments if "=" in each)
+    with head_start(threads_of_worker(values) if trains_here(arguments) else None) as begun:
+        from hpc_train.commands.train import main
+
+        return main(arguments, begun)
+
+
+def agent(arguments: list[str]) -> int:
+    """Runs the agent of this node; see ``hpc_train.commands.agent``."""
+    with head_start(_threads_of_frozen(arguments)) as begun:
+        from hpc_train.commands.agent import start_agent
+
+        return start_agent(arguments, begun)
+
+
+def trains_here(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a command line probably trains in this process, on a machine that is meant for it."""
+    if any((each.startswith("-") and each not in OPTIONS) or ELSEWHERE.match(each) for each in arguments):
+        return False
+    is_node = "SLURMD_NODENAME" in environment or shutil.which("sbatch", path=environment.get("PATH")) is None
+    return is_node or any(each in HERE for each in arguments)
+
+
+def threads_of_worker(values: Mapping[str, str]) -> int:
+    """Returns the threads that a worker of this node will probably have with these ``values`` of config keys."""
+    known = {**DEFAULTS, **values}
+    asked, gpus, workers = known["train.threads"], known["cluster.gpus_per_node"], known["cluster.cpu_workers"]
+    if asked.isdecimal():
+        return max(1, int(asked))
+    count = int(workers) if workers.isdecimal() else 1
+    if gpus.isdecimal():
+        count = int(gpus) or count
+    else:
+        from hpc_train.cluster.gpus import visible_gpus  # a node without GPUs may not need it
+
+        count = visible_gpus() or count
+    return max(1, len(os.sched_getaffinity(0)) // max(1, count))
+
+
+def _threads_of_frozen(arguments: Sequence[str]) -> int | None:
+    """Returns the threads of a worker of the run that an agent is to run; None if it has no worker of its own."""
+    config = next((path for each in arguments if (path := RunDirectory(Path(each)).config).is_file()), None)
+    text = "" if config is None else config.read_text(errors="replace")
+    values = {KEYS[name]: value for name, value in FROZEN.findall(text)}
+    return threads_of_worker(values) if values.get("run.command") == "null" else None
