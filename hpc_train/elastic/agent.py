@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import (
     Allocation,
     current_allocation,
@@ -52,10 +51,8 @@ from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, 
 from hpc_train.run.requests import StopRequests, watch_signals
 from hpc_train.run.streams import nonfailing_streams
 from hpc_train.telemetry.monitoring.exporter import monitored
-from hpc_train.telemetry.sinks.tracking import tracked
 
 if TYPE_CHECKING:
-    from hpc_train.elastic.agent_session import Session
     from hpc_train.elastic.script import Script
 
 ENTRY = "hpc_train.train.worker:train"
@@ -156,22 +153,8 @@ def _run(
             session = Session(
                 run, config, allocation, node, end, stop, events, output, users, own, code, store, on_tick
             )
-            return session.work() if allocation.node_rank > 0 else _shown(session)
-
-
-def _shown(session: Session) -> int:
-    """Works through the attempts on node 0, which shows the run to the monitoring and to trackers."""
-    run, config, events = session.run, session.config, session.events
-    follows = config.run.command is None
-    with (
-        monitored(run, config.telemetry, session.allocation, events),
-        tracked(run, config) if follows else nullcontext() as tracking,
-    ):
-        code = session.work()
-        if tracking is not None:
-            newest = read_or(CheckpointStore(run.checkpoints).newest, None)
-            tracking.end(code, None if newest is None else newest.path)
-        return code
+            with monitored(run, config.telemetry, allocation, events) if allocation.node_rank == 0 else nullcontext():
+                return session.work()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.sinks import tracking
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
@@ -77,7 +76,7 @@ def test_a_tracker_that_hangs_is_nothing_to_the_ranks(tmp_path: Path, monkeypatc
             assert process is not None
             wait_for(lambda: server.accepted)
             wait_for((run.path / "metrics.csv").exists)
-            process.end(Exit.DONE, None)
+            process.end(True, None)
     assert run.record()["wandb"]["problem"] == "it did not finish in 0.5 s"
     (message,) = [message for message in warnings(run) if "did not finish" in message]
     assert message.startswith("W&B: it did not finish in 0.5 s; continuing without it.")
@@ -95,7 +94,7 @@ def test_one_process_follows_all_attempts(tmp_path: Path) -> None:
     logged(run, 0, [1, 2, 3])
     wait_for(table.exists)
     logged(run, 1, [3, 4])
-    process.end(Exit.DONE, None)
+    process.end(True, None)
     with table.open() as file:
         assert [(row["step"], row["attempt"]) for row in csv.DictReader(file)] == [
             ("1", "0"), ("2", "0"), ("3", "1"), ("4", "1"),
@@ -111,7 +110,7 @@ def test_a_tracking_process_that_dies_or_hangs_is_told_once(tmp_path: Path, monk
         os.kill(process.pid, number)
         if number == signal.SIGKILL:
             wait_for(lambda run=run: warnings(run))  # type: ignore[misc]
-        process.end(Exit.STOPPED, None)
+        process.end(False, None)
         (message,) = warnings(run)
         assert word in message and f"python -m hpc_train sync {run.path} --to csv" in message
 
@@ -122,6 +121,6 @@ def test_it_outlives_signals_to_the_job(tmp_path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         os.kill(process.pid, number)
     logged(run, 0, [1])
-    process.end(Exit.STOPPED, None)
+    process.end(False, None)
     assert (run.path / "metrics.csv").exists()
     assert warnings(run) == []

@@ -19,14 +19,13 @@ from pathlib import Path
 from hpc_train.config.schema import Config, TelemetryConfig
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_or
 from hpc_train.run.requests import STOP_SIGNALS
 
 TRACKING = "tracking"  # its writer in the event log
 FOLLOW = "hpc_train.telemetry.sinks.follow"
 FINISH_S = 30.0
-ARTIFACT_S = 600.0  # with the upload of a checkpoint
+ARTIFACT_S = 240.0  # with the upload of a checkpoint; the rendezvous server waits for it, see FILES_S there
 STOPPED_S = 10.0  # of a job that stops early: its time may end, and the next job sends the rest
 MARGIN_S = 5.0  # for the process to tell which tracker did not finish
 
@@ -64,15 +63,15 @@ class TrackingProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def end(self, code: int, checkpoint: Path | None) -> None:
+    def end(self, done: bool, checkpoint: Path | None) -> None:
         """Lets it send the rest, in bounded time.
 
         Args:
-            code: with which the agent ends.
-            checkpoint: the newest one, which is uploaded if the config asks for it and the run is done.
+            done: whether the training is done.
+            checkpoint: the newest one, which is uploaded if the config asks for it and the training is done.
         """
-        is_uploaded = self._uploads and code == Exit.DONE and checkpoint is not None
-        limit_s = ARTIFACT_S if is_uploaded else FINISH_S if code == Exit.DONE else STOPPED_S
+        is_uploaded = self._uploads and done and checkpoint is not None
+        limit_s = ARTIFACT_S if is_uploaded else FINISH_S if done else STOPPED_S
         order = {"seconds": limit_s, "checkpoint": str(checkpoint) if is_uploaded else None}
         self._ending = True
         with suppress(OSError):  # it has crashed
