@@ -106,9 +106,7 @@ def main() -> None:
                 first, second = (run(*each) for each in (names if number % 2 == 0 else names[::-1]))
                 pairs.append((first, second) if number % 2 == 0 else (second, first))
                 off, on = pairs[-1]
-                print(
-                    f"{case}, pair {number}: {1e3 * off.step:.3f} ms without, {1e3 * on.step:.3f} ms with", flush=True
-                )
+                print(f"{case}, pair {number}: {1e3 * off.step:.3f} ms off, {1e3 * on.step:.3f} ms on", flush=True)
             print(json.dumps({"sinks": case, "pairs": len(pairs)} | slower(pairs)), flush=True)
 
 

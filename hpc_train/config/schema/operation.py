@@ -120,9 +120,7 @@ class WandbConfig:
     )
     project: str = key("hpc_train", "The W&B project.")
     entity: str | None = key(None, "The W&B entity. null uses the default of the account.")
-    log_checkpoint: bool = key(
-        False, "Whether the last checkpoint is uploaded as an artifact at the end."
-    )
+    log_checkpoint: bool = key(False, "Whether the last checkpoint is uploaded as an artifact at the end.")
 
 
 @dataclass
