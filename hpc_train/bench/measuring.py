@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from hpc_train.cluster.allocation import Allocation, current_allocation
 from hpc_train.cluster.temporary import BENCH, TemporaryDirectory
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.launcher import register_launcher
@@ -84,7 +85,7 @@ def run_benchmark(
     run = _run_of_step(allocation, root) if own is None else RunDirectory(own.path)
     result = None
     try:
-        freeze(config, run, code=code)
+        freeze(_untracked(config), run, code=code)
         request.write(run)  # the other nodes wait for this file
         exit_code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
         if exit_code == Exit.DONE:
@@ -99,6 +100,17 @@ def run_benchmark(
             own.keep() if kept else own.remove()
         elif not kept:
             shutil.rmtree(run.path)
+
+
+def _untracked(config: Config) -> Config:
+    """Returns ``config`` without trackers, whose process would run beside the workers that are measured."""
+    off: dict[str, Any] = {
+        "wandb": WandbConfig(mode="disabled"),
+        "mlflow": MlflowConfig(),
+        "tensorboard": False,
+        "csv": False,
+    }
+    return replace(config, telemetry=replace(config.telemetry, **off))
 
 
 def _run_of_step(allocation: Allocation, root: Path | None) -> RunDirectory:

@@ -57,7 +57,7 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
 
 
 UNKNOWN_S = 120  # for the current step and the exit, before any step has been timed
-LEAVING_S = 30  # for W&B to upload and processes to exit
+LEAVING_S = 30  # for trackers to get the rest and processes to exit
 LEAST_S = 60
 TIMES = 2  # safety factor: the file system may be busy during the next save
 BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system

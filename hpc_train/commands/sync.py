@@ -20,7 +20,7 @@ from hpc_train.launch.job_status import SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, find_runs, run_directories, statuses_of
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.sinks.replay import Replay
-from hpc_train.telemetry.sinks.table import REPLAYS
+from hpc_train.telemetry.sinks.table import BACKENDS, Session
 
 POLL_S = 5.0
 _EPILOG = """\
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs or sweeps (default: all below run.root)")
-    parser.add_argument("--to", choices=[*REPLAYS], default="wandb", help="the tracker (default: %(default)s)")
+    parser.add_argument("--to", choices=[*BACKENDS], default="wandb", help="the tracker (default: %(default)s)")
     parser.add_argument("-f", "--follow", action="store_true", help="send new metrics as they are written, to the end")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     return parser
@@ -98,11 +98,17 @@ class _Row:
             return
         try:
             if self._replay is None:
-                backend = REPLAYS[self.to](self.item.config, self.item.run, self._tell)
-                self._replay = Replay(self.item.run, backend)
+                session = Session(self.item.config, self.item.run, self._tell)
+                self._replay = Replay(session.run, BACKENDS[self.to](session))
             self._replay.send_new(bar.advance(self.name) if bar is not None else _ignore)
         except UserError as error:
             self.error = error
+        except Exception as error:
+            self.error = UserError(
+                f"{self.to} did not accept the metrics of {self.item.run.path}: {type(error).__name__}: {error}",
+                where=f"sync --to {self.to}",
+                fix="repeat the command when the tracker responds; it continues where it has stopped",
+            )
 
     def finish(self) -> None:
         """Ends the connection."""

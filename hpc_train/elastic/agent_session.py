@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 from hpc_train.checkpoint.store import CheckpointStore
@@ -27,7 +27,7 @@ from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.nodes import Node, NodeFailures, check_health
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.client import ServerLost, requeue_after_server_loss, wait_for_server
-from hpc_train.elastic.rendezvous.coordinator import Coordinator
+from hpc_train.elastic.rendezvous.coordinator import Coordinator, Leave
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
@@ -38,12 +38,13 @@ from hpc_train.fabric.node import this_node
 from hpc_train.health.idle_gpus import IdleGpus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import last_line, read_or
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import StacksRequests, StopRequests
 from hpc_train.slurm.client import extend_comment, is_suspended
+from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Session:
 
     def work(self) -> int:
         """Runs the attempts to their end; returns the exit code."""
+        leads = self.allocation.node_rank == 0 and not isinstance(self.entry, Script)
+        with tracked(self.run, self.config) if leads else nullcontext() as tracking:
+            return self._work(tracking)
+
+    def _work(self, tracking: TrackingProcess | None) -> int:
         run, config, allocation, end = self.run, self.config, self.allocation, self.end
         server = stores = None
         address: ServerAddress | None
@@ -82,7 +88,7 @@ class Session:
             if allocation.node_rank == 0:
                 stores = Stores(None if isinstance(self.entry, Script) else self.store)
                 attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, self.own), self.events)
-                server, address = _start_server(run, config, allocation, attempts)
+                server, address = _start_server(run, config, allocation, attempts, tracking)
             else:
                 limit_s = config.elastic.join_timeout_s
                 address = wait_for_server(
@@ -176,7 +182,11 @@ def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:
 
 
 def _start_server(
-    run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts
+    run: RunDirectory,
+    config: Config,
+    allocation: Allocation,
+    attempts: Attempts,
+    tracking: TrackingProcess | None,
 ) -> tuple[RendezvousServer, ServerAddress]:
     elastic = config.elastic
     listener = bind(allocation, f"{allocation.launch_id}:server")
@@ -196,8 +206,15 @@ def _start_server(
         elsewhere=attempts.end is not None,
     )
     suspended = None if attempts.end is None else is_suspended
+
+    def leave(order: Leave) -> int:
+        if tracking is not None:  # before anybody learns of the end, so that the trackers then have all of the run
+            newest = read_or(CheckpointStore(run.checkpoints).newest, None)
+            tracking.end(order.decision.action is Action.FINISH, None if newest is None else newest.path)
+        return attempts.leave(order)
+
     server = RendezvousServer(
-        coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, attempts.leave, suspended
+        coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, leave, suspended
     )
     server.start()
     if allocation.nodes > 1:

@@ -70,7 +70,7 @@ class HookContext:
         self.request_end(reason)
 
     def log_text(self, name: str, text: str) -> None:
-        """Adds text to the log and to the sinks, such as W&B. Only the call on rank 0 counts."""
+        """Adds text to the log and to trackers, such as W&B. Only the call on rank 0 counts."""
         if self.rank == 0:
             self.show_text(self.step, name, text)
 

@@ -107,7 +107,7 @@ def _context(
         _spec=spec,
         _stop=stop,
         _heartbeat=heartbeat,
-        _report=open_report(config, run, mesh, events, 0, 0),
+        _report=open_report(run, mesh, events, 0),
         _schedule=SaveSchedule(every, mesh.layout.world_size, mesh.rank == 0, rate),
         _checkpoints=CheckpointManager(run, state, state, mesh, config, events, spec.local_world_size),
         _state=state,

@@ -30,7 +30,7 @@ class WandbRegistry:
         artifact = wandb.Artifact(name, type="model", metadata=dict(model.about))
         artifact.add_dir(str(model.folder), name=CHECKPOINT)
         artifact.add_dir(str(model.notes))
-        tracker = Wandb(self._settings, Identity.of(model.config, model.run), patience_s=0.0, replays=True)
+        tracker = Wandb(self._settings, Identity.of(model.config, model.run))
         tracker.open()  # it holds the lock of the run, to which two processes must not send at once
         try:
             logged = tracker.log_artifact(artifact, model.aliases)

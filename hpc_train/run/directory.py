@@ -5,6 +5,7 @@ job.sh                       commands that a batch script written by hand source
 run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
 run.copy.json                its copy, which replaces it if it is damaged
 metrics/attempt-NNN.jsonl    one object per logged step
+texts/attempt-NNN.jsonl      one object per text of a hook, for trackers
 events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
@@ -20,6 +21,7 @@ code/HASH/                   the frozen copy of the user's code; the runs of a s
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
 wandb/
 tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)
+tracking/output.log          what the tracking process and its clients print
 metrics.csv                  the metrics of all attempts as one table (telemetry.csv)
 """
 
@@ -64,6 +66,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics"
+
+    @property
+    def texts(self) -> Path:
+        return self.path / "texts"
 
     @property
     def events(self) -> Path:

@@ -1,15 +1,14 @@
-"""Writes the metrics of a run as one JSON object per logged step, and forwards them to the sinks (see ``sinks/``)."""
+"""Writes the metrics of a run as one JSON object per logged step, and its texts; trackers read both (``sinks/``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.telemetry.sinks.sink import Line, Sink
 
 
 class MetricsLog:
@@ -26,32 +25,25 @@ class MetricsLog:
     is written as null.
     """
 
-    def __init__(
-        self, run: RunDirectory, attempt: int, sinks: Sequence[Sink] = (), events: EventLog | None = None
-    ) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, events: EventLog | None = None) -> None:
         self._path = run.metrics_file(attempt)
+        self._texts = run.texts / self._path.name
+        self._attempt = attempt
         self._writer = FileWriter("the metrics")
         self._writer.on_outage = None if events is None else events.write_outage
-        self._sinks = sinks
 
-    def write(self, line: Line) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         plain = {key: finite_or_none(value) for key, value in line.items() if value is not None}
         self._writer.append(self._path, plain)
-        for sink in self._sinks:
-            sink.log(plain)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Sends text to the sinks."""
-        for sink in self._sinks:
-            sink.text(step, name, text)
+        """Writes text of a hook to ``texts/attempt-NNN.jsonl``."""
+        head = {"time": time.time(), "step": step, "attempt": self._attempt}
+        self._writer.append(self._texts, head | {"name": name, "text": text})
 
     def close(self) -> None:
-        """Waits in bounded time for the sinks and for lines that the file system does not accept."""
-        for sink in self._sinks:
-            sink.end()
+        """Waits in bounded time for lines that the file system does not accept."""
         self._writer.close()
-        for sink in self._sinks:
-            sink.close()
 
 
 def finite_or_none(value: Any) -> Any:

@@ -24,6 +24,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import Event, Notices, saves
+from hpc_train.telemetry.sinks.tracking import TRACKING
 from hpc_train.units import format_duration, format_hours
 
 LOOK_EVERY_S = 0.5
@@ -50,6 +51,7 @@ class Progress:
         self._first_attempt = run.newest_attempt() + 1
         self._lines = _NewLinesOfAttempts(run, self._first_attempt, run.metrics_file)
         self._events = _NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, "rank-0000"))
+        self._tracking = _NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, TRACKING))
         self._look = BackgroundCall(self._read)
         self._total: int | None = None
         self._restarts = 0
@@ -104,7 +106,9 @@ class Progress:
                 self._recent.clear()
             self._recent.append(line)
         # rank 0 records the number of steps when it has built a new run, and an event when it has resumed one
-        self._built |= bool(events) or (self._first_attempt == 0 and self._total is not None)
+        self._built |= any(event["rank"] == 0 for event in events) or (
+            self._first_attempt == 0 and self._total is not None
+        )
         for event in events:
             if (message := self._notices.message(event)) is not None:
                 self._say(message)
@@ -113,7 +117,8 @@ class Progress:
         """Reads the new metrics and events. A file system that hangs blocks it, and so it runs in a thread."""
         self._total = self._run.record().get("total_steps")
         self._restarts = max(0, self._run.newest_attempt() - self._first_attempt)
-        return list(deque(self._lines.read(), WINDOW)), list(self._events.read())  # no more lines are shown
+        events = [*self._events.read(), *self._tracking.read()]
+        return list(deque(self._lines.read(), WINDOW)), events  # no more lines are shown
 
     def _update_live(self) -> None:
         if self._live is None:

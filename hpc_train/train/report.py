@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.data.feed import LocalBatch
 from hpc_train.data.mixture import SourceSeen
@@ -28,8 +25,6 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
-from hpc_train.telemetry.sinks.background import BackgroundSink
-from hpc_train.telemetry.sinks.table import Session, open_sinks
 from hpc_train.train.measuring.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 from hpc_train.units import format_duration
@@ -48,7 +43,6 @@ class Report:
     world_size: int
     total_steps: int
     metrics: MetricsLog | None = None
-    sinks: Sequence[BackgroundSink] = ()
     advice: AdviceWatch | None = None
     evaluated: str | None = None  # how many samples of the sets an evaluation reads, if not all
     _began: float = field(default_factory=time.monotonic)
@@ -115,7 +109,7 @@ class Report:
         self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Prints text of a hook and sends it to the sinks."""
+        """Prints text of a hook and writes it for the trackers."""
         if self.metrics is not None:
             print(f"{name} after step {step}:\n{text}")
             self.metrics.text(step, name, text)
@@ -217,38 +211,15 @@ class Report:
         self.events.write(event, step=step, **details | last, ledger=total.as_json())
 
     def close(self) -> None:
-        """Closes the metrics and the sinks in bounded time, and records what became of the sinks."""
+        """Closes the metrics in bounded time."""
         if self.metrics is not None:
             self.metrics.close()
-        outcomes = {sink.name: outcome for sink in self.sinks if (outcome := sink.outcome())}
-        if outcomes:
-            self.events.record(self.run, **outcomes)
 
 
-def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, start: int, total: int) -> Report:
-    """Opens the report of this rank with the sinks that the config asks for.
-
-    Raises:
-        UserError: the package of a sink is not installed.
-    """
-    report = Report(run, events, mesh.device, mesh.layout.world_size, total)
-    if mesh.rank != 0:
-        return report
-    session = Session(config, run, start, partial(_tell, events), partial(_newest_checkpoint, run))
-    report.sinks = open_sinks(session)
-    report.metrics = MetricsLog(run, events.attempt, report.sinks, events)
-    return report
-
-
-def _newest_checkpoint(run: RunDirectory) -> Path | None:
-    newest = CheckpointStore(run.checkpoints).newest()
-    return None if newest is None else newest.path
-
-
-def _tell(events: EventLog, message: str) -> None:
-    """Prints a message about a sink in the log of the worker and, by an event, on the console."""
-    print(message, flush=True)
-    events.write("warning", message=message)
+def open_report(run: RunDirectory, mesh: Mesh, events: EventLog, total: int) -> Report:
+    """Opens the report of this rank; only rank 0 writes metrics."""
+    metrics = MetricsLog(run, events.attempt, events) if mesh.rank == 0 else None
+    return Report(run, events, mesh.device, mesh.layout.world_size, total, metrics)
 
 
 def _log_line(line: dict[str, Any], total: int, evaluated: str | None) -> str:

@@ -157,7 +157,7 @@ def _build(
     length = run_length(config, feed)
     trained = _shortened(length, start) if config.train.debug else length
     evaluation = evaluation.limited(config.train, trained.samples(trained.total_steps))
-    report = open_report(config, run, mesh, events, start, length.total_steps)
+    report = open_report(run, mesh, events, length.total_steps)
     report.advice, report.evaluated = _advice_watch(config, mesh, spec, training), evaluation.extent()
     if start == 0 and engine.check_loss:
         _warn_of_loss(check_loss(engine, training, mesh, config.precision.name), run, report)

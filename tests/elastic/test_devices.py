@@ -172,7 +172,8 @@ THREADS = {  # module: whether its threads may call CUDA
     "telemetry/monitoring/exporter.py": "no",
     "telemetry/monitoring/otlp.py": "no",
     "telemetry/monitoring/prometheus.py": "no",
-    "telemetry/sinks/background.py": "no",
+    "telemetry/sinks/follow.py": "no",
+    "telemetry/sinks/tracking.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",
 }
 

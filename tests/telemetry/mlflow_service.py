@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from tests.telemetry.serving import LocalServer, QuietHandler, serving
 
-class Service(http.server.ThreadingHTTPServer):
+
+class Service(LocalServer):
     """Holds experiments and runs in memory; metrics are appended, as the real server does."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.params: dict[str, dict[str, str]] = {}
@@ -26,10 +25,6 @@ class Service(http.server.ThreadingHTTPServer):
         self.models: set[str] = set()
         self.versions: list[dict[str, Any]] = []
         self.aliases: dict[str, str] = {}
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, call: str, given: dict[str, Any]) -> dict[str, Any] | None:
         """What the server returns for a call such as ``runs/create``; None for 404."""
@@ -109,11 +104,8 @@ class Service(http.server.ThreadingHTTPServer):
         return {"files": [{"path": name, "is_dir": is_dir} for name, is_dir in {(p[0], len(p) > 1) for p in below}]}
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: Service
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are not printed."""
 
     def do_GET(self) -> None:
         given = dict(parse_qsl(urlsplit(self.path).query))
@@ -150,21 +142,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         missing = {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": f"no {call}"}
         self._send(json.dumps(missing if found is None else found).encode(), 404 if found is None else 200)
 
-    def _send(self, data: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
-
-@contextmanager
-def service() -> Iterator[Service]:
-    """A running service; it ends with the context."""
-    started = Service()
-    threading.Thread(target=started.serve_forever, daemon=True).start()
-    try:
-        yield started
-    finally:
-        started.shutdown()
-        started.server_close()
+def service() -> AbstractContextManager[Service]:
+    return serving(Service())

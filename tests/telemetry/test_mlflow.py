@@ -21,7 +21,8 @@ from hpc_train.config.services import server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.metrics import MetricsLog
-from hpc_train.telemetry.sinks.table import Session, open_sinks
+from hpc_train.telemetry.sinks.replay import Replay
+from hpc_train.telemetry.sinks.table import BACKENDS, Session
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_wandb import logged
 from tests.train.runs import frozen
@@ -35,6 +36,7 @@ def test_two_attempts_and_a_rollback_are_one_run(
     with mlflow_service.service() as server:
         follow_a_run(tmp_path, server.url, monkeypatch, capsys)
         assert [(one["step"], one["value"]) for one in server.metrics if one["key"] == "loss"] == LOSSES
+        assert [name.rpartition("/artifacts/")[2] for name in server.files] == ["samples/step-00000007.txt"]
         assert server.params[f"{0:032x}"]["train.steps"] == "7"
         assert [run["status"] for run in server.runs.values()] == ["FINISHED"]
         assert [run["run_name"] for run in server.runs.values()] == ["run"]
@@ -44,17 +46,20 @@ LOSSES = [(1, 1.0), (2, 2.0), (3, 3.1), (4, 4.1), (5, 5.0), (6, 0.5), (7, 0.5)]
 
 
 def follow_a_run(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first attempt is sent by ``sync``, with a rollback; the second one by itself; then there is nothing new."""
+    """The first attempt is sent by ``sync``, with a rollback; the second one while it trains; then nothing is new."""
     run = frozen(tmp_path / "run", "+strategy=single", f"telemetry.mlflow.uri={url}", "train.steps=7")
     run.update_record(total_steps=7)
     logged(run, 0, [1, 2, 3, 4, 3, 4, 5])
     assert sync.main([str(run.path), "--to", "mlflow"]) == 0
     assert "run: sent 5 lines, up to step 5" in capsys.readouterr().out
     (run.path / "tracking" / "mlflow.json").unlink()  # as if the process had been killed: the server knows
-    attempt = MetricsLog(run, 1, open_sinks(Session(load(run), run, 4, print, lambda: None)))
+    attempt = MetricsLog(run, 1)
     for step in (5, 6, 7):
         attempt.write({"step": step, "time": 1e9, "attempt": 1, "loss": 0.5})
-    attempt.close()
+    attempt.text(7, "samples", "text")
+    follower = Replay(run, BACKENDS["mlflow"](Session(load(run), run, first_attempt=1)))
+    follower.send_new()
+    follower.finish()
     assert sync.main([str(run.path), "--to", "mlflow", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["sent"] == 0
 

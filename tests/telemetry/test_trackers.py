@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,29 +11,31 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.metrics import MetricsLog
-from hpc_train.telemetry.sinks.background import BackgroundSink
+from hpc_train.telemetry.sinks.backend import Backend, Line
 from hpc_train.telemetry.sinks.csv import Csv
 from hpc_train.telemetry.sinks.replay import Replay
-from hpc_train.telemetry.sinks.sink import Backend, Line
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
 from tests.telemetry.test_wandb import logged
 
 
 class Remote(Tracker):
-    """Remembers what it was sent; fails at the step ``fails_at``."""
+    """Remembers the steps and the texts that it was sent; fails at the step ``fails_at``."""
 
     name = "remote"
     label = "Remote"
     where = "here"  # type: ignore[assignment]
 
-    def __init__(self, run: RunDirectory, first_step: int = 0, fails_at: int | None = None) -> None:
-        super().__init__(run, first_step, patience_s=0.0)
-        self.sent: list[int] = []
+    def __init__(self, run: RunDirectory, fails_at: int | None = None) -> None:
+        super().__init__(run)
+        self.sent: list[int | str] = []
         self._fails_at = fails_at
 
-    def connect(self, position: Position) -> Position | None:
+    def connect(self, position: Position) -> Position:
         return position
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.sent.append(text)
 
     def send(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -50,45 +51,49 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def live(run: RunDirectory, attempt: int, backend: Backend, steps: Sequence[int]) -> BackgroundSink:
-    """Logs steps of an attempt with a sink, in the foreground as far as the thread of the sink allows."""
-    sink = BackgroundSink(backend, run)
-    log = MetricsLog(run, attempt, [sink])
-    for step in steps:
-        log.write({"step": step, "time": 1e9 + step, "attempt": attempt, "loss": 10.0 * attempt + step})
-    log.close()
-    return sink
+def follow(run: RunDirectory, backend: Backend, *parts: tuple[int, Sequence[int]]) -> None:
+    """Follows a run to which attempts append lines in parts, as the tracking process does."""
+    replay = Replay(run, backend)
+    for attempt, steps in parts:
+        log = MetricsLog(run, attempt)
+        for step in steps:
+            log.write({"step": step, "time": 1e9 + step, "attempt": attempt, "loss": 10.0 * attempt + step})
+        replay.send_new()
+    replay.finish()
 
 
-def test_attempts_continue_where_the_last_one_stopped_sending(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second, third = Remote(run, 0), Remote(run, 3, fails_at=6), Remote(run, 4)
-    live(run, 0, first, [1, 2, 3, 2, 3, 4])  # 2 and 3 are done again after a rollback
-    assert first.sent == [1, 2, 3, 4]
-    live(run, 1, second, [4, 5])
-    assert second.sent == [5]
+def test_jobs_continue_where_the_last_one_stopped_sending(run: RunDirectory) -> None:
+    first, second, third = Remote(run), Remote(run), Remote(run)
+    follow(run, first, (0, [1, 2, 3]), (0, [2, 3, 4]), (1, [4, 5]))  # 2 to 4 are done again
+    assert first.sent == [1, 2, 3, 4, 5], "one process for all attempts of a job"
     logged(run, 2, [6, 7])  # not tracked
-    live(run, 3, third, [5, 6, 7, 8])
-    assert third.sent == [6, 7, 8]
-    failing = Remote(run, 8, fails_at=9)
-    live(run, 4, failing, [9, 10])
-    assert "Remote: ConnectionError: refused" in capsys.readouterr().out
-    replay = Replay(run, last := Remote(run))
+    follow(run, second, (3, [5, 6, 7, 8]))
+    assert second.sent == [6, 7, 8]
+    failing = Remote(run, fails_at=10)
+    with pytest.raises(ConnectionError, match="refused"):
+        follow(run, failing, (4, [9]), (4, [10]))
+    follow(run, third, (5, [10, 11]))
+    assert third.sent == [10, 11], "what could not be sent is sent later, and the lock is free"
+
+
+def test_texts_are_sent_once_and_after_the_line_of_their_step(run: RunDirectory) -> None:
+    log, backend = MetricsLog(run, 0), Remote(run)
+    replay = Replay(run, backend)
+    log.text(2, "samples", "early")
+    replay.send_new()
+    assert backend.sent == [], "a tracker takes the newest step that it has got for that of the last line"
+    log.write({"step": 2, "time": 0.0, "attempt": 0})
+    replay.send_new()
+    log.text(2, "samples", "late")
     replay.send_new()
     replay.finish()
-    assert last.sent == [9, 10], "what a sink could not send is sent later, and its lock is free"
-    untracked = Remote(run, 10)
-    logged(run, 5, [11, 12])
-    live(run, 6, untracked, [13])
-    assert untracked.sent == [13], "up to its first step, which is 10, nothing was missing"
-
-
-def test_what_was_not_sent_before_an_attempt_is_sent_first(run: RunDirectory) -> None:
-    logged(run, 0, [1, 2, 3, 4])
-    backend = Remote(run, 3)
-    live(run, 1, backend, [4, 5])
-    assert backend.sent == [1, 2, 3, 4, 5]
+    assert backend.sent == [2, "early", "late"]
+    log.text(3, "samples", "next")
+    log.write({"step": 3, "time": 0.0, "attempt": 0})
+    replay = Replay(run, later := Remote(run))
+    replay.send_new()
+    replay.finish()
+    assert later.sent == [3, "next"]
 
 
 def test_two_processes_do_not_send_at_once(run: RunDirectory) -> None:
@@ -123,17 +128,14 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_table_has_a_row_per_step_and_columns_may_be_added(run: RunDirectory) -> None:
-    live(run, 0, Csv(run, 0), [1, 2, 3, 4, 5])
-    live(run, 1, Csv(run, 3), [4, 3, 4])  # goes back once more
+    follow(run, Csv(run), (0, [1, 2, 3, 4, 5]), (1, [4]), (1, [3, 4]))  # goes back twice
     found = rows(run.path / "metrics.csv")
     assert [(row["step"], row["attempt"]) for row in found] == [("1", "0"), ("2", "0"), ("3", "1"), ("4", "1")]
     assert found[-1]["loss"] == "14.0"
-    backend = Csv(run, 4)
-    sink = BackgroundSink(backend, run)
-    log = MetricsLog(run, 2, [sink])
+    log = MetricsLog(run, 2)
     log.write({"step": 5, "time": 0.0, "attempt": 2, "val_loss": 1.5})
     log.write({"step": 6, "time": 0.0, "attempt": 2, "loss": 6.0})
-    log.close()
+    follow(run, Csv(run), (2, []))
     found = rows(run.path / "metrics.csv")
     assert [row["step"] for row in found] == ["1", "2", "3", "4", "5", "6"]
     assert [row["val_loss"] for row in found] == ["", "", "", "", "1.5", ""]
@@ -151,36 +153,10 @@ def test_a_table_is_made_of_any_run(run: RunDirectory) -> None:
 def test_tensorboard_hides_steps_that_are_done_again(run: RunDirectory) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    live(run, 0, TensorBoard(run, 0), [1, 2, 3, 4])
-    live(run, 1, TensorBoard(run, 4), [5, 6, 5, 6])
+    follow(run, TensorBoard(run), (0, [1, 2, 3, 4]))
+    MetricsLog(run, 0).text(4, "samples", "some text")
+    follow(run, TensorBoard(run), (1, [5, 6]), (1, [5, 6]))
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_sink_that_is_slow_gets_waiting_lines_together(run: RunDirectory) -> None:
-    batches: list[int] = []
-
-    begins = threading.Event()
-
-    class Slow(Backend):
-        name, label = "slow", "Slow"
-
-        def open(self) -> bool:
-            return begins.wait(60)
-
-        def write(self, lines: Sequence[Line]) -> None:
-            batches.append(len(lines))
-
-        def text(self, step: int, name: str, text: str) -> None:
-            batches.append(-step)
-
-    sink = BackgroundSink(Slow(), run)
-    for step in (1, 2):
-        sink.log({"step": step})
-    sink.text(2, "samples", "text")
-    sink.log({"step": 3})
-    begins.set()
-    sink.close()
-    # the first wait returns what is there at that moment
-    assert [sum(count for count in batches[: batches.index(-2)]), -2, *batches[batches.index(-2) + 1 :]] == [2, -2, 1]
+    assert [event.step for event in events.Tensors("samples")] == [4]

@@ -23,23 +23,18 @@ from hpc_train.config.schema import Config, WandbConfig
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.metrics import MetricsLog
-from hpc_train.telemetry.sinks import background, wandb
-from hpc_train.telemetry.sinks.background import BackgroundSink
+from hpc_train.telemetry.sinks import follow, wandb
 from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.sink import Backend
-from hpc_train.telemetry.sinks.table import Session, open_sinks
+from hpc_train.telemetry.sinks.replay import Replay
+from hpc_train.telemetry.sinks.table import BACKENDS, Session
 from hpc_train.telemetry.sinks.wandb import Wandb, resolve_mode
 from tests.telemetry import wandb_service
-from tests.train.runs import frozen, run_attempt
+from tests.train.runs import frozen
 
 
-def backend(path: Path, told: Any = print, checkpoint: Any = None) -> Wandb:
+def backend(path: Path, checkpoint: Any = None) -> Wandb:
     identity = Identity("abc123", "run", None, path, {"key": 1})
-    return Wandb(WandbConfig(mode="offline", project="p"), identity, 0, told, checkpoint)
-
-
-def sink(path: Path, told: Any = print) -> BackgroundSink:
-    return BackgroundSink(backend(path, told), RunDirectory(path), told)
+    return Wandb(WandbConfig(mode="offline", project="p"), identity, first_attempt=1, checkpoint=checkpoint)
 
 
 class FakeRun:
@@ -78,7 +73,7 @@ def install(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
     monkeypatch.setitem(sys.modules, "wandb", module)
 
 
-def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_records_the_lines_of_this_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, asked = FakeRun(), {}
 
     def init(**settings: Any) -> FakeRun:
@@ -86,27 +81,30 @@ def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypat
         return fake
 
     install(monkeypatch, init)
-    client = backend(tmp_path, checkpoint=lambda: tmp_path)
-    run = BackgroundSink(client, RunDirectory(tmp_path))
-    until = time.monotonic() + 0.1
-    while time.monotonic() < until:
-        assert not asked, "W&B starts before the first step"
-    for step in (1, 2, 3, 2, 3):
-        run.log({"step": step, "loss": float(step)})
-    run.close()
+    run, client = RunDirectory(tmp_path), backend(tmp_path, lambda: tmp_path)
+    replay = Replay(run, client)
+    replay.send_new()
+    assert not asked, "W&B starts when there is a line"
+    logged(run, 0, [1, 2])  # by an earlier job
+    logged(run, 1, [1, 2, 3])
+    replay.send_new()
+    logged(run, 2, [2, 3])
+    replay.send_new()
+    replay.finish()
     assert [line["step"] for line in fake.lines] == [1, 2, 3, 2, 3]
     assert ("*", {"step_metric": "step"}) in fake.defined
     assert (asked["id"], asked["resume"], asked["mode"], asked["project"]) == ("abc123", "allow", "offline", "p")
+    assert asked["settings"]["x_stats_pid"] == os.getppid(), "system metrics are those of the agent and its workers"
     assert fake.artifacts[0].folders == [str(tmp_path)]
     assert fake.finished
-    assert run.outcome() == {"mode": "offline", "url": fake.url}
+    assert client.outcome() == {"mode": "offline", "url": fake.url}
 
 
 @pytest.mark.usefixtures("no_account")
 def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first attempt is sent by ``sync``, up to a rollback; the second one by itself."""
+    """The first attempt is sent by ``sync``, with a rollback; the second one while it trains."""
     run = frozen(tmp_path / "run", "+strategy=single")
     logged(run, 0, [1, 2, 3, 4, 3, 4, 5], lr=0.1)  # step 3 and 4 are done again
     with wandb_service.service() as receiver:
@@ -124,11 +122,10 @@ def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
         importlib.import_module(
             "wandb"
         ).teardown()  # its process accepts an id once; attempts are processes of their own
-        session = Session(with_online(load(run)), run, 4, print, lambda: None)
-        attempt = MetricsLog(run, 1, open_sinks(session))
-        for step in (5, 6, 7):
-            attempt.write({"step": step, "time": 0.0, "attempt": 1, "loss": 0.5})
-        attempt.close()
+        replay = Replay(run, BACKENDS["wandb"](Session(with_online(load(run)), run, first_attempt=1)))
+        logged(run, 1, [5, 6, 7])
+        replay.send_new()
+        replay.finish()
         importlib.import_module("wandb").teardown()
         assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
         assert sync.main([str(run.path), "--json"]) == 0
@@ -157,40 +154,23 @@ def leave(**settings: Any) -> None:
     sys.exit(3)
 
 
-@pytest.mark.parametrize(("init", "word"), [(fail, "no such project"), (leave, "SystemExit")])
-def test_a_failure_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: Any, word: str) -> None:
+@pytest.mark.parametrize(("init", "word"), [(fail, "no such project"), (leave, "SystemExit"), (None, "wandb")])
+def test_a_failure_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: Any, word: str) -> None:
     install(monkeypatch, init)
+    if init is None:  # the package is missing
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(follow, "FIRST_EVERY_S", 0.01)
     told: list[str] = []
-    run = sink(tmp_path, told.append)
-    for step in range(5):
-        run.log({"step": step})
-    run.close()
-    run.log({"step": 6})
+    recorded: list[Any] = []
+    run = RunDirectory(tmp_path)
+    logged(run, 1, [1, 2, 3])
+    follower = follow.Follower(Replay(run, backend(tmp_path)), told.append, lambda *outcome: recorded.append(outcome))
+    follower.start()
+    follower.end()
+    follower.join(time.monotonic() + 60, 60)
     assert len(told) == 1
-    assert word in told[0] and run.problem is not None and word in run.problem
-
-
-def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run = sink(tmp_path)
-    run.log({"step": 1})
-    run.close()
-    assert capsys.readouterr().out.count("W&B") == 1
-
-
-def test_one_that_hangs_costs_a_bounded_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install(monkeypatch, lambda **settings: time.sleep(60))
-    monkeypatch.setattr(Backend, "finish_s", 0.5)
-    monkeypatch.setattr(background, "QUEUED_LINES", 3)
-    began = time.monotonic()
-    run = sink(tmp_path)
-    for step in range(10):
-        run.log({"step": step})
-    run.close()
-    assert time.monotonic() - began < 5
-    assert capsys.readouterr().out.count("W&B") == 1
+    assert word in told[0] and f"python -m hpc_train sync {tmp_path} --to wandb" in told[0]
+    assert [(name, word in outcome["problem"]) for name, outcome in recorded] == [("wandb", True)]
 
 
 @pytest.fixture
@@ -228,7 +208,7 @@ def test_an_unknown_mode_in_the_environment_is_told_and_not_used(
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=_refuses_the_mode, Settings=dict))
     identity = Identity("id", "name", None, tmp_path, {})
-    recorded = Wandb(WandbConfig(mode="auto"), identity, tell=told.append)
+    recorded = Wandb(WandbConfig(mode="auto"), identity, tell=told.append, first_attempt=0)
     assert recorded.open()
     assert recorded.mode == "offline"
     assert told == ["W&B: WANDB_MODE is 'sometimes', which is not used; it may be online, offline, disabled"]
@@ -261,13 +241,3 @@ def test_auto_is_offline_when_the_service_is_silent(
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert resolve_mode("auto") == "offline"
     assert "did not respond" in capsys.readouterr().out
-
-
-def test_a_real_run_is_recorded_offline(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=single", "telemetry.wandb.mode=offline", "train.steps=3")
-    assert run_attempt(run, 1) == [0]
-    recorded = list(run.wandb.glob("offline-run-*/*.wandb"))
-    assert len(recorded) == 1
-    assert recorded[0].stat().st_size > 0
-    assert run.record()["run_id"] in recorded[0].name
-    assert run.record()["wandb"] == {"mode": "offline", "url": None}

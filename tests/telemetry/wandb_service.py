@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
+from tests.telemetry.serving import LocalServer, QuietHandler, serving
 
-class Service(http.server.ThreadingHTTPServer):
+
+class Service(LocalServer):
     """Holds the history of one run as the real service does: a line for each offset, and a later one replaces it."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.history: dict[int, dict[str, Any]] = {}
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def steps(self) -> list[int]:
         return [line["step"] for _, line in sorted(self.history.items())]
@@ -45,18 +40,15 @@ class Service(http.server.ThreadingHTTPServer):
         return {}
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: Service
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are not printed."""
-
     def do_GET(self) -> None:
-        self._send({})
+        self._send(b"{}")
 
     def do_PUT(self) -> None:
         self._body()
-        self._send({})
+        self._send(b"{}")
 
     def do_POST(self) -> None:
         body = json.loads(self._body() or b"{}")
@@ -64,31 +56,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             history = body.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
             for offset, line in enumerate(history["content"], start=history["offset"]):
                 self.server.history[offset] = json.loads(line)
-            self._send({})
+            self._send(b"{}")
             return
         named = re.search(r"(?:query|mutation)\s+(\w+)", body.get("query", ""))
-        self._send({"data": self.server.answer(named[1] if named else "", body.get("variables", {}))})
+        answer = self.server.answer(named[1] if named else "", body.get("variables", {}))
+        self._send(json.dumps({"data": answer}).encode())
 
     def _body(self) -> bytes:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
-    def _send(self, value: dict[str, Any]) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
-
-@contextmanager
-def service() -> Iterator[Service]:
-    """A running service; it ends with the context."""
-    started = Service()
-    threading.Thread(target=started.serve_forever, daemon=True).start()
-    try:
-        yield started
-    finally:
-        started.shutdown()
-        started.server_close()
+def service() -> AbstractContextManager[Service]:
+    return serving(Service())

@@ -137,7 +137,7 @@ class WandbConfig:
     entity: str | None = key(None, "The W&B entity. null uses the default of the account.")
     log_checkpoint: bool = key(
         False,
-        "Whether the last checkpoint is uploaded as an artifact.",
+        "Whether the last checkpoint is uploaded as an artifact at the end.",
         when=unless("telemetry.wandb.mode", "disabled"),
     )
 

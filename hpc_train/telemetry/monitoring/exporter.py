@@ -22,6 +22,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.telemetry.monitoring.names import RUN_LABELS
 from hpc_train.telemetry.monitoring.snapshot import Identity, RunReader, Snapshot
+from hpc_train.telemetry.sinks.identity import name_of
 
 CLOSE_S = 10.0  # for the last snapshot; a file system may hang
 
@@ -67,9 +68,7 @@ def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation
 
 def identity_of(run: RunDirectory, allocation: Allocation) -> Identity:
     """Returns the labels of ``run`` in this job."""
-    is_in_sweep = (run.path.parent / "multirun.yaml").exists()
-    name = f"{run.path.parent.name}/{run.path.name}" if is_in_sweep else run.path.name
-    values = (name, str(run.record().get("run_id") or run.path.name), getpass.getuser())
+    values = (name_of(run), str(run.record().get("run_id") or run.path.name), getpass.getuser())
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     labels = dict(zip(RUN_LABELS, values, strict=True))
     return Identity(labels, allocation.job_id or "", partition, allocation.node_name)

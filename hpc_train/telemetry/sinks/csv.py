@@ -8,47 +8,38 @@ from collections.abc import Iterable, Sequence
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_text, write_text
-from hpc_train.telemetry.sinks.sink import HEAD, Backend, Line
+from hpc_train.telemetry.sinks.backend import HEAD, Backend, Line
 
 
 class Csv(Backend):
     """Appends a row per line of metrics.
 
-    The table is written anew, from the files in ``metrics/``, when an attempt begins, when steps are done again, and
-    when a line has a new column.
-
-    Args:
-        first_step: completed steps when the attempt begins; rows of later steps are removed. None keeps them.
+    The table is written anew, from the files in ``metrics/``, when a job begins, when steps are done again, and when a
+    line has a new column.
     """
 
     name = "csv"
     label = "CSV"
 
-    def __init__(self, run: RunDirectory, first_step: int | None = None) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self.path = run.path / "metrics.csv"
         self._directory = run
-        self._first_step = first_step
         self._columns: list[str] = []
         self._last = 0
 
     def open(self) -> bool:
-        kept = self._directory.read_metrics()
-        self._rewrite(line for line in kept if self._first_step is None or line["step"] <= self._first_step)
+        self._rewrite(self._directory.read_metrics())
         return True
 
     def write(self, lines: Sequence[Line]) -> None:
-        steps = [self._last, *(line["step"] for line in lines)]
-        if steps == sorted(set(steps)) and all(line.keys() <= set(self._columns) for line in lines):
+        fresh = [line for line in lines if line["step"] > self._last]
+        if len(fresh) == len(lines) and all(line.keys() <= set(self._columns) for line in lines):
             append_text(self.path, self._rows(lines))
-            self._last = steps[-1]
-            return
-        merged = {line["step"]: line for line in self._directory.read_metrics()} | {
-            line["step"]: line for line in lines
-        }
-        self._rewrite(merged[step] for step in sorted(merged) if step <= steps[-1])
+            self._last = lines[-1]["step"]
+        else:
+            self._rewrite([line for line in self._directory.read_metrics() if line["step"] <= lines[-1]["step"]])
 
-    def _rewrite(self, lines: Iterable[Line]) -> None:
-        kept = list(lines)
+    def _rewrite(self, kept: Sequence[Line]) -> None:
         self._columns = [*HEAD, *dict.fromkeys(key for line in kept for key in line if key not in HEAD)]
         self._last = kept[-1]["step"] if kept else 0
         header = ",".join(self._columns) + "\n"

@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to an MLflow server. All attempts of a run log to one MLflow run."""
+"""Sends the metrics of a run to an MLflow server. All jobs of a run log to one MLflow run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpc_train.config.schema import MlflowConfig
 from hpc_train.config.services import check_answers, server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.telemetry.sinks.backend import HEAD, Line
 from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.sink import HEAD, Line
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
 
 RUN_TAG, STEP_TAG, SWEEP_TAG = "hpc_train.run_id", "hpc_train.step", "hpc_train.sweep"
@@ -31,7 +31,7 @@ class Mlflow(Tracker):
 
     Args:
         tell: called with each message for the user.
-        replays: whether it serves ``sync``, which fails at once if the server does not respond.
+        live: as for ``Tracker``; without it, a server that does not respond is an error at once.
 
     Raises:
         UserError: the extra ``hpc_train[mlflow]`` is not installed, or the address is not that of a server.
@@ -45,18 +45,15 @@ class Mlflow(Tracker):
         self,
         settings: MlflowConfig,
         identity: Identity,
-        first_step: int = 0,
         tell: Callable[[str], object] = print,
-        replays: bool = False,
-        **more: Any,
+        live: bool = False,
     ) -> None:
-        super().__init__(RunDirectory(identity.directory), first_step, **more)
+        super().__init__(RunDirectory(identity.directory), live)
         self.uri = server_uri(settings)
         check_installed()
         self._experiment = settings.experiment
         self._identity = identity
         self._tell = tell
-        self._replays = replays
         self._texts = True
         self._url: str | None = None
 
@@ -65,7 +62,7 @@ class Mlflow(Tracker):
         return f"{self.uri} {self._experiment}"
 
     def open(self) -> bool:
-        if self._replays:
+        if not self.is_live:
             check_answers(self.uri)
         return super().open()
 
@@ -100,7 +97,7 @@ class Mlflow(Tracker):
     def disconnect(self) -> None:
         total = self.directory.record().get("total_steps")
         done = isinstance(total, int) and self.position.step >= total
-        # a run that has stopped before its last step waits for its next attempt
+        # a run that has stopped before its last step waits for its next job
         self._client.update_run(self.position.run, status="FINISHED" if done else "SCHEDULED")
 
     def outcome(self) -> dict[str, Any]:
@@ -125,7 +122,7 @@ def check_installed() -> None:
 
 
 def find_or_create(client: Any, experiment: str, identity: Identity) -> Any:
-    """Returns the MLflow run with the id of the run in a tag; all attempts and ``sync`` use the same one."""
+    """Returns the MLflow run with the id of the run in a tag; all jobs and ``sync`` use the same one."""
     found = client.get_experiment_by_name(experiment)
     experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
     same = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{identity.run_id}'", max_results=1)

@@ -1,4 +1,4 @@
-"""Sends the files in ``metrics/`` of a run to a tracker, after the run or while it trains. ``sync`` uses it.
+"""Sends the metrics and texts of a run to a tracker from the files of its directory, after the run or while it trains.
 
 Of steps that were done twice, only the newest line is sent. A tracker continues where it stopped (see ``tracker.py``).
 """
@@ -8,31 +8,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
-from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import NewLines
-from hpc_train.telemetry.sinks.background import BATCH
-from hpc_train.telemetry.sinks.sink import Backend, Line
+from hpc_train.telemetry.sinks.backend import Backend, Line
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
 
+BATCH = 500  # most lines of one ``Backend.write``
 
-class NewMetrics:
-    """Reads the lines of metrics that all attempts of a run have appended since the last ``read``."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._folder = run.metrics
+class NewOfAttempts:
+    """Reads the lines that all attempts of a run have appended to the files of one folder since the last ``read``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files: dict[Path, NewLines] = {}
 
     def read(self) -> list[Line]:
-        """Returns the new lines in the order of their steps, the newest one of each step."""
-        found: dict[int, Line] = {}
-        for path in sorted(self._folder.glob("attempt-*.jsonl"), key=_attempt):
-            for line in self._files.setdefault(path, NewLines(path)).read():
-                if isinstance(line, dict) and type(line.get("step")) is int:
-                    found[line["step"]] = line
-        return [found[step] for step in sorted(found)]
+        """Returns the new lines in the order of the attempts."""
+        paths = sorted(self._folder.glob("attempt-*.jsonl"), key=_attempt)
+        new = (line for path in paths for line in self._files.setdefault(path, NewLines(path)).read())
+        return [line for line in new if isinstance(line, dict) and type(line.get("step")) is int]
 
 
 def _attempt(path: Path) -> int:
@@ -52,56 +50,72 @@ class Replay:
         self.backend = backend
         self.sent = 0
         self.last = 0
-        self._metrics = NewMetrics(run)
-        self._is_open = False
+        self._metrics = NewOfAttempts(run.metrics)
+        self._texts = NewOfAttempts(run.texts)
+        self._read_texts: list[Line] = []
+        self._sent_texts: int | None = None
+        self.is_open = False
+        self.is_wanted = True
 
     def send_new(self, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Sends the lines that were written since the last call.
+        """Sends what was written since the last call.
 
         Args:
             advance: called with the numbers of lines sent and to send.
 
         Raises:
-            UserError: the tracker cannot be reached, refuses the lines, or another process sends them.
+            UserError: the tracker cannot be reached, or another process sends the metrics.
+            Exception: that of the tracker's client. The tracker is abandoned.
         """
-        lines = self._metrics.read()
-        if not lines:
-            return
-        self.last = lines[-1]["step"]
         try:
-            self._send(lines, advance)
-        except BaseException as error:
+            newest = {line["step"]: line for line in self._metrics.read()}
+            lines = [newest[step] for step in sorted(newest)]
+            if lines:
+                self.last = lines[-1]["step"]
+                self._send(lines, advance)
+            self._send_texts()
+        except BaseException:
             with suppress(Exception):
                 self.backend.abandon()
-            if isinstance(error, UserError | KeyboardInterrupt):
-                raise
-            raise UserError(
-                f"{self.backend.label} did not accept the metrics of {self.run.path}: {type(error).__name__}: {error}",
-                where=f"sync --to {self.backend.name}",
-                fix="repeat the command when the tracker responds; it continues where it has stopped",
-            ) from error
+            raise
 
     def finish(self) -> None:
         """Ends the connection, if there was something to send."""
-        if self._is_open:
+        if self.is_open:
             self.backend.finish()
 
     def _send(self, lines: list[Line], advance: Callable[[int, int], None]) -> None:
         lines = [line for line in lines if line["step"] > self._known()]
-        if not lines:
+        if not lines or not self._opened():
             return
-        if not self._is_open:
-            self._is_open = self.backend.open()
         size = BATCH if isinstance(self.backend, Tracker) else len(lines)  # a table is written anew as a whole
         for first in range(0, len(lines), size):
             self.backend.write(lines[first : first + size])
             self.sent += len(lines[first : first + size])
             advance(min(first + size, len(lines)), len(lines))
 
+    def _send_texts(self) -> None:
+        """Sends the new texts up to the last step of the metrics; a tracker takes the newest step for the last line."""
+        self._read_texts += self._texts.read()
+        if not isinstance(self.backend, Tracker) or not self._read_texts:
+            return
+        if self._sent_texts is None:
+            self._sent_texts = self._position(self.backend).texts
+        due = list(takewhile(lambda text: text["step"] <= self.last, self._read_texts))[self._sent_texts :]
+        if due and self._opened():
+            self.backend.write_texts(due)
+            self._sent_texts += len(due)
+
+    def _opened(self) -> bool:
+        if not self.is_open and self.is_wanted:
+            self.is_open = self.is_wanted = self.backend.open()
+        return self.is_open
+
     def _known(self) -> int:
         """Returns the step up to which lines need not be sent; 0 for a backend that replaces those of earlier steps."""
-        if not isinstance(self.backend, Tracker):
+        if not isinstance(self.backend, Tracker) or (self.is_open and self.backend.replaces):
             return 0
-        if self._is_open:
-            return 0 if self.backend.replaces else self.backend.position.step
-        return Position.read(self.run, self.backend.name, self.backend.where).step
+        return self._position(self.backend).step
+
+    def _position(self, tracker: Tracker) -> Position:
+        return tracker.position if self.is_open else Position.read(self.run, tracker.name, tracker.where)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.telemetry.sinks.sink import HEAD, Line
+from hpc_train.telemetry.sinks.backend import HEAD, Line
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorBoard(Tracker):
     """Writes the numbers of each line as scalars. Lines of steps that are done again hide the earlier ones.
+
+    It writes the files with the package tensorboard alone, because ``torch.utils.tensorboard`` imports torch.
 
     Raises:
         UserError: the extra ``hpc_train[tensorboard]`` is not installed.
@@ -25,10 +28,11 @@ class TensorBoard(Tracker):
     name = "tensorboard"
     label = "TensorBoard"
     replaces = True
-    _writer: SummaryWriter
+    where = "tensorboard"  # type: ignore[assignment]
+    _writer: EventFileWriter
 
-    def __init__(self, run: RunDirectory, first_step: int = 0, **more: Any) -> None:
-        super().__init__(run, first_step, **more)
+    def __init__(self, run: RunDirectory, live: bool = False) -> None:
+        super().__init__(run, live)
         if find_spec("tensorboard") is None:
             raise UserError(
                 "TensorBoard needs the package tensorboard, which is not installed",
@@ -36,32 +40,40 @@ class TensorBoard(Tracker):
                 fix="pip install 'hpc_train[tensorboard]', or telemetry.tensorboard=false",
             )
 
-    @property
-    def where(self) -> str:
-        return "tensorboard"
-
     def connect(self, position: Position) -> Position:
         self._writer = self._opened(position.step + 1)
         return position
 
     def send(self, lines: Sequence[Line]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         if lines[0]["step"] <= self.position.step:
             self._writer.close()
             self._writer = self._opened(lines[0]["step"])
         for line in lines:
-            for key, value in line.items():
-                if key not in HEAD and isinstance(value, int | float):
-                    self._writer.add_scalar(key, value, global_step=line["step"], walltime=line["time"])
+            numbers = {key: value for key, value in line.items() if key not in HEAD and isinstance(value, int | float)}
+            values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+            self._writer.add_event(Event(wall_time=line["time"], step=line["step"], summary=Summary(value=values)))
         self._writer.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, f"```\n{text}\n```", global_step=step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        shown = text_pb(name, f"```\n{text}\n```")
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=shown))
+        self._writer.flush()
 
     def disconnect(self) -> None:
         self._writer.close()
 
-    def _opened(self, step: int) -> SummaryWriter:
+    def _opened(self, step: int) -> EventFileWriter:
         """Returns a writer that hides what was written of ``step`` and later ones."""
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        return SummaryWriter(str(self.directory.path / "tensorboard"), purge_step=step)
+        writer = EventFileWriter(str(self.directory.path / "tensorboard"))
+        begin = SessionLog(status=SessionLog.START)
+        writer.add_event(Event(wall_time=time.time(), step=step, session_log=begin))
+        return writer

@@ -1,9 +1,8 @@
-"""Continues the one run of a tracker where the last attempt or ``sync`` has stopped sending.
+"""Continues the one run of a tracker where the last job or ``sync`` has stopped sending.
 
-The run directory remembers for each tracker up to which step it has the metrics: ``tracking/wandb.json`` and so on.
-What is missing before the first new line is sent from the files in ``metrics/``. A lock lets one process send at a
-time. A tracker that cannot replace values gets each step once: if training goes back to a checkpoint, the steps that it
-does again are not sent again.
+The run directory remembers for each tracker up to which step it has the metrics: ``tracking/wandb.json`` and so on. A
+lock lets one process send at a time. A tracker that cannot replace values gets each step once: if training goes back to
+a checkpoint, the steps that it does again are not sent again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_lock import STALE_S, Lock, LockHeld, LockOwner, acquire
 from hpc_train.run.files import patiently, read_json, write_json
-from hpc_train.telemetry.sinks.sink import Backend, Line
+from hpc_train.telemetry.sinks.backend import Backend, Line
 
 POLL_S = 1.0
 
@@ -30,11 +29,13 @@ class Position:
     Attributes:
         where: the server and project.
         step: the last step that was sent; 0 before the first.
+        texts: the number of texts that were sent.
         run: the tracker's id of the run, if it chooses the ids.
     """
 
     where: str
     step: int = 0
+    texts: int = 0
     run: str | None = None
 
     @classmethod
@@ -58,9 +59,8 @@ class Tracker(Backend):
     """A backend that continues where the run has stopped sending.
 
     Args:
-        first_step: completed steps when the attempt begins. What is missing up to it is sent first.
-        patience_s: seconds to wait for another process that sends the metrics of this run. The last attempt may have
-            been killed on another machine, which shows only after ``STALE_S``.
+        live: whether it serves the job that trains. It then waits for another process that sends the metrics of this
+            run: the last job may have been killed on another machine, which shows only after ``STALE_S``.
 
     Attributes:
         replaces: whether the tracker can replace the values of steps that are done again.
@@ -70,10 +70,9 @@ class Tracker(Backend):
     replaces: ClassVar[bool] = False
     acknowledges: ClassVar[bool] = True
 
-    def __init__(self, run: RunDirectory, first_step: int, patience_s: float = STALE_S + 30.0) -> None:
+    def __init__(self, run: RunDirectory, live: bool = False) -> None:
         self.directory = run
-        self._first_step = first_step
-        self._patience_s = patience_s
+        self.is_live = live
         self._lock: Lock | None = None
         self.position = Position("")
 
@@ -82,11 +81,11 @@ class Tracker(Backend):
         """The server and project; another one gets all lines."""
         raise NotImplementedError
 
-    def connect(self, position: Position) -> Position | None:
+    def connect(self, position: Position) -> Position:
         """Continues or creates the run of the tracker.
 
         Returns:
-            What the tracker has, which may be more than the run directory remembers; None if it wants no lines.
+            What the tracker has, which may be more than the run directory remembers.
         """
         raise NotImplementedError
 
@@ -94,19 +93,16 @@ class Tracker(Backend):
         """Sends lines whose steps increase."""
         raise NotImplementedError
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Sends text of a hook."""
+        raise NotImplementedError
+
     def disconnect(self) -> None:
         """Ends the connection after the last line."""
 
     def open(self) -> bool:
         self._lock = self._acquired()
-        found = self.connect(Position.read(self.directory, self.name, self.where))
-        if found is None:
-            self.abandon()
-            return False
-        self.position = found
-        if found.step < self._first_step:
-            kept = [line for line in self.directory.read_metrics() if found.step < line["step"] <= self._first_step]
-            self._pass_on(kept)
+        self.position = self.connect(Position.read(self.directory, self.name, self.where))
         return True
 
     def write(self, lines: Sequence[Line]) -> None:
@@ -119,6 +115,12 @@ class Tracker(Backend):
                 self._pass_on(fresh)
                 fresh = [line]
         self._pass_on(fresh)
+
+    def write_texts(self, texts: Sequence[Line]) -> None:
+        self._check_turn()
+        for text in texts:
+            self.text(text["step"], text["name"], text["text"])
+        self._advance(texts=self.position.texts + len(texts))
 
     def finish(self) -> None:
         self.disconnect()
@@ -135,9 +137,12 @@ class Tracker(Backend):
         if lines:
             self._check_turn()
             self.send(lines)
-            self.position = replace(self.position, step=lines[-1]["step"])
-            if self.acknowledges:
-                self.position.write(self.directory, self.name)
+            self._advance(step=lines[-1]["step"])
+
+    def _advance(self, **reached: int) -> None:
+        self.position = replace(self.position, **reached)  # type: ignore[arg-type]
+        if self.acknowledges:
+            self.position.write(self.directory, self.name)
 
     def _check_turn(self) -> None:
         if self._lock is not None:
@@ -151,7 +156,7 @@ class Tracker(Backend):
         Raises:
             UserError: another process holds it.
         """
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + (STALE_S + 30.0 if self.is_live else 0.0)
         while True:
             try:
                 folder = self.directory.path / ".locks" / f"tracking-{self.name}"

@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to W&B. All attempts of a run log to one W&B run."""
+"""Sends the metrics of a run to W&B. All jobs of a run log to one W&B run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.telemetry.sinks.backend import Line
 from hpc_train.telemetry.sinks.identity import Identity
-from hpc_train.telemetry.sinks.sink import Line
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
 
 SERVICE = "https://api.wandb.ai"
@@ -26,16 +26,15 @@ KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 ACCEPTED = ("online", "offline", "disabled")  # values of WANDB_MODE
 OLDER = {"run": "online", "dryrun": "offline", "shared": "online"}  # other values of WANDB_MODE that wandb knows
 ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
-ARTIFACT_S = 600.0  # time limit to finish with the upload of a checkpoint
 
 
 class Wandb(Tracker):
-    """Sends lines to W&B. Recorded offline, it gets all lines of the attempt, and ``sync`` sends each step once.
+    """Sends lines to W&B. Recorded offline, it gets the lines of one job, and ``sync`` sends each step once.
 
     Args:
         tell: called with each message for the user.
-        checkpoint: returns the directory of a checkpoint to upload as an artifact at the end; None uploads nothing.
-        replays: whether it serves ``sync``, which sends several runs and records nothing offline.
+        first_attempt: of the job that trains; None for ``sync``, which sends several runs and records nothing offline.
+        checkpoint: returns the directory of a checkpoint to upload as an artifact at the end, or None.
 
     Attributes:
         mode: online, offline or disabled; None until it has been determined.
@@ -50,19 +49,16 @@ class Wandb(Tracker):
         self,
         settings: WandbConfig,
         identity: Identity,
-        first_step: int = 0,
         tell: Callable[[str], object] = print,
-        checkpoint: Callable[[], Path | None] | None = None,
-        replays: bool = False,
-        **more: Any,
+        first_attempt: int | None = None,
+        checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
-        super().__init__(RunDirectory(identity.directory), first_step, **more)
+        super().__init__(RunDirectory(identity.directory), live=first_attempt is not None)
         self._settings = settings
         self._identity = identity
         self._tell = tell
+        self._first_attempt = first_attempt
         self._checkpoint = checkpoint
-        self._replays = replays
-        self.finish_s = Tracker.finish_s if checkpoint is None else ARTIFACT_S
         self.mode: str | None = None
         self.url: str | None = None
 
@@ -71,8 +67,8 @@ class Wandb(Tracker):
         return f"{service()}/{self._settings.entity or ''}/{self._settings.project}"
 
     def open(self) -> bool:
-        self.mode = "online" if self._replays else resolve_mode(self._settings.mode, self._tell)
-        if self._replays and (why := why_offline()) is not None:
+        self.mode = resolve_mode(self._settings.mode, self._tell) if self.is_live else "online"
+        if not self.is_live and (why := why_offline()) is not None:
             fix = "wandb login, or WANDB_API_KEY, on a machine with a route to the service"
             raise UserError(f"W&B: {why}", where="WANDB_API_KEY, WANDB_BASE_URL", fix=fix)
         if self.mode == "offline":
@@ -103,13 +99,16 @@ class Wandb(Tracker):
             config=identity.config,
             dir=str(identity.directory),
             mode=self.mode,  # type: ignore[arg-type]
-            # the agent logs the worker's output, and the run directory has a snapshot of the code
+            # the agent logs the worker's output, and the run directory has a snapshot of the code; processor time and
+            # memory are those of the agent, which has started this process, and of all its descendants
             settings=wandb.Settings(
                 console="off",
                 silent=True,
                 disable_git=True,
                 save_code=False,
-                reinit="create_new" if self._replays else "default",
+                reinit="default" if self.is_live else "create_new",
+                x_stats_pid=os.getppid() if self.is_live else os.getpid(),
+                x_stats_track_process_tree=self.is_live,
             ),
         )
         self.url = self._run.url
@@ -119,9 +118,15 @@ class Wandb(Tracker):
 
     def write(self, lines: Sequence[Line]) -> None:
         if self.mode == "offline":
-            self.send(lines)
+            self.send(self._of_this_job(lines))
         else:
             super().write(lines)
+
+    def write_texts(self, texts: Sequence[Line]) -> None:
+        super().write_texts(self._of_this_job(texts) if self.mode == "offline" else texts)
+
+    def _of_this_job(self, lines: Sequence[Line]) -> list[Line]:
+        return [line for line in lines if line["attempt"] >= (self._first_attempt or 0)]
 
     def send(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -143,7 +148,7 @@ class Wandb(Tracker):
             super().finish()
 
     def disconnect(self) -> None:
-        folder = None if self._checkpoint is None else self._checkpoint()
+        folder = self._checkpoint()
         if folder is not None:
             import wandb
 

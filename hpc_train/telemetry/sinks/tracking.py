@@ -1,0 +1,144 @@
+"""Starts the tracking process of a job and bounds its end. The agent of node 0 uses it.
+
+No rank has anything to do with trackers: rank 0 appends to the files in ``metrics/`` and ``texts/``, and the process
+follows them (see ``follow.py``). Whatever becomes of it, the training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from hpc_train.config.schema import Config, TelemetryConfig
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import read_or
+from hpc_train.run.requests import STOP_SIGNALS
+
+TRACKING = "tracking"  # its writer in the event log
+FOLLOW = "hpc_train.telemetry.sinks.follow"
+FINISH_S = 30.0
+ARTIFACT_S = 240.0  # with the upload of a checkpoint; the rendezvous server waits for it, see FILES_S there
+STOPPED_S = 10.0  # of a job that stops early: its time may end, and the next job sends the rest
+MARGIN_S = 5.0  # for the process to tell which tracker did not finish
+
+
+def wanted(telemetry: TelemetryConfig) -> list[str]:
+    """Returns the names of the trackers that the config asks for."""
+    asked = {
+        "tensorboard": telemetry.tensorboard,
+        "wandb": telemetry.wandb.mode != "disabled",
+        "mlflow": telemetry.mlflow.uri is not None,
+        "csv": telemetry.csv,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def advice(run: RunDirectory, names: Sequence[str]) -> str:
+    """Returns how the trackers get what they did not get."""
+    commands = " and ".join(f"python -m hpc_train sync {run.path} --to {name}" for name in names)
+    return f"The metrics are in {run.metrics}; the next job of the run sends them, or: {commands}"
+
+
+class TrackingProcess:
+    """The tracking process of a job."""
+
+    def __init__(self, run: RunDirectory, config: Config) -> None:
+        self._run = run
+        self._names = wanted(config.telemetry)
+        self._uploads = config.telemetry.wandb.log_checkpoint and "wandb" in self._names
+        self._ending = False
+        self._process = self._started()
+        self._watch = threading.Thread(target=self._wait, name="tracking", daemon=True)
+        self._watch.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end(self, done: bool, checkpoint: Path | None) -> None:
+        """Lets it send the rest, in bounded time.
+
+        Args:
+            done: whether the training is done.
+            checkpoint: the newest one, which is uploaded if the config asks for it and the training is done.
+        """
+        is_uploaded = self._uploads and done and checkpoint is not None
+        limit_s = ARTIFACT_S if is_uploaded else FINISH_S if done else STOPPED_S
+        order = {"seconds": limit_s, "checkpoint": str(checkpoint) if is_uploaded else None}
+        self._ending = True
+        with suppress(OSError):  # it has crashed
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.close()
+        self._watch.join(limit_s + MARGIN_S)
+        if self._watch.is_alive():
+            self.kill()
+            self._tell(f"the tracking process did not end in {limit_s:g} s and was killed")
+
+    def kill(self) -> None:
+        self._ending = True
+        self._process.kill()
+
+    def _started(self) -> subprocess.Popen[str]:
+        """Starts it with the signals blocked that ask the job to stop, which the agent handles.
+
+        The process of W&B that it starts inherits this.
+        """
+        folder = self._run.path / "tracking"
+        folder.mkdir(exist_ok=True)
+        first = read_or(self._run.newest_attempt, -1) + 1
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            with (folder / "output.log").open("a") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-m", FOLLOW, str(self._run.path), str(first), str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    text=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _wait(self) -> None:
+        code = self._process.wait()
+        if not self._ending or code > 0:
+            self._tell(f"the tracking process has ended with {code} (see {self._run.path / 'tracking/output.log'})")
+
+    def _tell(self, message: str) -> None:
+        _tell(self._run, f"{message}; continuing without it. {advice(self._run, self._names)}")
+
+
+@contextmanager
+def tracked(run: RunDirectory, config: Config) -> Iterator[TrackingProcess | None]:
+    """Yields the tracking process; None if no tracker is asked for, or it cannot be started, which is told."""
+    process = None
+    if wanted(config.telemetry):
+        try:
+            process = TrackingProcess(run, config)
+        except OSError as error:
+            _tell(run, f"the tracking process cannot be started: {error}. {advice(run, wanted(config.telemetry))}")
+    try:
+        yield process
+    finally:
+        if process is not None:
+            process.kill()
+
+
+def _tell(run: RunDirectory, message: str) -> None:
+    """Writes a warning to the events of the tracking process, which no longer lives."""
+    with closing(tracking_events(run)) as events:
+        events.write("warning", message=message)
+
+
+def tracking_events(run: RunDirectory) -> EventLog:
+    """Returns the log of the tracking process, which the console follows."""
+    return EventLog.open(run, TRACKING, max(0, read_or(run.newest_attempt, 0)))
