@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of
+from tests.doors.command import environment
 
 Called = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -69,6 +71,19 @@ def test_wrong_arguments_are_one_message_and_exit_code_2(place: Path, called: Ca
         assert named in done.stderr, (arguments, done)
         assert done.stderr.count("set in:") == done.stderr.count("fix:") == 1, (arguments, done)
     assert set(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("yaml", ""), ("logging", ""), ("hydra", "import hydra.core"), ("omegaconf", "1 1")]
+)
+def test_a_file_that_shadows_a_package_is_named(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text(text)
+    command = [sys.executable, "-m", "hpc_train", "--cfg", "job"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    first, fix = done.stderr.splitlines()
+    assert first.startswith(f"{tmp_path}/{name}.py shadows the package {name}, which other modules import: ")
+    assert fix == f"  fix:    rename {tmp_path}/{name}.py"
 
 
 def test_logs_without_a_line_say_so(place: Path, called: Called) -> None:
