@@ -563,7 +563,7 @@ def test_on_one_cpu_node_a_slow_step_is_a_hang_at_once(tmp_path: Path, monkeypat
 def test_a_rank_that_waits_for_a_processor_is_late_and_not_hung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets: float | None, after: float | None
 ) -> None:
-    """The first half of the bound passes before anybody looks."""
+    """More than half of the bound passes before anybody looks."""
     node = Node(tmp_path, monkeypatch, patience=0.0)
     node.steps(20)
     node.enter(Phase.STEP)
