@@ -19,10 +19,11 @@ def shadowing_file(error: BaseException) -> str | None:
     broken = getattr(error, "filename", None)  # of a SyntaxError
     files = [broken] if isinstance(broken, str) else []
     for file in (*files, *_raised_in(error.__traceback__), *_named_in(str(error))):
-        name = _top_level_name(file)
-        if name is not None and _is_also_installed(name):
-            what = f"{file} shadows the package {name}, which other modules import"
-            return f"{what}: {type(error).__name__}: {error}\n  fix:    rename {file}"
+        own = _top_level(file)
+        name = os.path.basename(own or "").removesuffix(".py")  # noqa: PTH119
+        if own is not None and _is_also_installed(name):
+            what = f"{own} shadows the package {name}, which other modules import"
+            return f"{what}: {type(error).__name__}: {error}\n  fix:    rename {own}"
     return None
 
 
@@ -44,17 +45,16 @@ def _named_in(message: str) -> Iterator[str]:
             yield file
 
 
-def _top_level_name(file: str) -> str | None:
-    """Returns the name of the user's top-level module or package that contains ``file``; None for installed ones."""
+def _top_level(file: str) -> str | None:
+    """Returns the path of the user's top-level module or package that contains ``file``; None for installed ones."""
     file = os.path.abspath(file)  # noqa: PTH100
     if file.startswith(PACKAGE + os.sep) or not os.path.isfile(file):  # noqa: PTH113
         return None
-    for entry in (*filter(_is_library, sys.path), *sys.path):
-        folder = os.path.abspath(entry)  # noqa: PTH100
-        if file.startswith(folder.rstrip(os.sep) + os.sep):
-            first = file[len(folder) :].lstrip(os.sep).partition(os.sep)[0]
-            return None if _is_library(entry) else first.removesuffix(".py")
-    return None
+    folders = {os.path.abspath(entry).rstrip(os.sep) + os.sep: entry for entry in sys.path}  # noqa: PTH100
+    folder = max((folder for folder in folders if file.startswith(folder)), key=len, default=None)
+    if folder is None or _is_library(folders[folder]):
+        return None
+    return folder + file[len(folder) :].partition(os.sep)[0]
 
 
 def _is_library(entry: str) -> bool:

@@ -74,16 +74,20 @@ def test_wrong_arguments_are_one_message_and_exit_code_2(place: Path, called: Ca
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("yaml", ""), ("logging", ""), ("hydra", "import hydra.core"), ("omegaconf", "1 1")]
+    ("file", "text"),
+    [("yaml.py", ""), ("logging.py", ""), ("hydra.py", "import hydra.core"), ("omegaconf/__init__.py", "1 1")],
 )
-def test_a_file_that_shadows_a_package_is_named(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text(text)
+def test_a_file_that_shadows_a_package_is_named(file: str, text: str, tmp_path: Path) -> None:
+    path, top = tmp_path / file, file.partition("/")[0]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
     command = [sys.executable, "-m", "hpc_train", "--cfg", "job"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     first, fix = done.stderr.splitlines()
-    assert first.startswith(f"{tmp_path}/{name}.py shadows the package {name}, which other modules import: ")
-    assert fix == f"  fix:    rename {tmp_path}/{name}.py"
+    name = top.removesuffix(".py")
+    assert first.startswith(f"{tmp_path}/{top} shadows the package {name}, which other modules import: ")
+    assert fix == f"  fix:    rename {tmp_path}/{top}"
 
 
 def test_logs_without_a_line_say_so(place: Path, called: Called) -> None:
