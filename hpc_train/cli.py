@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpc_train.cluster.rejected_variable import rejected_variable
 from hpc_train.commands import COMMANDS, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
@@ -59,6 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
         mistake = translate(error) or out_of_descriptors(error)
+        if mistake is None and isinstance(error, ValueError):  # from an import of torch
+            mistake = rejected_variable(error, os.environ)
         if mistake is None:
             raise
         print(mistake, file=sys.stderr)

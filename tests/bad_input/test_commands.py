@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train import cli
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
@@ -95,3 +96,18 @@ def test_logs_without_a_line_say_so(place: Path, called: Called) -> None:
     assert "hello" in done.stdout and not done.stderr
     assert "attempt 0 has no output of rank 9" in called("logs", "mine", "--rank", "9").stderr
     assert "has not started yet" in called("logs", "new").stderr
+
+
+def test_a_command_names_the_variable_that_torch_rejects(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def imports_torch(arguments: list[str]) -> int:
+        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.")
+
+    monkeypatch.setattr(cli, "_command", lambda arguments: (imports_torch, arguments))
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "LOUD")
+    assert cli.run([]) == 2
+    assert capsys.readouterr().err.startswith("torch cannot use TORCH_DISTRIBUTED_DEBUG=LOUD: ValueError: The value")
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+    with pytest.raises(ValueError, match="must be OFF"):
+        cli.run([])
