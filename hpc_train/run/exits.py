@@ -91,7 +91,10 @@ RESPONSES: dict[Failure, Response] = {
         "SIGKILL usually comes from the kernel when the host is out of memory: increase cluster.mem or decrease "
         "batch.loader_workers. SIGSEGV, SIGBUS and SIGABRT usually come from a compiled library or a full /dev/shm",
     ),
-    Failure.EXITED: Response(Action.RESTART, "some code called exit(); the last log lines of that rank show where"),
+    Failure.EXITED: Response(
+        Action.RESTART,
+        "some code ended the process, e.g. with os._exit(); the last log lines of that rank show where",
+    ),
     Failure.COMMUNICATION: Response(
         Action.RESTART,
         "usually another rank failed first: see `logs RUN --rank all`. Otherwise check the network between the nodes",
