@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -217,9 +218,7 @@ def submit(
     Raises:
         UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
     """
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
-        what = f"the overrides are {overrides!r:.80}, not a list of texts"
-        raise UserError(what, where="overrides", fix='submit(["optim.lr=1e-3", "train.steps=100"])')
+    _check_types(overrides, entry, args, config_dir)
     console = Console() if verbose else Console(file=io.StringIO(), force_jupyter=False)
     try:
         paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console)
@@ -232,6 +231,25 @@ def submit(
     for run in [] if detach else runs:
         run.wait()
     return runs[0] if len(runs) == 1 else runs
+
+
+def _check_types(overrides: object, entry: object, args: object, config_dir: object) -> None:
+    """Raises UserError for an argument of ``submit`` that has the wrong type."""
+    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
+    if not listed or not all(isinstance(override, str) for override in cast("Sequence[object]", overrides)):
+        what = f"the overrides are {overrides!r:.80}, not a list of texts"
+        raise UserError(what, where="overrides", fix='submit(["optim.lr=1e-3", "train.steps=100"])')
+    if not (entry is None or isinstance(entry, str) or hasattr(entry, "__qualname__")):
+        what = f"the entry is {entry!r:.80}, which workers cannot import by a name"
+        raise UserError(what, where="entry", fix="a function of a module, or entry='package.module:function'")
+    if not (args is None or isinstance(args, Mapping)):
+        raise UserError(f"args is {args!r:.80}, not a dict", where="args", fix='args={"width": 64}')
+    for name in args or {}:
+        if re.fullmatch(r"[\w-]+", str(name)) is None:
+            raise UserError(f"args has the name {name!r:.80}", where="args", fix="names of letters, digits, _ and -")
+    if not (config_dir is None or isinstance(config_dir, str | os.PathLike)):
+        what = f"config_dir is {config_dir!r:.80}, not a path"
+        raise UserError(what, where="config_dir", fix='config_dir="my_conf"')
 
 
 def _own_code(entry: str | Callable[..., Any] | None, args: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpc_train.cluster.rejected_variable import rejected_variable
 from hpc_train.commands import COMMANDS, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
@@ -20,6 +21,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_descriptors
 from hpc_train.run.streams import open_closed_streams, replace_unencodable
+from hpc_train.shadowing import shadowing_file
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -51,9 +53,15 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
+        shadowing = None if isinstance(error, UserError) else shadowing_file(error)
+        if shadowing is not None:
+            print(shadowing, file=sys.stderr)
+            return Exit.REFUSED
         from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
         mistake = translate(error) or out_of_descriptors(error)
+        if mistake is None and isinstance(error, ValueError):  # from an import of torch
+            mistake = rejected_variable(error, os.environ)
         if mistake is None:
             raise
         print(mistake, file=sys.stderr)

@@ -35,11 +35,13 @@ class UserErrors(UserError):
 
     Attributes:
         found: the mistakes, none of which is a ``UserErrors``.
+        head: the first line of the message; None counts the mistakes.
     """
 
-    def __init__(self, found: Iterable[UserError]) -> None:
+    def __init__(self, found: Iterable[UserError], head: str | None = None) -> None:
         self.found = tuple(found)
-        super().__init__("\n".join([f"{len(self.found)} mistakes:", *map(str, self.found)]))
+        self.head = head
+        super().__init__("\n".join([head or f"{len(self.found)} mistakes:", *map(str, self.found)]))
 
 
 class Mistakes:

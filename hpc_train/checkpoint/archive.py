@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.events import ARCHIVE, EventLog
 from hpc_train.run.files import write_json
 from hpc_train.run.freeze import load
 
@@ -195,7 +194,7 @@ def main(arguments: list[str]) -> int:
     attempt = int(arguments[1])
     parent = int(arguments[2])
     os.nice(10)
-    events = EventLog.open(run, f"archive-{socket.gethostname()}-{os.getpid()}", attempt)
+    events = EventLog.open(run, ARCHIVE, attempt)
     archive = Archive.of(run, load(run))
     assert archive is not None
     try:

@@ -96,7 +96,7 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
 def with_file(mistake: UserError, line: CommandLine) -> UserError:
     """Returns ``mistake`` with the chosen file that sets its key, if there is one."""
     if isinstance(mistake, UserErrors):
-        return UserErrors(with_file(each, line) for each in mistake.found)
+        return UserErrors((with_file(each, line) for each in mistake.found), mistake.head)
     group, _, key = mistake.where.partition(".")
     path = _chosen(line).get(group)
     if path is None or path.is_relative_to(config_directory()) or _is_overridden(mistake.where, line):

@@ -31,6 +31,7 @@ from hpc_train.cluster.environment import (
 )
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.cluster.placement import switch_address
+from hpc_train.cluster.rejected_variable import refuse_unreadable_sizes
 from hpc_train.config.schema import Config
 from hpc_train.config.services import message_kinds, webhook
 from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
@@ -110,12 +111,7 @@ def _preload(config: Config, entry: str, store: str) -> list[str]:
     """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
     modules = [each.partition(":")[0] for each in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
-    return [
-        "hpc_train.elastic.warm_parent.collector_off",
-        "hpc_train.elastic.worker_process",
-        *dict.fromkeys(modules),
-        *pipeline,
-    ]
+    return [*dict.fromkeys(modules), *pipeline]
 
 
 @contextmanager
@@ -236,6 +232,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     unfit = refusal = None
     try:
         refuse_unknown_interface()
+        refuse_unreadable_sizes(os.environ)
         gpus, workers = workers_per_node(config.cluster)
     except UnusableGpus as error:
         unfit = Unfit(error.reason, error.fix)

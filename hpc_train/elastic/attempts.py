@@ -31,13 +31,13 @@ from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, progress_of, request, request_from_slurm
 from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
-from hpc_train.elastic.worker_process import ensure_warm_parent
+from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
 from hpc_train.elastic.workers import Workers, cpu_limit
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.exits import EXITS, Action, Exit, Failure
+from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently
 from hpc_train.run.record import with_digest
 from hpc_train.run.requests import StopRequests
@@ -347,10 +347,16 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -
         for spec in specs:
             workers.start(pid, spec, entry)
     except (EOFError, ConnectionError) as error:  # the warm parent died, and its workers with it
-        message = (
-            f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above{cpu_limit()}"
-        )
-        workers.fail(WorkerFailure(spec.rank, Failure.KILLED, message, message, time.time()))
+        crash = crash_of(pid)
+        if crash is None:
+            failure = Failure.KILLED
+            message = (
+                f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above{cpu_limit()}"
+            )
+        else:  # as it would in the next attempt
+            failure = Failure.USER_ERROR
+            message = f"{CRASHED_IMPORT}: its process was ended by {crash.name}; its output is above"
+        workers.fail(WorkerFailure(spec.rank, failure, message, message, time.time()))
 
 
 def _watch(

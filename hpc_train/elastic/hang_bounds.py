@@ -8,6 +8,9 @@ the attempt depends on what may recover by itself, the table ``PATIENCE_S``:
   costs the steps since the last checkpoint on all GPUs. There a slow step is examined and reported, and becomes a hang
   at the bound of the table. Two looks at the ranks may prove a hang before that (``hangs.proof``).
 
+While a worker waits for a processor, only the processor time that it gets counts (``Starvation``): on a machine that is
+too busy it is late and not hung.
+
 A worker that is stopped by a signal is a hang everywhere, after ``STOPPED_S`` in any phase.
 """
 
@@ -21,6 +24,7 @@ from enum import Enum
 
 from hpc_train.fabric.nccl_settings import ib_retry_s
 from hpc_train.run.agent_worker import Beat, Phase
+from hpc_train.run.processes import Activity
 
 LEAST_S = 3.0  # minimum bound of a step
 COLD_S = 30.0  # minimum bound of a step before enough step times are known
@@ -74,6 +78,31 @@ class Silence:
 
 
 @dataclass
+class Starvation:
+    """Measures how much of the time the workers of a node had the processors that they were ready to use.
+
+    A thread that is ready either runs or waits for a processor. While a worker has such a thread, time counts for it as
+    far as it gets processor time: fully for a worker that hangs in a loop, and not for one that the kernel does not
+    schedule. Workers wait for each other, so the one that gets least decides.
+    """
+
+    _before: dict[int, float] = field(default_factory=dict, init=False)  # rank -> processor time
+    _at: float = field(default=0.0, init=False)
+
+    def share(self, workers: Mapping[int, Activity], now: float) -> float:
+        """Returns the share of the time since the last call that counts; 1 for workers that it has not seen before.
+
+        Args:
+            workers: what each worker does, by rank; empty if it does not matter.
+            now: time on the monotonic clock.
+        """
+        passed, before = now - self._at, self._before
+        self._at, self._before = now, {rank: found.cpu_s for rank, found in workers.items()}
+        got = [found.cpu_s - before[rank] for rank, found in workers.items() if found.ready and rank in before]
+        return min([1.0, *(used / passed for used in got)]) if passed > 0 else 1.0
+
+
+@dataclass
 class HangWatch:
     """Polls the heartbeats of one node. What it learned is kept over attempts (``begin``).
 
@@ -102,15 +131,24 @@ class HangWatch:
         self._checked_at = None
         self._looks = 0
 
-    def check(self, beats: Mapping[int, Beat], now: float, stopped: Collection[int] = ()) -> Silence | None:
+    @property
+    def doubtful(self) -> bool:
+        """Returns whether a worker was silent for so long that it matters whether it waits for a processor."""
+        silent = max((self._silent[rank] for rank in self._last), default=0.0)
+        return bool(self._last) and silent > min(self._slow_bound(beat.phase) for beat in self._last.values()) / 2
+
+    def check(
+        self, beats: Mapping[int, Beat], now: float, stopped: Collection[int] = (), share: float = 1.0
+    ) -> Silence | None:
         """Checks the heartbeats; returns a silence in a stage that was not returned before, or None.
 
         Args:
             beats: heartbeats of the live workers, by rank.
             now: time on the monotonic clock.
             stopped: the ranks that are stopped by a signal.
+            share: the share of the time since the last check that counts (``Starvation``).
         """
-        passed = 0.0 if self._checked_at is None else min(now - self._checked_at, SEEN_S)
+        passed = 0.0 if self._checked_at is None else share * min(now - self._checked_at, SEEN_S)
         self._checked_at = now
         for rank, beat in beats.items():
             before = self._last.get(rank)

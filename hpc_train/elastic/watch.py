@@ -21,7 +21,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, HangWatch, Silence, Stage
+from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, HangWatch, Silence, Stage, Starvation
 from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.measure.flight_recorder import Collective, read_collectives
@@ -30,7 +30,7 @@ from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
-from hpc_train.run.processes import process_state
+from hpc_train.run.processes import activity, process_state
 from hpc_train.run.requests import answer_stacks_request
 
 FIRST_S, MOST_S = (
@@ -191,6 +191,7 @@ class Watch:
     _answered: int = field(default=0, init=False)
     _workers: Workers | None = field(default=None, init=False)
     _pipeline: bool = field(default=False, init=False)
+    _starvation: Starvation = field(default_factory=Starvation, init=False)
     _first_look: Sequence[RankState] = field(default=(), init=False)  # at the current silence
     _timeout_reported: bool = field(default=False, init=False)  # in the current attempt
     _hang_saved: bool = field(default=False, init=False)  # likewise: the stacks of a hang, here or on another node
@@ -228,7 +229,8 @@ class Watch:
         if not workers.failures:
             beats = {worker.rank: beat for worker in workers.alive if (beat := worker.block.beat()) is not None}
             stopped = [worker.rank for worker in workers.alive if process_state(worker.pid) == "T"]
-            silence = self.hangs.check(beats, now, stopped)
+            running = {worker.rank: activity(worker.pid) for worker in workers.alive} if self.hangs.doubtful else {}
+            silence = self.hangs.check(beats, now, stopped, self._starvation.share(running, now))
             if silence is not None and self._ends_attempt(silence, workers, now):
                 return
             for straggler in self.stragglers.check(workers.alive, now):

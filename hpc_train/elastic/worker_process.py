@@ -30,13 +30,15 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.rejected_variable import rejected_variable
 from hpc_train.cluster.temporary import SOCKETS, TemporaryDirectory
 from hpc_train.elastic.warm_parent.head_start import SIGNALS, HeadStart
-from hpc_train.errors import UserCodeError
+from hpc_train.errors import UserCodeError, UserError
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.processes import die_with_parent, process_state
 from hpc_train.run.requests import StopFlag
+from hpc_train.shadowing import shadowing_file
 
 Entry = Callable[[WorkerSpec, StopFlag], Exit]
 SHOW_STACKS = signal.SIGQUIT  # as a JVM does: print the stacks of all threads and continue
@@ -52,6 +54,8 @@ def main(
     entry: str,
 ) -> None:
     """Runs ``entry`` ("module:function") as the worker ``spec``; never returns."""
+    from hpc_train.elastic.warm_parent.imports import failure  # the warm parent has imported it, and agents must not
+
     die_with_warm_parent(warm_parent_pid)
     gc.freeze()  # what the warm parent has imported stays shared with it: the collector does not write to it
     gc.enable()
@@ -62,7 +66,7 @@ def main(
     spec = replace(spec, heartbeat=block.descriptor)
     stop = _flag_on_signals()
     report.send({"kind": "ready"})
-    code = _run(entry, spec, stop, report)
+    code = _run(entry, spec, stop, report, failure)
     sys.stdout.flush()
     sys.stderr.flush()
     _remove_semaphores()
@@ -119,8 +123,10 @@ def _flag_on_signals() -> StopFlag:
     return stop
 
 
-def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection) -> Exit:
+def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection, failed_import: BaseException | None) -> Exit:
     try:
+        if failed_import is not None:
+            raise explained(failed_import)
         module, function = entry.split(":")
         train: Entry = getattr(importlib.import_module(module), function)
         code = train(spec, stop)
@@ -161,7 +167,18 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def explained(error: BaseException) -> BaseException:
+    """Returns the ``UserError`` for an import of the warm parent that failed because of a file or a variable of the
+    user; otherwise ``error``.
+    """
+    if (message := shadowing_file(error)) is not None:
+        return UserError(message)
+    return rejected_variable(error, os.environ) or error
+
+
 FORKSERVER = multiprocessing.get_context("forkserver")
+WARM_PARENT = "hpc_train.elastic.warm_parent.imports"
+IMPORTS = "HPC_TRAIN_WARM_IMPORTS"  # in the environment of the warm parent: the modules that it imports
 LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
@@ -170,10 +187,13 @@ LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 def start_warm_parent(preload: Sequence[str], begun: HeadStart | None = None) -> int:
     """Starts the warm parent, which imports ``preload`` in the background; returns its pid.
 
+    If an import fails, the workers report its exception, instead of dying with their warm parent.
+
     Args:
         begun: becomes the warm parent; without it that is a new process.
     """
-    FORKSERVER.set_forkserver_preload(list(preload))
+    FORKSERVER.set_forkserver_preload([WARM_PARENT])
+    os.environ[IMPORTS] = ",".join(preload)
     with contextlib.nullcontext() if begun is None else begun.becomes_forkserver():
         return ensure_warm_parent()
 
@@ -218,6 +238,24 @@ def died_with_warm_parent(exit_code: int | None) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+CRASHES = (signal.SIGABRT, signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
+
+
+def crash_of(warm_parent: int) -> signal.Signals | None:
+    """Returns the signal of ``CRASHES`` that ended the process; None if another one did, or none within a second."""
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        try:
+            end = os.waitid(os.P_PID, warm_parent, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # multiprocessing reaps it
+        except ChildProcessError:
+            return None
+        if end is not None:
+            killed = end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return signal.Signals(end.si_status) if killed and end.si_status in CRASHES else None
+        time.sleep(0.02)
+    return None
 
 
 def fork_process(target: Callable[..., None], *args: Any) -> BaseProcess:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import time
@@ -306,18 +307,34 @@ def class_of_script_end(
     """
     if failure is Failure.KILLED:
         return class_of_end(exit_code if exit_code < 0 else SHELL_SIGNALS - exit_code, killed, output=output)
-    last = next((line.strip() for line in reversed(output) if line.strip()), "it printed nothing")
-    message = f"run.command exited with code {exit_code}: {last}"
+    message = f"run.command exited with code {exit_code}: {_last_words(output)}"
     if failure is Failure.REFUSED:
         return failure, message
     known = next(filter(None, map(classify_message, _last_traceback(output))), None)
     return known or failure, message
 
 
+def _last_words(output: Sequence[str]) -> str:
+    """Returns the exception at the end of the last traceback of Python, or the last line if there is none."""
+    lines = [line for line in _last_traceback(output) if line.strip()]
+    if not lines:
+        return "it printed nothing"
+    ends = [number for number, line in enumerate(lines) if EXCEPTION.match(line)]
+    if not lines[0].startswith(TRACEBACK) or not ends:
+        return lines[-1].strip()
+    first = lines[ends[0]].strip()
+    following = lines[ends[0] + 1 :][:1] if first.endswith(":") else []  # a message that begins with an empty line
+    return " ".join([first, *(line.strip() for line in following)])
+
+
+TRACEBACK = "Traceback (most recent call last)"
+EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # its line begins at the left margin, unlike those of the frames
+
+
 def _last_traceback(output: Sequence[str]) -> Sequence[str]:
     """Returns the lines from the last traceback of Python on; only the last lines if there is none."""
     for number in range(len(output) - 1, -1, -1):
-        if output[number].startswith("Traceback (most recent call last)"):
+        if output[number].startswith(TRACEBACK):
             return output[number:]
     return output[-3:]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,6 +15,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
+from hpc_train.config.translate import translate
 from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
@@ -42,10 +44,15 @@ def dry_run(line: CommandLine) -> int:
     refused, accepted = 0, []
     plans: dict[str, int] = {}
     with line.composer() as compose:
-        configs = [compose(overrides) for overrides in jobs]
-    directory = _directory(configs[0])
+        configs = [_composed(compose, overrides) for overrides in jobs]
+    valid = [config for config in configs if isinstance(config, DictConfig)]
+    if not valid and isinstance(configs[0], Exception):
+        raise configs[0]
+    directory = _directory(valid[0])
     for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
         try:
+            if isinstance(config, Exception):
+                raise translate(config) or config
             job = prepare(typed(config), RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
             text = _shortened(_plan(job), number, plans)
             accepted.append(job)
@@ -60,6 +67,16 @@ def dry_run(line: CommandLine) -> int:
     total = f"{counted(len(jobs), 'job', 'jobs')}, {refused} refused" if refused else "nothing was written"
     console.print(f"verdict: {'refused' if refused else 'can be submitted'}\ndry run: {total}", highlight=False)
     return Exit.REFUSED if refused else Exit.DONE
+
+
+def _composed(compose: Callable[[Sequence[str]], DictConfig], overrides: Sequence[str]) -> DictConfig | Exception:
+    """Returns the composed job, or the error of the user's mistake because of which it cannot be composed."""
+    try:
+        return compose(overrides)
+    except Exception as error:
+        if translate(error) is None:
+            raise
+        return error
 
 
 def _shortened(plan: str, number: int, plans: dict[str, int]) -> str:

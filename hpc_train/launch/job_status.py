@@ -166,8 +166,9 @@ STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", E
 class View:
     """Holds a snapshot of a job. ``is_working`` is False while it waits in the queue, is suspended or is held.
 
-    ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first. ``steps``
-    is the total number of steps, if known. ``nodes`` is the number of allocated nodes.
+    ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first; its
+    ``step`` is that of the last checkpoint if the run was stopped after one. ``steps`` is the total number of steps, if
+    known. ``nodes`` is the number of allocated nodes.
     """
 
     state: str
@@ -204,6 +205,8 @@ def view_of(
     if not view.metrics:
         earlier = (last_line(run.metrics_file(number)) for number in range(run.newest_attempt(), -1, -1))
         view = replace(view, metrics=next(filter(None, earlier), {}))
+    if view.exit == Exit.STOPPED and (saved := last_saved(run)) > view.metrics.get("step", 0):
+        view = replace(view, metrics=view.metrics | {"step": saved})
     return replace(view, steps=view.steps or steps or run.record().get("total_steps")) if view.metrics else view
 
 
@@ -267,11 +270,19 @@ def final_code(code: int, run: RunDirectory) -> int:
     return code if run.record().get("own_code") == "command" else Exit.FAILED
 
 
-def how_stopped(code: int, state: str = "stopped") -> str:
+def last_saved(run: RunDirectory) -> int:
+    """Returns the step of the newest checkpoint by the names of the directories; 0 without one."""
+    names = (path.name.removeprefix("step-").partition(".")[0] for path in run.checkpoints.glob("step-*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
     """Returns how a run was stopped and what the command that follows does, by the exit code that the run has."""
     if code != Exit.STOPPED:
         return f"{state} before the first checkpoint; start again with"
-    return f"{'cancelled' if state == 'cancelled' else 'stopped after a checkpoint'}; resume with"
+    saved = last_saved(run)  # 0 for a command of the user's own
+    stopped = f"stopped after a checkpoint at step {saved}" if saved else "stopped after a checkpoint"
+    return f"{'cancelled' if state == 'cancelled' else stopped}; resume with"
 
 
 def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:

@@ -28,7 +28,8 @@ from hpc_train.config.jobs import JobComposer, JobConfigs
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
-from hpc_train.errors import UserError
+from hpc_train.config.translate import translate
+from hpc_train.errors import UserError, UserErrors
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import View
@@ -183,21 +184,64 @@ def prepare_all(
     """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
 
     Raises:
-        UserError: a job is wrong; the message names the job.
+        UserError: jobs are wrong; the message names them, with their overrides.
     """
     jobs, config_of = [], JobConfigs(compose)
+    refused: list[RefusedJob] = []
+    uncomposed: list[Exception] = []
     listed = list(enumerate(job_overrides, start=first))
     for number, overrides in _followed(listed, len(listed), "composing jobs", console):
         own = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
             jobs.append(prepare(config_of(overrides), run, number, own))
-        except UserError as error:
-            if count == 1:
+        except Exception as error:
+            mistake = translate(error)
+            if count == 1 or mistake is None:
                 raise
-            what = f"job {number} ({' '.join(own)}): {error.what}"
-            raise UserError(what, where=error.where, fix=error.fix) from error
+            refused.append(RefusedJob(number, " ".join(own), mistake))
+            if mistake is not error:
+                uncomposed.append(error)
+    if len(uncomposed) == len(listed):
+        raise uncomposed[0]  # the caller finds all mistakes of such a command line
+    if refused:
+        raise refusal(refused, len(listed))
     return jobs
+
+
+@dataclass(frozen=True)
+class RefusedJob:
+    """A job of a sweep that cannot be submitted."""
+
+    number: int
+    overrides: str
+    error: UserError
+
+
+REASONS, NUMBERS = 5, 10  # of refused jobs in one message
+
+
+def refusal(refused: Sequence[RefusedJob], count: int) -> UserError:
+    """Returns the message about the jobs that are ``refused``, of ``count``; those with the same mistake are told
+    together.
+    """
+    alike: dict[str, list[RefusedJob]] = {}
+    for job in refused:
+        alike.setdefault(str(job.error), []).append(job)
+    found = [_of_jobs(jobs) for jobs in alike.values()]
+    if len(refused) == 1:
+        return found[0]
+    head = f"{len(refused)} of {count} jobs are refused, and none was submitted"
+    more = f"; the first {REASONS} of {len(found)} reasons" if len(found) > REASONS else ""
+    return UserErrors(found[:REASONS], f"{head}{more}:")
+
+
+def _of_jobs(jobs: Sequence[RefusedJob]) -> UserError:
+    """Returns the mistake of ``jobs``, with their numbers and the overrides of the first."""
+    first = jobs[0]
+    numbers = ", ".join(str(job.number) for job in jobs[:NUMBERS]) + (", ..." if len(jobs) > NUMBERS else "")
+    named = f"job {numbers} ({first.overrides})" if len(jobs) == 1 else f"jobs {numbers} (the first: {first.overrides})"
+    return UserError(f"{named}: {first.error.what}", where=first.error.where, fix=first.error.fix)
 
 
 def end(results: Sequence[JobReturn]) -> None:

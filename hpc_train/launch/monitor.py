@@ -179,7 +179,7 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
     _write_page(queue)
     (job,), (view,) = queue.jobs, queue.views
     if view.state in ("cancelled", "stopped") and view.exit is not None:
-        print(f"{how_stopped(view.exit, view.state)}:\n  {_resume_hint(job)}")
+        print(f"{how_stopped(view.exit, job.run, view.state)}:\n  {_resume_hint(job)}")
     return worst(queue.views)
 
 

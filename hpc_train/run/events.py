@@ -72,6 +72,8 @@ EVENTS = (
     "loop",  # one of the user's own loop (run.entry), with its name
 )
 
+ARCHIVE = "archive"  # the writer that copies checkpoints to checkpoint.archive: one at a time, on the node of rank 0
+
 
 def _writer() -> FileWriter:
     return FileWriter("the event log")

@@ -91,7 +91,10 @@ RESPONSES: dict[Failure, Response] = {
         "SIGKILL usually comes from the kernel when the host is out of memory: increase cluster.mem or decrease "
         "batch.loader_workers. SIGSEGV, SIGBUS and SIGABRT usually come from a compiled library or a full /dev/shm",
     ),
-    Failure.EXITED: Response(Action.RESTART, "some code called exit(); the last log lines of that rank show where"),
+    Failure.EXITED: Response(
+        Action.RESTART,
+        "some code ended the process, e.g. with os._exit(); the last log lines of that rank show where",
+    ),
     Failure.COMMUNICATION: Response(
         Action.RESTART,
         "usually another rank failed first: see `logs RUN --rank all`. Otherwise check the network between the nodes",
@@ -149,6 +152,7 @@ RESPONSES: dict[Failure, Response] = {
 
 
 HOST_MEMORY = "out of host memory according to the kernel"  # of a process that the kernel has killed
+CRASHED_IMPORT = "importing torch crashed"
 
 # Advice for causes that a message names, which takes precedence over that for the class of the failure.
 NAMED_CAUSES: dict[str, str] = {
@@ -157,6 +161,8 @@ NAMED_CAUSES: dict[str, str] = {
     r"/dev/shm|/torch_\d+_\d+|out of shared memory|through shared memory": "make room in the shared memory of the "
     "node: df -h /dev/shm, a larger --shm-size for a container, or batch.loader_workers=0, which needs none",
     r"Slurm killed .* for exceeding its memory": "set the larger cluster.mem that the message names",
+    CRASHED_IMPORT: "run `python -c 'import torch.distributed'` on that node. SIGILL: torch was built for another CPU; "
+    "otherwise check the libraries that LD_LIBRARY_PATH and LD_PRELOAD name",
     HOST_MEMORY: "set a larger cluster.mem (in a container: a larger memory limit), or reduce batch.loader_workers",
     r"elastic\.stop_grace_s": "a step and the save after it take longer: increase elastic.stop_grace_s, with which "
     "Slurm also signals the job earlier, and cluster.time if it is short",

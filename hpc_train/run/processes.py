@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,29 @@ def _children(pid: int) -> list[int]:
         with suppress(OSError):
             found += map(int, path.read_text().split())
     return found
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the threads of a process and its children do: ``ready`` if one runs or waits for a processor, and ``cpu_s``,
+    the processor time of all of them.
+    """
+
+    ready: bool
+    cpu_s: float
+
+
+def activity(pid: int) -> Activity:
+    """Returns what a process and its children do at this moment."""
+    ready, ticks = False, 0
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            ready |= fields[0] == "R"
+            ticks += int(fields[11]) + int(fields[12])
+    children = [activity(child) for child in _children(pid)]
+    cpu_s = ticks / _TICKS_PER_S + sum(child.cpu_s for child in children)
+    return Activity(ready or any(child.ready for child in children), cpu_s)
 
 
 def is_reading_or_writing(pid: int) -> bool:

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import ARCHIVE
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import Event, Notices, saves
@@ -50,8 +51,8 @@ class Progress:
         self._resume_command = resume_command
         self._first_attempt = run.newest_attempt() + 1
         self._lines = _NewLinesOfAttempts(run, self._first_attempt, run.metrics_file)
-        self._events = _NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, "rank-0000"))
-        self._tracking = _NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, TRACKING))
+        writers = ("rank-0000", ARCHIVE, TRACKING)
+        self._events = [_NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, one)) for one in writers]
         self._look = BackgroundCall(self._read)
         self._total: int | None = None
         self._restarts = 0
@@ -117,7 +118,7 @@ class Progress:
         """Reads the new metrics and events. A file system that hangs blocks it, and so it runs in a thread."""
         self._total = self._run.record().get("total_steps")
         self._restarts = max(0, self._run.newest_attempt() - self._first_attempt)
-        events = [*self._events.read(), *self._tracking.read()]
+        events = [event for file in self._events for event in file.read()]
         return list(deque(self._lines.read(), WINDOW)), events  # no more lines are shown
 
     def _update_live(self) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
+from hpc_train.cluster.rejected_variable import rejected_variable
 from hpc_train.config.schema import Config, TrainConfig
 from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
@@ -35,7 +36,10 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     device = _prepare_device(spec)
     choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-    _join(spec, device, timeout)
+    try:
+        _join(spec, device, timeout)
+    except ValueError as error:  # other exceptions of torch name variables as a hint only
+        raise rejected_variable(error, os.environ) or error from error
     return join_mesh(spec.layout, spec.rank, device, timeout)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpc_train import cli
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of
+from tests.doors.command import environment
 
 Called = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -71,8 +74,40 @@ def test_wrong_arguments_are_one_message_and_exit_code_2(place: Path, called: Ca
     assert set(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("yaml.py", ""), ("logging.py", ""), ("hydra.py", "import hydra.core"), ("omegaconf/__init__.py", "1 1")],
+)
+def test_a_file_that_shadows_a_package_is_named(file: str, text: str, tmp_path: Path) -> None:
+    path, top = tmp_path / file, file.partition("/")[0]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    command = [sys.executable, "-m", "hpc_train", "--cfg", "job"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    first, fix = done.stderr.splitlines()
+    name = top.removesuffix(".py")
+    assert first.startswith(f"{tmp_path}/{top} shadows the package {name}, which other modules import: ")
+    assert fix == f"  fix:    rename {tmp_path}/{top}"
+
+
 def test_logs_without_a_line_say_so(place: Path, called: Called) -> None:
     done = called("logs", "mine")
     assert "hello" in done.stdout and not done.stderr
     assert "attempt 0 has no output of rank 9" in called("logs", "mine", "--rank", "9").stderr
     assert "has not started yet" in called("logs", "new").stderr
+
+
+def test_a_command_names_the_variable_that_torch_rejects(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def imports_torch(arguments: list[str]) -> int:
+        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.")
+
+    monkeypatch.setattr(cli, "_command", lambda arguments: (imports_torch, arguments))
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "LOUD")
+    assert cli.run([]) == 2
+    assert capsys.readouterr().err.startswith("torch cannot use TORCH_DISTRIBUTED_DEBUG=LOUD: ValueError: The value")
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+    with pytest.raises(ValueError, match="must be OFF"):
+        cli.run([])

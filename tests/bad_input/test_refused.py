@@ -233,6 +233,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_one_verdict_names_all_refused_jobs_of_a_sweep(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Jobs with the same mistake are told together."""
+    before = everything(place)
+    sweep = ["+strategy=dp,nope", "optim.lr=1e-3,-1", "train.seed=1,2", "cluster=local", "-m"]
+    assert run(sweep) == 2
+    output = capsys.readouterr().err
+    assert output.startswith("6 of 8 jobs are refused, and none was submitted:\n")
+    assert "\njobs 2, 3 (the first: +strategy=dp optim.lr=-1 train.seed=1 cluster=local): optim.lr is -1.0" in output
+    assert (
+        "\njobs 4, 5, 6, 7 (the first: +strategy=nope optim.lr=0.001 train.seed=1 cluster=local): strategy/" in output
+    )
+    assert output.count("set in:") == output.count("fix:") == 2
+    assert run([*sweep, "launch.dry_run=true"]) == 2
+    assert capsys.readouterr().out.endswith("verdict: refused\ndry run: 8 jobs, 6 refused\n")
+    assert everything(place) == before
+
+
 def everything(place: Path) -> set[Path]:
     return set(place.rglob("*"))
 

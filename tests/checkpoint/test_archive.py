@@ -17,6 +17,8 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import ARCHIVE
+from hpc_train.run.files import read_lines
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -131,5 +133,5 @@ def test_an_archive_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = frozen(tmp_path / "run", "+strategy=single", "train.steps=2", f"checkpoint.archive={tmp_path}/file")
     assert set(run_attempt(run, 1)) == {0}
-    failed = [event for event in run.read_events() if event["event"] == "archive_failed"]
+    failed = [line for line in read_lines(run.events_file(ARCHIVE, 0)) if line["event"] == "archive_failed"]
     assert failed and "file" in failed[0]["message"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,7 +132,22 @@ def test_a_run_that_does_not_exist_is_a_user_error() -> None:
         hpc_train.Run("nothing")
 
 
-@pytest.mark.parametrize("overrides", ["optim.lr=1", [5]])
+@pytest.mark.parametrize("overrides", ["optim.lr=1", [5], 5, None, {"optim.lr": 1}, (text for text in ("optim.lr=1",))])
 def test_overrides_that_are_no_list_of_texts_are_refused(overrides: object) -> None:
     with pytest.raises(hpc_train.UserError, match="not a list of texts"):
         hpc_train.submit(overrides)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"entry": 3}, "the entry is 3, which workers cannot import"),
+        ({"entry": functools.partial(print)}, "which workers cannot import by a name"),
+        ({"args": [1]}, r"args is \[1\], not a dict"),
+        ({"args": {"a b": 1}}, "args has the name 'a b'"),
+        ({"config_dir": 5}, "config_dir is 5, not a path"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_refused(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(hpc_train.UserError, match=what):
+        hpc_train.submit([], **arguments)

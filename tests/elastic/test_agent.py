@@ -199,6 +199,22 @@ def test_an_entry_that_cannot_be_imported_is_a_failure_with_its_traceback(frozen
     assert "ModuleNotFoundError: No module named 'tests.elastic.missing'" in error
 
 
+def test_an_import_that_fails_in_the_warm_parent_fails_the_run_at_once(frozen: Freeze) -> None:
+    run = frozen()
+    code, error = end(start_agent(run.path, "tests.elastic.failing_import:train", PYTORCH_JIT="maybe"))
+    assert (code, run.newest_attempt()) == (2, 0)
+    assert error.startswith("torch cannot use PYTORCH_JIT=maybe: ValueError: PYTORCH_JIT must be 0 or 1")
+    assert "unset PYTORCH_JIT" in error and "Traceback" not in error
+
+
+def test_an_import_that_crashes_the_warm_parent_is_not_tried_again(frozen: Freeze) -> None:
+    run = frozen()
+    code, error = end(start_agent(run.path, "tests.elastic.failing_import:train", CRASH="1", PYTORCH_JIT="1"))
+    assert (code, run.newest_attempt()) == (1, 0)
+    assert "importing torch crashed: its process was ended by SIGABRT" in error
+    assert "LD_LIBRARY_PATH" in error and "out of memory" not in error
+
+
 def test_no_worker_outlives_an_agent_killed_with_9(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "never_stops")

@@ -541,6 +541,16 @@ def test_a_crash_loop_takes_three_attempts(tmp_path: Path) -> None:
     assert (attempts, action(order)) == (3, Action.GIVE_UP)
 
 
+def test_a_rank_that_exits_by_itself_is_not_counted_against_its_node(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    for _ in range(2):
+        course.report(failed(Failure.EXITED, step=0, rank=1), 1)
+        course.report(failed(Failure.COMMUNICATION, step=0), 0)
+        assert course.started() == [0, 1]
+    assert course.head.node_failures.recent() == []
+
+
 def test_a_killed_store_is_restarted_in_place(tmp_path: Path) -> None:
     course = Course(tmp_path, 2)
     course.started()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +29,7 @@ from hpc_train.elastic.hang_bounds import (
     HangWatch,
     Silence,
     Stage,
+    Starvation,
     patience_s,
 )
 from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
@@ -37,6 +42,7 @@ from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
+from hpc_train.run.processes import Activity, activity
 
 PATIENCE_S = 120.0
 TICK = 0.25
@@ -420,6 +426,8 @@ class Node:
     beat: Beat = field(default_factory=lambda: Beat(0, Phase.STEP, 0.0, 0, 0.0))
     states: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     failures: list[WorkerFailure] = field(default_factory=list)
+    gets: float | None = None  # the share of a processor that rank 1, which is ready, gets; None: it sleeps
+    cpu_s: float = 0.0
 
     def __post_init__(self) -> None:
         run = RunDirectory(self.path)
@@ -430,6 +438,9 @@ class Node:
         self.monkeypatch.setattr(watch_module.time, "monotonic", lambda: self.now)
         self.monkeypatch.setattr(
             watch_module, "process_state", lambda pid: self.states.get(pid, {}).get("process", "S")
+        )
+        self.monkeypatch.setattr(
+            watch_module, "activity", lambda pid: Activity(pid == 1 and self.gets is not None, self.cpu_s)
         )
         self.monkeypatch.setattr(watch_module, "collect", self._collect)
         self.monkeypatch.setattr(self.watch.stragglers, "check", lambda workers, now: [])
@@ -471,6 +482,7 @@ class Node:
         self.states = {0: groups(dp=(9, True)), 1: groups(dp=(8, False)) | of_second} if of_second else {}
         while self.now < began + seconds - 1e-9 and not self.failures:
             self.now += TICK
+            self.cpu_s += TICK * (self.gets or 0.0)
             self.watch.check(self)  # type: ignore[arg-type]
         return self.now - began if self.failures else None
 
@@ -578,3 +590,39 @@ def test_on_one_cpu_node_a_slow_step_is_a_hang_at_once(tmp_path: Path, monkeypat
     node.steps(20)
     node.enter(Phase.STEP)
     assert node.stall(1000.0, busy=1.0) == pytest.approx(3.0, abs=3 * TICK)
+
+
+@pytest.mark.parametrize(("gets", "after"), [(0.0, None), (0.1, 2 + 1 / 0.1), (1.0, 3.0), (2.5, 3.0), (None, 3.0)])
+def test_a_rank_that_waits_for_a_processor_is_late_and_not_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets: float | None, after: float | None
+) -> None:
+    """More than half of the bound passes before anybody looks."""
+    node = Node(tmp_path, monkeypatch, patience=0.0)
+    node.steps(20)
+    node.enter(Phase.STEP)
+    node.gets = gets
+    found = node.stall(100.0, busy=1.0)
+    assert found is None if after is None else found == pytest.approx(after, abs=4 * TICK)
+
+
+SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); {then}\nwhile True: pass"
+
+
+def test_the_share_of_a_process_that_gets_no_processor() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    idle = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    scripts = [SPIN.replace("{then}", then) for then in (idle, "pass", "pass")]
+    scripts.append("import time; time.sleep(60)")
+    processes = [subprocess.Popen([sys.executable, "-c", script, core]) for script in scripts]
+    try:
+        time.sleep(0.5)
+        starved, asleep = Starvation(), Starvation()
+        for watch, process in ((starved, processes[0]), (asleep, processes[-1])):
+            assert watch.share({0: activity(process.pid)}, time.monotonic()) == 1.0
+        time.sleep(0.5)
+        assert starved.share({0: activity(processes[0].pid)}, time.monotonic()) < 0.5
+        assert asleep.share({0: activity(processes[-1].pid)}, time.monotonic()) == 1.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -16,9 +16,11 @@ import pytest
 from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.cluster.environment import refuse_loopback_down, refuse_unknown_interface
 from hpc_train.cluster.kernel_counters import OomKills
+from hpc_train.cluster.rejected_variable import refuse_unreadable_sizes
 from hpc_train.data.loader import begun
 from hpc_train.elastic.decision import ended_without_report, is_secondary
-from hpc_train.elastic.worker_process import _failure
+from hpc_train.elastic.warm_parent.imports import import_modules
+from hpc_train.elastic.worker_process import _failure, explained
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
 from hpc_train.run.exits import FILE_SYSTEM, Failure, advice_for, classify
@@ -249,6 +251,35 @@ def test_an_interface_that_no_node_has_is_refused() -> None:
     refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo"})
     with pytest.raises(UserError, match="has no network interface nope"):
         refuse_unknown_interface({"GLOO_SOCKET_IFNAME": "lo,nope"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "raised"),
+    [
+        ("TORCH_LOGS", "junk", 'raise ValueError("Invalid log settings: junk, must be a list")'),
+        ("TORCH_LOGS_OUT", "/no/file", 'open("/no/file")'),
+        ("PYTORCH_JIT", "x", 'raise ValueError("Unknown setting of PYTORCH_JIT. Try using 0 or 1.")'),
+        ("TORCH_DIST_INIT_BARRIER", "x", 'int(__import__("os").environ["TORCH_DIST_INIT_BARRIER"])'),
+    ],
+)
+def test_the_variable_that_torch_rejects_is_named(
+    name: str, value: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"imports_{name}.py").write_text(f"{raised}\n")
+    error = import_modules(f"imports_{name}")
+    assert error is not None
+    assert f"torch cannot use {name}={value}: " in str(explained(error))
+    monkeypatch.setenv(name, "another value")
+    monkeypatch.delenv("PYTORCH_JIT", raising=False)
+    assert "TORCH_DIST_INIT" in name or explained(error) is error
+
+
+def test_sizes_at_which_torch_aborts_are_refused() -> None:
+    refuse_unreadable_sizes({"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": " 10"})
+    with pytest.raises(UserError, match="TORCH_FR_BUFFER_SIZE=many is not an integer"):
+        refuse_unreadable_sizes({"TORCH_FR_BUFFER_SIZE": "many"})
 
 
 def test_what_a_worker_reports_can_be_sent_and_printed() -> None:

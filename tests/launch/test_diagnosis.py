@@ -94,6 +94,14 @@ def test_a_divergence_is_told_once_and_not_resumed(run: RunDirectory, capsys: py
     assert "hpc_train resume" not in text, "the same settings diverge again"
 
 
+def test_a_kill_is_told_once(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = "killed by SIGKILL"
+    fail(run, 1, 3, Failure.KILLED, message=killed, traceback=f"{killed}\nlast output:\nall is well")
+    text = page(run, capsys).partition("recovery actions")[0]
+    assert text.count(killed) == 1
+    assert f": {killed}\n  last output:\n  all is well\n" in text
+
+
 def test_json_has_all_of_it(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     fail(run, 1, 3, Failure.OUT_OF_MEMORY, traceback=TRACEBACK)
     found = json.loads(page(run, capsys, "--json"))

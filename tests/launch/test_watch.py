@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.launch.executors.executor import Submitted
-from hpc_train.launch.job_status import PRESENT, JobStatus, View, resume_command, time_left
+from hpc_train.launch.job_status import PRESENT, JobStatus, View, how_stopped, resume_command, time_left
 from hpc_train.launch.job_table import JobTable, plain_line
 from hpc_train.launch.resubmission import wait_if_ending
 from hpc_train.run.directory import RunDirectory
@@ -43,8 +43,10 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 1), "75 needs a checkpoint"
-    (run.checkpoints / "step-00000003").mkdir()
+    (run.checkpoints / "step-00000005").mkdir()
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
+    assert item.view(None).metrics == {"step": 5, "loss": 2.5}, "two steps after the last line of metrics"
+    assert how_stopped(75, run) == "stopped after a checkpoint at step 5; resume with"
 
 
 def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp_path: Path) -> None:

@@ -136,3 +136,20 @@ def test_progress_is_a_touch_a_number_or_a_newer_file(tmp_path: Path) -> None:
     assert third.since > second.since
     progress.close()
     assert [line["step"] for line in RunDirectory(tmp_path).read_metrics()] == [7]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ([*TRACEBACK, "ValueError: ", "Invalid log settings: junk", "Valid settings:", "all"],
+         "ValueError: Invalid log settings: junk"),
+        ([*TRACEBACK, "KeyboardInterrupt"], "KeyboardInterrupt"),
+        ([*TRACEBACK, "OSError: [Errno 5] Input/output error", "wandb: synced 5 files"],
+         "OSError: [Errno 5] Input/output error"),
+        (["no licence", ""], "no licence"),
+        ([], "it printed nothing"),
+    ],
+)  # fmt: skip
+def test_the_exception_of_a_script_is_told_and_not_what_it_prints_after_it(output: list[str], words: str) -> None:
+    _, message = class_of_script_end(1, Failure.USER_ERROR, OomKills(0, 0), output)
+    assert message == f"run.command exited with code 1: {words}"

@@ -79,7 +79,8 @@ class ElasticConfig:
     hang_timeout_s: str = key(
         "auto",
         "The number of seconds after which a step counts as a hang and the workers restart. 0 means no limit. auto "
-        "uses 5 times the slowest step, at least 3 s, and at least 120 s on several nodes or GPUs.",
+        "uses 5 times the slowest step, at least 3 s, and at least 120 s on several nodes or GPUs. Time in which "
+        "a worker waits for a processor does not count.",
     )
     stop_grace_s: float | int | str = key(
         "auto",

@@ -35,7 +35,7 @@ NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more
 END_TIMEOUT_S = 60.0  # an agent that cannot end its workers within this time counts as lost
 MAX_FAILED_STARTS = 2  # failed starts in a row on a node until the job must run elsewhere
 NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that it counts as
-    **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.EXITED, Failure.HANG, Failure.KERNEL), 1),
+    **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.HANG, Failure.KERNEL), 1),
     Failure.DEVICE: TOO_OFTEN,
 }
 

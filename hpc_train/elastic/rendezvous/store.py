@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.cluster.allocation import LOOPBACK
 from hpc_train.elastic.worker_process import (
+    crash_of,
     die_with_warm_parent,
     died_with_warm_parent,
     ensure_warm_parent,
@@ -61,12 +62,17 @@ class Stores:
         self._lost_at_start = self._process is None
 
     def _fork(self, listener: socket.socket) -> BaseProcess | None:
-        """Returns the store's process; None if the warm parent dies repeatedly. Its death is not visible at once."""
+        """Returns the store's process; None if the warm parent crashes, or dies repeatedly. Its death is not visible at
+        once.
+        """
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
+            warm_parent = ensure_warm_parent()
             try:
-                return fork_process(_main, ensure_warm_parent(), listener, self._entry)
+                return fork_process(_main, warm_parent, listener, self._entry)
             except (EOFError, ConnectionError):
+                if crash_of(warm_parent) is not None:
+                    return None
                 time.sleep(0.02)
         return None
 
@@ -89,7 +95,11 @@ class Stores:
 
 def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
     """Runs the store. Signals stay blocked as in the warm parent, because the agent handles a Ctrl-C."""
+    from hpc_train.elastic.warm_parent.imports import failure  # the warm parent has imported it, and agents must not
+
     die_with_warm_parent(warm_parent_pid)
+    while failure is not None:  # the workers report it
+        signal.pause()
     module, function = entry.split(":")
     kept = getattr(importlib.import_module(module), function)(listener)
     while kept is not None:

@@ -132,5 +132,5 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
         return code
     code = final_code(code, run)
     go_on = again or shlex.join(["python", "-m", "hpc_train", "resume", str(run.path)])
-    print(f"{how_stopped(code)}:\n  {go_on}")
+    print(f"{how_stopped(code, run)}:\n  {go_on}")
     return code

@@ -66,8 +66,8 @@ def _cause(found: Diagnosis) -> list[str]:
     head = f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {clock(cause.time)}: {cause.message}"
     lines = head.splitlines()
     if cause.kind != Failure.REFUSED:  # its traceback is the message
-        traceback = own_frames(cause.traceback.rstrip())
-        lines += traceback.splitlines()[-TAIL_LINES:] if traceback != cause.message else []
+        traceback = own_frames(cause.traceback.rstrip()).removeprefix(cause.message)
+        lines += traceback.strip("\n").splitlines()[-TAIL_LINES:]
     lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     lines += [f"NCCL: {cause.nccl_problem.meaning}"] if cause.nccl_problem else []
