@@ -19,7 +19,7 @@ POINTS = 200  # of a curve
 
 
 class Top(App[None]):
-    """The live view. Files are read in a thread, so that a slow file system does not freeze the keyboard."""
+    """Runs the live view. Files are read in a thread, so that a slow file system does not freeze the keyboard."""
 
     TITLE = "hpc_train top"
     CSS = """

@@ -31,7 +31,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the list."""
+    """Holds one run of the list."""
 
     run: RunHandle
     name: str

@@ -351,6 +351,8 @@ def test_the_ticks_of_an_axis_are_round_and_a_long_line_keeps_its_extremes() -> 
     points[4321] = (4321.0, 99.0)
     kept = thinned(points)
     assert len(kept) <= 400 and (4321.0, 99.0) in kept and (kept[0], kept[-1]) == (points[0], points[-1])
+    points[9_990] = (9990.0, -9.0)  # in the last part, whose end is drawn as well
+    assert (9990.0, -9.0) in thinned(points)
 
 
 @pytest.mark.skipif("HPC_TRAIN_LONG" not in os.environ, reason="starts a browser")

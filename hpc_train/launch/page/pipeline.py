@@ -1,4 +1,4 @@
-"""The picture of one pipeline step: when each rank ran forward and backward, beside the same order without waiting."""
+"""Draws one pipeline step: when each rank ran forward and backward, beside the same order without waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW, GAP, LEFT, WIDTH = 22.0, 6.0, 92.0, 640.0
 
 @dataclass(frozen=True)
 class Chunk:
-    """One forward or backward of a micro-batch on a stage, in seconds from the beginning of the step."""
+    """Holds one forward or backward of a micro-batch on a stage, in seconds from the beginning of the step."""
 
     kind: str
     stage: int

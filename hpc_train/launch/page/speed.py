@@ -1,4 +1,4 @@
-"""Throughput and model FLOPs utilisation over the steps."""
+"""Draws throughput and model FLOPs utilisation over the steps."""
 
 from __future__ import annotations
 

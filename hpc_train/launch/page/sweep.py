@@ -1,4 +1,4 @@
-"""The sections of the page of a sweep: what happened, the table, parallel coordinates, and the causes of failures."""
+"""Writes the sections of the page of a sweep: what happened, the table, parallel coordinates, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _words(of_sweep: SweepFacts, keys: Sequence[str], metric: str) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One vertical axis: a scale of numbers, or places of words."""
+    """Holds one vertical axis: a scale of numbers, or places of words."""
 
     name: str
     x: float

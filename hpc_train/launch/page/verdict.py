@@ -1,4 +1,4 @@
-"""What happened to a run and what to do about it: the words of the command ``why``, and of the head of the page."""
+"""Tells what happened to a run and what to do about it, in the command ``why`` and at the head of the page."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class Backend:
-    """The client of one tracker. One thread makes all calls, and each of them may block or raise any exception.
+    """Calls the client of one tracker. One thread makes all calls, and each of them may block or raise any exception.
 
     Attributes:
         name: its key in ``telemetry`` and in ``run.json``.
