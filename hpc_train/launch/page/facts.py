@@ -131,7 +131,7 @@ class RunFacts:
         """Returns (step, value) of the metric in the lines that are shown."""
         if key not in self._values:
             found = [line.get(key) for line in self.shown]
-            pairs = list(zip(self._steps, found, strict=True))
+            pairs: list[tuple[float, Any]] = list(zip(self._steps, found, strict=True))
             whole = {*map(type, found)} <= {*NUMBER}
             self._values[key] = pairs if whole else [pair for pair in pairs if isinstance(pair[1], NUMBER)]
         return self._values[key]

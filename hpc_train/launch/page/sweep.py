@@ -1,4 +1,4 @@
-"""Writes the sections of the page of a sweep: what happened, the table, parallel coordinates, and the causes of failures."""
+"""Writes the sections of the page of a sweep: what happened, the table, parallel coordinates, and why runs failed."""
 
 from __future__ import annotations
 
