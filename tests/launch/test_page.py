@@ -22,12 +22,13 @@ from hpc_train.launch.page.build import write_after, write_at_end
 from hpc_train.launch.page.chart import Scale, thinned
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, tag
-from hpc_train.launch.page.pipeline import Chunk, ideal_rows
+from hpc_train.launch.page.pipeline import ideal_rows
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
 from hpc_train.run.files import append_line, write_json
 from hpc_train.run.freeze import freeze
+from hpc_train.telemetry.pipeline_step import Chunk
 from tests.launch.jobs import make_job
 
 SECRET = "sk-0123456789abcdef"

@@ -83,12 +83,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Returns ``0.25 ms``, ``12.34 ms`` or ``12,345 ms``."""
-    value = 1e3 * seconds
-    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
-
-
 def line_chart(
     title: str,
     description: str,
