@@ -281,10 +281,12 @@ def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text = written(tmp_path / "runs", capsys)
     page = check(text)
     said = " ".join(page.words.split())
-    assert page.titles == ["Sweep runs", "Verdict", "Runs", "Parallel coordinates", "Failures and causes"]
+    assert page.titles == ["Sweep runs", "Verdict", "Runs", "Parallel coordinates", "Failures and causes", "Reproduce"]
     assert "4 runs: 3 done, 1 failed" in said and "run 0 (optim.lr=0.001 optim.schedule=cosine) with 2.0000" in said
     assert [of for name, of in page.tags if name == "tr" and of.get("class") == "best"], "the best row is marked"
     assert "user_error in 1 run" in said and "retry --failed" in said
+    assert re.search(r"schedule=big <b>: rank 1 on a, 20[-\d]+ [:\d]+", said) and "time held" in said
+    assert "run.name=NEW +strategy=dp optim.lr=0.001 optim.schedule=cosine" in said, "the command of the best run"
     assert sum(of.get("stroke-width") == "4" for _, of in page.tags) == 1, "one line is thick"
     assert sum(of.get("stroke-dasharray") == "5 4" for _, of in page.tags) == 1, "a run that is not done is dashed"
 
