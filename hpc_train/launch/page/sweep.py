@@ -107,7 +107,7 @@ def _failure(of_sweep: SweepFacts, failure: SweepFailure, number: int) -> Html:
             preformatted(failure.message, f"message of cause {number}") if failure.message else None,
             tag("ul", *(tag("li", name) for name in names)),
             paragraphs([f"at {failure.place}"] if failure.place else []),
-            paragraphs([f"fix: {failure.advice}"] if failure.advice else []),
+            paragraphs([f"What to do: {failure.advice}"] if failure.advice else []),
         ]
     )
 
