@@ -24,11 +24,11 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.job_table import BEST, short_path
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of
-from hpc_train.launch.terminal_table import text_table, wide
 from hpc_train.run.comparison import DEFAULT, UNCOMPARED, Comparison, Settings, is_number, metric_of, varied
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.progress import speed_column
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table

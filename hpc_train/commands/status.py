@@ -22,7 +22,6 @@ from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.job_table import BEST, DIRECTORY, short_path
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
-from hpc_train.launch.terminal_table import text_table, wide
 from hpc_train.run.comparison import Comparison, best_metric_of
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
@@ -30,6 +29,7 @@ from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import failing, saves
 from hpc_train.telemetry.progress import speed_column, spent_line
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import counted, format_duration
 
 

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from hpc_train.config.schema import Config
 from hpc_train.launch.job_status import NOT_STARTED, View, time_left
-from hpc_train.launch.terminal_table import text_table, wide
 from hpc_train.run.code import frozen_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0

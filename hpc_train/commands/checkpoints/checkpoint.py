@@ -32,13 +32,13 @@ from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
-from hpc_train.launch.terminal_table import text_table, wide
 from hpc_train.plan.layout import Layout
 from hpc_train.registry.registry import REGISTRIES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_bytes, format_duration
 
 _EPILOG = """\
