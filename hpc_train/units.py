@@ -30,3 +30,9 @@ def format_hours(hours: float) -> str:
 def counted(number: int | str, one: str, several: str) -> str:
     """Returns ``1 job`` or ``2 jobs``."""
     return f"{number} {one if str(number) == '1' else several}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns ``0.25 ms``, ``12.34 ms`` or ``12,345 ms``."""
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"

@@ -13,6 +13,7 @@
 #   REPORT     the HTML file to keep as an artifact (default: report.html)
 #   PROMOTE_TO wandb or mlflow: the registry in which the best checkpoint of a good run gets the alias PROMOTE_AS
 #              (default: production); empty promotes nothing
+#   MODEL      the name of the model in the registry, the same for all commits (default: that of the repository)
 set -euo pipefail
 
 kind=${1:?smoke or full}
@@ -44,11 +45,13 @@ if ((code != 0)); then
 fi
 [[ $kind == full ]] || exit 0
 
-if [[ -s $last_good ]]; then
+if [[ -s $last_good && $(<"$last_good") != "$run" ]]; then # the job of the last good run may be run again
     IFS=';' read -ra each <<<"$conditions"
     python -m hpc_train compare "$(<"$last_good")" "$run" "${each[@]/#/--fail-if=}"
 fi
 echo "$run" >"$last_good.new" && mv "$last_good.new" "$last_good"
 if [[ -n ${PROMOTE_TO:-} ]]; then
-    python -m hpc_train checkpoint promote "$run" --checkpoint best --to "$PROMOTE_TO" --as "${PROMOTE_AS:-production}"
+    model=${MODEL:-$(basename "$(git rev-parse --show-toplevel)")}
+    python -m hpc_train checkpoint promote "$run" --checkpoint best --to "$PROMOTE_TO" --name "$model" \
+        --as "${PROMOTE_AS:-production}"
 fi

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,12 +22,13 @@ from hpc_train.config.identity import flat
 from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
-from hpc_train.launch.job_table import BEST
+from hpc_train.launch.job_table import BEST, short_path
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.run.comparison import DEFAULT, UNCOMPARED, Comparison, Settings, is_number, metric_of, varied
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.progress import speed_column
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_duration
 
 COLUMNS = 6  # with more settings that differ, each is a line of a second table
@@ -82,9 +82,7 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
         return _judged(conditions, found, views, options.baseline)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+    console = wide(Console())
     own = compared.keys if len(compared.keys) <= COLUMNS else ()
     console.print(_results(rows, metric, own), highlight=False)
     if not own and compared.keys:
@@ -157,7 +155,7 @@ def _rows(found: Sequence[RunHandle], views: Sequence[View], compared: Compariso
     rows = []
     for index, (item, view) in enumerate(zip(found, views, strict=True)):
         value = view.metrics.get(metric.name)
-        name = min(str(item.run.path), os.path.relpath(item.run.path), key=len)
+        name = short_path(item.run.path)
         held = read_ledger(item.run, time.time() if view.exit is None else None).total.held_s
         settings = compared.of_run(item.run)
         rows.append(
@@ -170,22 +168,22 @@ def _rows(found: Sequence[RunHandle], views: Sequence[View], compared: Compariso
 def _results(rows: Sequence[Row], metric: BestMetric, settings: Sequence[str]) -> Table:
     others = dict.fromkeys(key for row in rows for key in row.view.metrics if key == "loss" or key.startswith("val_"))
     measured = [metric.name, *(key for key in others if key != metric.name)]
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", *settings, "state"):
-        table.add_column(name)
     unit, speeds = speed_column(row.view.metrics for row in rows)
-    for name in ("step", *measured, unit, "time"):
-        table.add_column(name, justify="right")
-    for row, speed in zip(rows, speeds, strict=True):
-        metrics = row.view.metrics
-        numbers = [_number(metrics.get(name), "{:.4f}") for name in measured]
-        numbers[0] += BEST if row.best else ""
-        time_held = format_duration(row.held_s) if row.held_s else ""
-        own = [row.settings[key] for key in settings]
-        table.add_row(
-            *map(Text, (row.name, *own, row.view.state, str(metrics.get("step", "")), *numbers, speed, time_held))
-        )
-    return table
+    right = ("step", *measured, unit, "time")
+    return text_table(
+        ("run", *settings, "state", *right),
+        [_cells(row, speed, settings, measured) for row, speed in zip(rows, speeds, strict=True)],
+        right,
+    )
+
+
+def _cells(row: Row, speed: str, settings: Sequence[str], measured: Sequence[str]) -> tuple[str, ...]:
+    metrics = row.view.metrics
+    numbers = [_number(metrics.get(name), "{:.4f}") for name in measured]
+    numbers[0] += BEST if row.best else ""
+    time_held = format_duration(row.held_s) if row.held_s else ""
+    own = [row.settings[key] for key in settings]
+    return (row.name, *own, row.view.state, str(metrics.get("step", "")), *numbers, speed, time_held)
 
 
 def _number(value: Any, form: str) -> str:
@@ -193,12 +191,10 @@ def _number(value: Any, form: str) -> str:
 
 
 def _settings(rows: Sequence[Row], keys: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("key", *(row.name for row in rows)):
-        table.add_column(name, overflow="fold")
-    for key in keys:
-        table.add_row(*map(Text, (key, *(row.settings.get(key, DEFAULT) for row in rows))))
-    return table
+    columns = ("key", *(row.name for row in rows))
+    return text_table(
+        columns, [(key, *(row.settings.get(key, DEFAULT) for row in rows)) for key in keys], folded=columns
+    )
 
 
 def _write_csv(path: Path, rows: Sequence[Row], settings: Sequence[str]) -> None:

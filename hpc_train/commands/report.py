@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_train.errors import UserError
@@ -30,7 +33,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file")
     options = parser.parse_args(arguments)
     try:
-        path = write_page(options.target, options.out)
+        with _no_collections():
+            path = write_page(options.target, options.out)
     except OSError as error:
         raise UserError(
             f"the report cannot be written: {error}",
@@ -39,3 +43,15 @@ def main(arguments: list[str]) -> int:
         ) from error
     print(json.dumps({"out": str(path)}) if options.json else f"report: {path}")
     return Exit.DONE
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Suspends the garbage collector: in the lines of a long run it finds nothing, for a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

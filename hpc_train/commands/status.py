@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
+from hpc_train.launch.job_table import BEST, DIRECTORY, short_path
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
 from hpc_train.run.comparison import Comparison, best_metric_of
 from hpc_train.run.exits import Exit
@@ -29,6 +29,7 @@ from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import failing, saves
 from hpc_train.telemetry.progress import speed_column, spent_line
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import counted, format_duration
 
 
@@ -77,9 +78,7 @@ def _is_alone(found: list[RunHandle]) -> bool:
 
 def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle]) -> None:
     """Prints the table, and the time account and the excluded nodes of a run that is shown alone."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+    console = wide(Console())
     if rows:
         console.print(_table([row for row, _ in rows]), highlight=False)
     for _, spent in rows:
@@ -173,33 +172,31 @@ def _override(row: dict[str, Any], key: str) -> str:
 
 
 def _measured(row: dict[str, Any], name: str, value: float | None) -> str:
-    best = " (best)" if row["best"] and row["metric"] == name else ""
+    best = BEST if row["best"] and row["metric"] == name else ""
     return "" if value is None else f"{value:.4f}{best}"
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
     keys, metrics = _columns(rows)
-    for name in ("job", "strategy", *keys, "state"):
-        table.add_column(name)
     unit, speeds = speed_column(rows)
-    for name in ("nodes", "step", "loss", *metrics, unit, "time left", "restarts"):
-        table.add_column(name, justify="right")
-    table.add_column("run directory", overflow="fold")
-    for row, speed in zip(rows, speeds, strict=True):
-        step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}"
-        table.add_row(
-            row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
-            row["strategy"],
-            *(_override(row, key) for key in keys),
-            row["state"] + (f", {saves(row['failed_saves'])} failed" if row["failed_saves"] else ""),
-            str(row["nodes"] or ""),
-            step,
-            _measured(row, "loss", row["loss"]),
-            *(_measured(row, name, row["value"] if row["metric"] == name else None) for name in metrics),
-            speed,
-            "" if row["time_left_s"] is None else format_duration(row["time_left_s"]),
-            str(row["restarts"] or ""),
-            min(row["run"], os.path.relpath(row["run"]), key=len),
-        )
-    return table
+    numbers = ("nodes", "step", "loss", *metrics, unit, "time left", "restarts")
+    columns = ("job", "strategy", *keys, "state", *numbers, DIRECTORY)
+    cells = [_cells(row, speed, keys, metrics) for row, speed in zip(rows, speeds, strict=True)]
+    return text_table(columns, cells, numbers, [DIRECTORY])
+
+
+def _cells(row: dict[str, Any], speed: str, keys: Sequence[str], metrics: Sequence[str]) -> tuple[str, ...]:
+    return (
+        row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
+        row["strategy"],
+        *(_override(row, key) for key in keys),
+        row["state"] + (f", {saves(row['failed_saves'])} failed" if row["failed_saves"] else ""),
+        str(row["nodes"] or ""),
+        "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
+        _measured(row, "loss", row["loss"]),
+        *(_measured(row, name, row["value"] if row["metric"] == name else None) for name in metrics),
+        speed,
+        "" if row["time_left_s"] is None else format_duration(row["time_left_s"]),
+        str(row["restarts"] or ""),
+        short_path(Path(row["run"])),
+    )

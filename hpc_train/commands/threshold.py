@@ -27,7 +27,7 @@ _SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Threshold:
-    """A condition on one metric.
+    """Holds a condition on one metric.
 
     Attributes:
         factor: of the baseline's value; None compares with ``number``.

@@ -25,7 +25,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class SaveEvery:
-    """The checkpoint interval. If nothing is set, a run saves only on a stop request and at the end."""
+    """Holds the checkpoint interval. If nothing is set, a run saves only on a stop request and at the end."""
 
     steps: int = 0
     seconds: float = 0.0

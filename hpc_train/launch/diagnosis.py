@@ -299,8 +299,9 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
         by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
-        mem = item.config.cluster.mem
-        found.insert(0, more_memory(mem) if by_job else advice_for(Failure(cause.kind), cause.message))
+        found.insert(
+            0, more_memory(item.config.cluster.mem) if by_job else advice_for(Failure(cause.kind), cause.message)
+        )
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(item.run.path)

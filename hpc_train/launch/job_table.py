@@ -16,7 +16,6 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from hpc_train.config.schema import Config
 from hpc_train.launch.job_status import NOT_STARTED, View, time_left
@@ -25,6 +24,7 @@ from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import counted, format_duration
 
 LINE_EVERY_S = 10.0
@@ -154,15 +154,14 @@ def print_results(
         live: whether a terminal shows a live table of the jobs already.
     """
     found = comparison or Comparison.of((job.run for job in jobs), metric_of(jobs[0].config))
-    if not console.is_terminal:
-        console.width = 200  # rich would squeeze the table of a pipe into 80 columns
+    wide(console)
     if not (live and console.is_terminal) or len(jobs) > ROWS:  # otherwise the live table is still there
         console.print(table_of(jobs, views, found, range(len(jobs)), ended=True), highlight=False)
     best = found.best(views)
     lines = []
     if best is not None:
         metric = found.ranked_by(views)
-        which = f"{_short_path(jobs[best].run.path)} ({found.words(jobs[best].run)})".removesuffix(" ()")
+        which = f"{short_path(jobs[best].run.path)} ({found.words(jobs[best].run)})".removesuffix(" ()")
         lines.append(f"best by {metric.name}: {which}: {found.values(views)[best]:.4f}")
     states = Counter(view.state for view in views)
     lines.append(
@@ -221,18 +220,13 @@ def table_of(
 ) -> Table:
     """Returns ``rows_of`` as a table for a terminal; the rows of ``ended`` jobs end with their directories."""
     found = rows_of(jobs, views, comparison, shown, ended=ended)
-    table = Table(box=None, pad_edge=False)
-    for name in found.names:
-        table.add_column(name)
-    for name in found.numbers:
-        table.add_column(name, justify="right")
-    if ended:
-        table.add_column("run directory", overflow="fold")
-    for index, row in zip(shown, found.rows, strict=True):
-        table.add_row(*map(Text, (*row, *([_short_path(jobs[index].run.path)] if ended else []))))
-    return table
+    directories = [[short_path(jobs[index].run.path)] if ended else [] for index in shown]
+    columns = (*found.names, *found.numbers, *([DIRECTORY] if ended else []))
+    rows = [(*row, *directory) for row, directory in zip(found.rows, directories, strict=True)]
+    return text_table(columns, rows, found.numbers, [DIRECTORY])
 
 
+DIRECTORY = "run directory"
 BEST = " (best)"
 
 
@@ -257,7 +251,8 @@ def is_unfinished(view: View) -> bool:
     return view.state == NOT_STARTED or view.exit not in (None, Exit.DONE)
 
 
-def _short_path(path: Path) -> str:
+def short_path(path: Path) -> str:
+    """Returns the path, or that from the current directory if it is shorter."""
     return min(str(path), os.path.relpath(path), key=len)
 
 

@@ -66,18 +66,23 @@ class RunHandle:
 
     @cached_property
     def plain_config(self) -> dict[str, Any]:
-        """That of ``RunDirectory.plain_config``, read once."""
+        """Returns ``RunDirectory.plain_config``, read once."""
         return self.run.plain_config()
+
+    @cached_property
+    def _shown_config(self) -> dict[str, Any]:
+        """Returns the sections of the frozen config that tables of many runs show."""
+        return self.run.plain_config("strategy", "cluster")
 
     @property
     def strategy(self) -> str:
-        """The name of the strategy in the frozen config; empty if it is not readable."""
-        return str((self.plain_config.get("strategy") or {}).get("name", ""))
+        """Returns the name of the strategy in the frozen config; empty if it is not readable."""
+        return str((self._shown_config.get("strategy") or {}).get("name", ""))
 
     @property
     def asked_nodes(self) -> int | str:
-        """The nodes that the frozen config asks for; empty if it is not readable."""
-        nodes: int | str = (self.plain_config.get("cluster") or {}).get("nodes", "")
+        """Returns the nodes that the frozen config asks for; empty if it is not readable."""
+        nodes: int | str = (self._shown_config.get("cluster") or {}).get("nodes", "")
         return nodes
 
     def lives_here(self) -> bool:

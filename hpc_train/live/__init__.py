@@ -1,1 +1,1 @@
-"""The live terminal view of a user's runs (``python -m hpc_train top``)."""
+"""Shows a user's runs live in a terminal (``python -m hpc_train top``)."""

@@ -19,13 +19,14 @@ POINTS = 200  # of a curve
 
 
 class Top(App[None]):
-    """The live view. Files are read in a thread, so that a slow file system does not freeze the keyboard."""
+    """Runs the live view. Files are read in a thread, so that a slow file system does not freeze the keyboard."""
 
     TITLE = "hpc_train top"
     CSS = """
     DataTable { height: 1fr; }
     #chosen { height: 14; border-top: solid $primary; }
     #facts { width: 1fr; padding: 0 1; }
+    #stages { width: auto; max-width: 40%; padding: 0 1; }
     #events { width: 2fr; padding: 0 1; }
     Sparkline { height: 2; margin: 0 1; }
     """
@@ -47,6 +48,7 @@ class Top(App[None]):
                 yield Sparkline([], id="losses")
                 yield Static("samples/s", classes="label")
                 yield Sparkline([], id="rates")
+            yield Static("", id="stages")
             yield Static("", id="events")
         yield Footer()
 
@@ -94,6 +96,7 @@ class Top(App[None]):
         self.query_one("#newest", Static).update(escape("\n".join(details.lines(row.view))))
         self.query_one("#losses", Sparkline).data = [*details.losses.values()][-POINTS:]
         self.query_one("#rates", Sparkline).data = [*details.rates.values()][-POINTS:]
+        self.query_one("#stages", Static).update(escape("\n".join(details.stages)))
         self.query_one("#events", Static).update(escape("\n".join(map(_event, reversed(details.events)))))
 
 

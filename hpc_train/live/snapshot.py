@@ -15,12 +15,14 @@ from typing import Any
 from hpc_train.launch.job_status import SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
 from hpc_train.run.files import NewLines, last_line
+from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.telemetry.progress import speed
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import format_bytes, format_duration, milliseconds
 
 LIST_S = 30.0
 EVENTS = 40  # the newest of a run
-QUIET = ("checkpoint_saved", "started", "advice")  # events that the list leaves out
+STAGES = 11  # as many lines as the view has for them
+QUIET = ("checkpoint_saved", "started", "advice", "pipeline_step")  # events that the list leaves out
 SHARES = {
     "data_wait_share": "data",
     "comm_share": "communication",
@@ -31,7 +33,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the list."""
+    """Holds one run of the list."""
 
     run: RunHandle
     name: str
@@ -111,12 +113,14 @@ class Details:
     Attributes:
         losses: of the logged steps, in the order of the steps.
         rates: samples per second of the logged steps.
+        stages: a line for each pipeline stage with its times in the newest recorded step; empty without a pipeline.
     """
 
     run: RunHandle
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[str] = field(default_factory=list)
     _readers: dict[Path, NewLines] = field(default_factory=dict)
 
     def look(self) -> None:
@@ -125,6 +129,8 @@ class Details:
             for line in self._new(path):
                 self._add(line)
         new = [event for path in self.run.run.events.glob("*.jsonl") for event in self._new(path)]
+        pipeline = [event for event in new if event.get("event") == "pipeline_step"]
+        self.stages = _stages(pipeline[-1]) if pipeline else self.stages
         shown = [event for event in new if event.get("event") not in QUIET and isinstance(event.get("time"), float)]
         self.events = sorted([*self.events, *shown], key=lambda event: event["time"])[-EVENTS:]
 
@@ -155,3 +161,13 @@ class Details:
                 values.popitem()
             if isinstance(line.get(key), float):
                 values[step] = line[key]
+
+
+def _stages(event: dict[str, Any]) -> list[str]:
+    """Returns lines such as ``stage 0, rank 0: forward 1.5 ms, backward 3 ms, waiting 25 %``."""
+    lines = []
+    for of in stage_times(rows_of(event), float(event["seconds"])):
+        means = ", ".join(f"{NAMES[kind]} {milliseconds(seconds)}" for kind, seconds in of.means.items())
+        lines.append(f"stage {of.stage}, rank {of.rank}: {means}, waiting {100 * of.waited:.0f} %")
+    more = [f"and {len(lines) - STAGES} more"] if len(lines) > STAGES else []
+    return [f"a step under {event['schedule']}, per micro-batch:", *lines[:STAGES], *more]

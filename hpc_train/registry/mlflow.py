@@ -19,7 +19,7 @@ TAG_CHARACTERS = 5000
 
 
 class MlflowRegistry:
-    """The model registry of an MLflow server. The files are artifacts of the MLflow run of the training."""
+    """Keeps models in the registry of an MLflow server. The files are artifacts of the MLflow run of the training."""
 
     name: ClassVar[str] = "mlflow"
 

@@ -38,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Promoted:
-    """A model version, with its reference for ``checkpoint import`` and its page."""
+    """Holds a model version, with its reference for ``checkpoint import`` and its page."""
 
     version: str
     reference: str

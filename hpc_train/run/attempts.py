@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
 # rank 0 writes these, with the keys of a metrics line for the steps since the last line
 CLOSING = ("training_finished", "training_stopped")
+WITH_STEP = (None, "checkpoint_saved", *CLOSING)  # None is a line of metrics
+NUMBER = (int, float)
 ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
 STOPS = {"suspended": "suspended_s", "paused": "frozen_s"}  # the account of the seconds of each event
 # written by an agent that was frozen, when it wakes up; Slurm may have requeued its job meanwhile
@@ -19,8 +23,7 @@ ECHOES = ("stop_requested", *STOPS)
 BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """Holds the time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
 
     time: float
@@ -32,9 +35,9 @@ class Interval:
 
     @classmethod
     def until(cls, line: Event, first: int) -> Interval:
-        steps = max(0, line["step"] - first)
-        pauses = float(line.get("eval_s") or 0), float(line.get("save_s") or 0)
-        return cls(line["time"], first, line["step"], steps * float(line.get("step_s") or 0), *pauses)
+        last = line["step"]
+        steps_s = (last - first) * (line.get("step_s") or 0.0) if last > first else 0.0
+        return cls(line["time"], first, last, steps_s, line.get("eval_s") or 0.0, line.get("save_s") or 0.0)
 
     @property
     def began(self) -> float:
@@ -44,7 +47,7 @@ class Interval:
         """Returns the interval without a time in which nothing executed, which made one of its parts so long."""
         parts = {name: getattr(self, name) for name in ("steps_s", "evaluation_s", "checkpoint_s")}
         longest = max(parts, key=lambda name: parts[name])
-        return replace(self, **{longest: max(0.0, parts[longest] - seconds)})
+        return self._replace(**{longest: max(0.0, parts[longest] - seconds)})
 
     def kept_share(self, kept: float) -> float:
         """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
@@ -76,14 +79,16 @@ class Attempt:
         closing = [event for event in own if event["event"] in CLOSING and "save_s" in event]
         beginnings = [event for event in own if event["event"] in BEGINNINGS]
         stretches: list[Stretch] = []
-        for point in sorted([*lines, *beginnings, *closing], key=lambda point: point["time"]):
+        step = 0
+        for point in sorted([*lines, *beginnings, *closing], key=itemgetter("time")):
             if point.get("event") in BEGINNINGS:
-                stretches.append(Stretch(point[BEGINNINGS[point["event"]]], point["time"]))
+                step = point[BEGINNINGS[point["event"]]]
+                stretches.append(Stretch(step, point["time"]))
                 continue
             if not stretches:
-                stretches.append(Stretch(0, point["time"]))
-            before = stretches[-1].intervals
-            before.append(Interval.until(point, before[-1].last if before else stretches[-1].step))
+                stretches.append(Stretch(step, point["time"]))
+            stretches[-1].intervals.append(Interval.until(point, step))
+            step = point["step"]
         return cls(number, own, stretches, frozen)
 
     @cached_property
@@ -119,7 +124,7 @@ class Attempt:
         parts = self.launch.split(".")  # job, step and restart
         return max(self.last_sign, self.frozen.get(f"{parts[0]}.{parts[-1]}", 0.0))
 
-    @property
+    @cached_property
     def stops(self) -> list[tuple[str, float, float]]:
         """Returns the account, beginning and end of each time in which the job did not execute."""
         return [
@@ -153,16 +158,22 @@ def attempts_of(events: Iterable[Event], metrics: Iterable[Event], frozen: Mappi
         metrics: lines of all attempts, including those of repeated steps.
         frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    by_attempt: dict[int, tuple[list[Event], list[Event]]] = {}
-    for index, points in enumerate((events, metrics)):
-        for point in filter(_is_whole, points):
-            by_attempt.setdefault(point["attempt"], ([], []))[index].append(point)
-    attempts = [Attempt.of(number, *by_attempt[number], frozen) for number in sorted(by_attempt)]
+    own, lines = _by_attempt(events), _by_attempt(metrics)
+    attempts = [Attempt.of(number, own[number], lines[number], frozen) for number in sorted({*own, *lines})]
     return [attempt for attempt in attempts if attempt.start is not None]
+
+
+def _by_attempt(points: Iterable[Event]) -> defaultdict[int, list[Event]]:
+    """Returns the whole ones of ``points`` by attempt."""
+    found = defaultdict(list)
+    for point in filter(_is_whole, points):
+        found[point["attempt"]].append(point)
+    return found
 
 
 def _is_whole(point: Event) -> bool:
     """Returns whether an event or a line of metrics has the numbers that the ledger needs; a damaged one may not."""
     event = point.get("event")
-    step = BEGINNINGS.get(str(event), "step" if event in (None, "checkpoint_saved", *CLOSING) else "attempt")
-    return all(isinstance(point.get(name), int | float) for name in ("attempt", "time", step))
+    step = BEGINNINGS.get(str(event), "step" if event in WITH_STEP else "attempt")
+    attempt, at = point.get("attempt"), point.get("time")
+    return isinstance(attempt, NUMBER) and isinstance(at, NUMBER) and isinstance(point.get(step), NUMBER)

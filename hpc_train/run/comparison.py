@@ -62,7 +62,7 @@ def _completed(settings: Mapping[Path, Settings]) -> dict[Path, Settings]:
     found: dict[Path, Settings] = {}
     for path, own in settings.items():
         missing = [key for key in keys if key not in own]
-        config = RunDirectory(path).plain_config() if missing else {}
+        config = RunDirectory(path).plain_config(*{key.partition(".")[0] for key in missing}) if missing else {}
         values = ((key, _value_in(config, key)) for key in missing)
         found[path] = own | {key: _spelled(str(value)) for key, value in values if value is not None}
     return found

@@ -42,6 +42,7 @@ from hpc_train.run.files import read_lines
 from hpc_train.run.record import FORMAT, read_record, write_record
 
 PIPELINE_SPLIT = "pp_split.json"
+SECTION = re.compile(r"^(?=\w)", re.MULTILINE)  # begins at a line that is not indented
 PAGE = "report.html"  # of a run, and of a sweep
 
 
@@ -120,13 +121,19 @@ class RunDirectory:
         """
         return read_record(self.path)
 
-    def plain_config(self) -> dict[str, Any]:
+    def plain_config(self, *sections: str) -> dict[str, Any]:
         """The frozen config as plain values, in a tenth of the time of ``freeze.load``, for listing many runs.
 
         It is neither checked against the record nor converted to the types of the schema; {} if it is not readable.
+
+        Args:
+            sections: the top-level keys to parse, which takes less time yet; all by default.
         """
         try:
-            found = yaml.load(self.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C parser
+            text = self.config.read_text(encoding="utf-8")
+            if sections:
+                text = "".join(part for part in SECTION.split(text) if part.partition(":")[0] in sections)
+            found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the parser in C
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return found if isinstance(found, dict) else {}

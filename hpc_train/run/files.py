@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from hpc_train.errors import UserError
 
 TAIL_BYTES = 8192  # longer than a line of metrics
+LINES_AT_ONCE = 500  # that are decoded together
 # shorter than the timeout of the rendezvous server's clients (elastic/rendezvous/client.py)
 PATIENCE_S = 8.0
 RETRY_S = 0.2
@@ -220,11 +222,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n"):
-                value = _object(line)
-                if value:
-                    yield value
+        while lines := list(islice(file, LINES_AT_ONCE)):
+            yield from filter(None, _objects([line for line in lines if line.endswith("\n")]))
 
 
 class NewLines:
@@ -257,6 +256,18 @@ def last_line(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return _object(whole.rpartition(b"\n")[2])
+
+
+def _objects(lines: list[str]) -> list[dict[str, Any]]:
+    """Returns the JSON objects of ``lines``; those of damaged lines are empty.
+
+    Intact lines are decoded together, as elements of one array, which takes two thirds of the time.
+    """
+    with suppress(ValueError, RecursionError):
+        values = json.loads(f"[{','.join(lines)}]")
+        if len(values) == len(lines) and all(type(value) is dict for value in values):
+            return cast(list[dict[str, Any]], values)
+    return [_object(line) for line in lines]
 
 
 def _object(line: str | bytes) -> dict[str, Any]:

@@ -209,7 +209,8 @@ class _Accounting:
         return Account(**self.spent), kept
 
     def _add(self, name: str, seconds: float) -> None:
-        self.spent[name] += max(0.0, seconds)  # the clocks of two nodes may differ
+        if seconds > 0:  # the clocks of two nodes may differ
+            self.spent[name] += seconds
 
     def _executed(self, begin: float, end: float) -> float:
         """Returns the seconds of a span in which the job executed; adds the others to their accounts."""
@@ -241,8 +242,8 @@ class _Accounting:
     def _enter(self, interval: Interval, kept: float) -> None:
         share = interval.kept_share(kept)
         evaluation_kept = interval.last <= kept
-        stopped = interval.time - interval.began - self._executed(interval.began, interval.time)
-        interval = interval.without(stopped) if stopped else interval
+        if self.attempt.stops:
+            interval = interval.without(interval.time - interval.began - self._executed(interval.began, interval.time))
         self._add("steps_s", share * interval.steps_s)
         self._add("evaluation_s", interval.evaluation_s if evaluation_kept else 0.0)
         self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hpc_train.units import counted
 
-FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
+STACK = "(most recent call first)"  # of a process that was looked at, not of an exception
 PACKAGE = f"{Path(__file__).parent.parent}/"
-LIBRARY = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|/code/[0-9a-f]+/hpc_train/")
+LIBRARY = re.compile(r"^<frozen |^<string>|/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|/code/[0-9a-f]+/hpc_train/")
 
 
 def own_frames(traceback: str) -> str:
@@ -33,7 +34,10 @@ def own_frames(traceback: str) -> str:
 def own_place(traceback: str) -> str | None:
     """Returns ``net.py:14 in forward``, the innermost own frame; None without one."""
     frames = [match for line in traceback.splitlines() if (match := FRAME.match(line)) and _is_own(match["file"])]
-    return f"{Path(frames[-1]['file']).name}:{frames[-1]['line']} in {frames[-1]['function']}" if frames else None
+    if not frames:
+        return None
+    innermost = frames[0 if STACK in traceback else -1]
+    return f"{Path(innermost['file']).name}:{innermost['line']} in {innermost['function']}"
 
 
 def _is_own(file: str) -> bool:

@@ -74,6 +74,13 @@ def views_of(jobs: list[Job]) -> list[View]:
     ]
 
 
+def test_a_section_of_a_config_is_that_of_the_whole(sweep: list[Job]) -> None:
+    run = sweep[0].run
+    for name, values in run.plain_config().items():
+        assert run.plain_config(name) == {name: values}
+    assert run.plain_config("strategy", "nothing") == {"strategy": run.plain_config()["strategy"]}
+
+
 def test_the_overrides_are_recorded_without_secrets(sweep: list[Job]) -> None:
     assert sweep[1].run.record()["overrides"] == [
         "+strategy=dp", "optim.lr=0.003", "model.dim=16", "++cluster.env.TOKEN=(hidden)",

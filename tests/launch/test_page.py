@@ -22,12 +22,13 @@ from hpc_train.launch.page.build import write_after, write_at_end
 from hpc_train.launch.page.chart import Scale, thinned
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, tag
-from hpc_train.launch.page.pipeline import Chunk, ideal_rows
+from hpc_train.launch.page.pipeline import ideal_rows
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
 from hpc_train.run.files import append_line, write_json
 from hpc_train.run.freeze import freeze
+from hpc_train.telemetry.pipeline_step import Chunk
 from tests.launch.jobs import make_job
 
 SECRET = "sk-0123456789abcdef"
@@ -280,10 +281,12 @@ def test_the_page_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text = written(tmp_path / "runs", capsys)
     page = check(text)
     said = " ".join(page.words.split())
-    assert page.titles == ["Sweep runs", "Verdict", "Runs", "Parallel coordinates", "Failures and causes"]
+    assert page.titles == ["Sweep runs", "Verdict", "Runs", "Parallel coordinates", "Failures and causes", "Reproduce"]
     assert "4 runs: 3 done, 1 failed" in said and "run 0 (optim.lr=0.001 optim.schedule=cosine) with 2.0000" in said
     assert [of for name, of in page.tags if name == "tr" and of.get("class") == "best"], "the best row is marked"
     assert "user_error in 1 run" in said and "retry --failed" in said
+    assert re.search(r"schedule=big <b>: rank 1 on a, 20[-\d]+ [:\d]+", said) and "time held" in said
+    assert "run.name=NEW +strategy=dp optim.lr=0.001 optim.schedule=cosine" in said, "the command of the best run"
     assert sum(of.get("stroke-width") == "4" for _, of in page.tags) == 1, "one line is thick"
     assert sum(of.get("stroke-dasharray") == "5 4" for _, of in page.tags) == 1, "a run that is not done is dashed"
 
@@ -351,6 +354,8 @@ def test_the_ticks_of_an_axis_are_round_and_a_long_line_keeps_its_extremes() -> 
     points[4321] = (4321.0, 99.0)
     kept = thinned(points)
     assert len(kept) <= 400 and (4321.0, 99.0) in kept and (kept[0], kept[-1]) == (points[0], points[-1])
+    points[9_990] = (9990.0, -9.0)  # in the last part, whose end is drawn as well
+    assert (9990.0, -9.0) in thinned(points)
 
 
 @pytest.mark.skipif("HPC_TRAIN_LONG" not in os.environ, reason="starts a browser")

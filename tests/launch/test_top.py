@@ -35,6 +35,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name == "old":
             events.write("finished", exit_code=0)
         else:
+            chunks = [["forward", 0, 0.0, 0.25], ["backward", 0, 0.5, 1.0]], [["forward", 1, 0.25, 0.5]]
+            ranks = [{"rank": rank, "chunks": own} for rank, own in enumerate(chunks)]
+            events.write("pipeline_step", schedule="1f1b", micro_batches=1, seconds=1.0, ranks=ranks)
             events.write("restarted", reason="rank 1 [died]")
             logged(job.run.metrics_file(job.run.claim_attempt()), 1, [2, 3], loss=1.5)
     return tmp_path
@@ -77,7 +80,7 @@ def test_the_view_shows_them(root: Path) -> None:
 
     from hpc_train.live.app import Top
 
-    async def look() -> tuple[list[list[str]], list[float], str]:
+    async def look() -> tuple[list[list[str]], list[float], str, str]:
         app = Top(Runs(root), 3600.0)
         async with app.run_test(size=(120, 40)) as pilot:
             for _ in range(200):
@@ -87,11 +90,16 @@ def test_the_view_shows_them(root: Path) -> None:
             table = app.query_one(DataTable)
             rows = [[str(cell) for cell in table.get_row_at(index)] for index in range(table.row_count)]
             data = [*(app.query_one("#losses", Sparkline).data or [])]
-            shown = str(app.query_one("#events", Static).render())
+            events, stages = (str(app.query_one(name, Static).render()) for name in ("#events", "#stages"))
             await pilot.press("q")
-            return rows, data, shown
+            return rows, data, events, stages
 
-    rows, losses, events = asyncio.run(look())
+    rows, losses, events, stages = asyncio.run(look())
+    assert stages.splitlines() == [
+        "a step under 1f1b, per micro-batch:",
+        "stage 0, rank 0: forward 250 ms, backward 500 ms, waiting 25 %",
+        "stage 1, rank 1: forward 250 ms, waiting 75 %",
+    ]
     assert [row[0] for row in rows] == ["new/0", "old/0"]
     assert losses == [2.5, 1.5, 1.5]
     assert events.endswith("restarted: rank 1 [died]")

@@ -7,11 +7,14 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.progress import LONG
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import (
@@ -28,6 +31,8 @@ from tests.slurm.runs import (
     why,
     with_python,
 )
+from tests.telemetry import mlflow_service
+from tests.telemetry.test_mlflow import real_server
 
 
 @pytest.mark.beside
@@ -188,3 +193,22 @@ def test_a_ci_job_trains_compares_and_keeps_the_report(cluster: Cluster, tmp_pat
     assert "loss<0" not in full.stderr
     assert (outputs / "last-good").read_text() == "outputs/ci-1234-smoke\n"
     assert (tmp_path / "full.html").is_file()
+    (outputs / "last-good").write_text("outputs/ci-1234\n")  # the job of the last good run may be run again
+    with _registry(tmp_path) as url:
+        promotes = {"PROMOTE_TO": "mlflow", "MODEL": "net", "MLFLOW_TRACKING_URI": url}
+        good = replace(ci, environment=ci.environment | promotes)
+        full = good.call(script, "full", *case, "train.steps=4", cwd=tmp_path)
+    assert full.returncode == 0, full.stdout + full.stderr
+    assert "step 4 is version 1 of net as production" in full.stdout
+    assert every_step(outputs / "ci-1234") == [1, 2, 3, 4], "a run that is done is not repeated"
+
+
+@contextmanager
+def _registry(folder: Path) -> Iterator[str]:
+    """Yields the address of an MLflow server: the real one in the long form, or else a stand-in."""
+    if LONG:
+        with real_server(folder) as url:
+            yield url
+    else:
+        with mlflow_service.service() as server:
+            yield server.url

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.doors.command import REPOSITORY
+from tests.launch.test_page import check
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import (
     ONE_NODE,
@@ -39,6 +40,8 @@ def test_preemption_loses_no_step_and_keeps_the_wandb_run(contended: Cluster, tm
     assert every_step(run) == list(range(1, 41)), "each step was taken once"
     assert len(set(wandb_ids(run))) == 1
     assert detail(contended, job_id(run), "Restarts") == "1"
+    words = " ".join(check((run / "report.html").read_text()).words.split())
+    assert "nothing failed" in words and "requeues 1 " in words and "over 2 jobs" in words
 
 
 @pytest.mark.beside

@@ -52,6 +52,20 @@ def test_what_has_no_own_frame_stays_whole() -> None:
     assert own_frames("the training has diverged") == "the training has diverged"
 
 
+def test_a_stack_of_a_process_begins_with_its_innermost_frame() -> None:
+    stack = f"""rank 1, step after step 8
+Thread 0x1 (most recent call first):
+  File "/home/me/net.py", line 11 in forward
+  File "/home/me/main.py", line 2 in <module>
+  File "{PACKAGE}/models/wrapped.py", line 102 in forward
+  File "<string>", line 1 in <module>"""
+    assert own_place(stack) == "net.py:11 in forward"
+    assert own_frames(stack).splitlines()[-2:] == [
+        '  File "/home/me/main.py", line 2 in <module>',
+        "  [2 frames of hpc_train and libraries]",
+    ]
+
+
 def test_a_traceback_of_this_python() -> None:
     try:
         Path("/nowhere").read_text()

@@ -38,6 +38,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_bytes, format_duration
 
 _EPILOG = """\
@@ -292,10 +293,7 @@ def _show(found: list[Listed], compared: str, as_json: bool, metric: BestMetric)
     if as_json:
         print(json.dumps([_as_json(item, compared) for item in found]))
     elif found:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 200  # rich would squeeze the table of a pipe into 80 columns
-        console.print(_table(found, compared, metric), highlight=False)
+        wide(Console()).print(_table(found, compared, metric), highlight=False)
     else:
         print("the run has no checkpoint yet")
 
@@ -321,11 +319,8 @@ def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
     results = [item.manifest.metrics.get(metric.name) if item.manifest else None for item in found]
     known = any(value is not None for value in results)
     best = best_step([Kept(item.checkpoint.step, item.manifest.metrics) for item in found if item.manifest], metric)
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "age", "size", *([metric.name] if known else [])):
-        table.add_column(name, justify="right")
-    table.add_column("layout")
-    table.add_column("state", overflow="fold")
+    numbers = ("step", "age", "size", *([metric.name] if known else []))
+    rows = []
     for item, value in zip(found, results, strict=True):
         manifest = item.manifest
         mark = " (best)" if item.checkpoint.step == best and len(found) > 1 else ""
@@ -334,12 +329,12 @@ def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
         state = f"in the archive, {state}" if item.archived else state
         state += f"; files that do not belong to it: {', '.join(item.foreign)}" if item.foreign else ""
         if manifest is None:
-            table.add_row(str(item.checkpoint.step), "", "", *result, "", state)
+            rows.append((str(item.checkpoint.step), "", "", *result, "", state))
         else:
             age = format_duration(time.time() - manifest.time)
             size, layout = format_bytes(manifest.size), _layout(dict(manifest.layout))
-            table.add_row(str(item.checkpoint.step), age, size, *result, layout, state)
-    return table
+            rows.append((str(item.checkpoint.step), age, size, *result, layout, state))
+    return text_table((*numbers, "layout", "state"), rows, numbers, ["state"])
 
 
 def _layout(values: dict[str, Any]) -> str:

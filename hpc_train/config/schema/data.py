@@ -93,7 +93,7 @@ class ImageKeys(DataKeys):
 
 @dataclass
 class CIFAR100DataConfig(ImageKeys):
-    """The official CIFAR-100 directory for Python."""
+    """Reads the official CIFAR-100 directory for Python."""
 
     kind: str = key("cifar100", "The data source.")
     path: str = required("The unpacked directory cifar-100-python.")
@@ -153,7 +153,7 @@ class CustomDataConfig(OwnKeys):
 
 @dataclass
 class StreamDataConfig(OwnKeys):
-    """A stream of your own: iterables without a length, one per shard, that continue exactly after a restart."""
+    """Reads a stream of your own: iterables without a length, one per shard, that continue exactly after a restart."""
 
     kind: str = key("stream", "The data source.")
     shards: int = required(

@@ -25,7 +25,7 @@ class ModelKeys:
 
 @dataclass
 class GPTConfig(ModelKeys):
-    """A decoder-only transformer like Llama; its options give Qwen2, Qwen3, Mistral and Gemma."""
+    """Configures a decoder-only transformer like Llama; its options give Qwen2, Qwen3, Mistral and Gemma."""
 
     kind: str = key("gpt", "The model family.")
     vocab_size: int = required("The number of token ids.", at_least=1)
@@ -108,7 +108,7 @@ class ViTConfig(ModelKeys):
 
 @dataclass
 class CustomModelConfig(ModelKeys):
-    """Any ``nn.Module`` or ``Model`` of your own, built by calling ``_target_``."""
+    """Builds any ``nn.Module`` or ``Model`` of your own by calling ``_target_``."""
 
     kind: str = key("custom", "The model family.")
     _target_: str = required("The class or function that returns the module: package.module.Name.")

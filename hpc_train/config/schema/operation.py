@@ -280,7 +280,7 @@ class LaunchConfig:
 
 @dataclass
 class RunConfig:
-    """The run directory."""
+    """Configures the run directory."""
 
     root: str = key(
         "outputs",

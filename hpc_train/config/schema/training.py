@@ -105,7 +105,7 @@ class StrategyConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimizer and its learning rate schedule."""
+    """Configures the optimizer and its learning rate schedule."""
 
     name: str = key(
         "adamw", "The optimizer, unless _target_ is set, which custom requires.", choices=("adamw", "sgd", "custom")
@@ -226,7 +226,7 @@ class PrecisionConfig:
 
 @dataclass
 class TrainConfig:
-    """The training loop."""
+    """Configures the training loop."""
 
     seed: int = key(0, "The seed of initial weights, data order, dropout and augmentation.", at_least=0)
     steps: int | None = key(
@@ -293,7 +293,7 @@ class TrainConfig:
 
 @dataclass
 class BatchConfig:
-    """The batch size. The global batch size never depends on the world size."""
+    """Configures the batch size. The global batch size never depends on the world size."""
 
     global_size: int = key(32, "Samples per optimizer step.", at_least=1, unit="samples")
     micro_size: int | str = key("auto", "Samples per micro-batch and rank.", choices=("auto",), at_least=1)

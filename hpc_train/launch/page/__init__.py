@@ -1,4 +1,4 @@
-"""The report page of a run or a sweep: one HTML file without scripts, which reads nothing from the network.
+"""Writes the report page of a run or a sweep: one HTML file without scripts, which reads nothing from the network.
 
 ``build.py`` puts the page together and writes it. Each of its sections has a module.
 """

@@ -23,6 +23,7 @@ from hpc_train.launch.page.sweep import (
     SweepFacts,
     coordinates,
     failures_of,
+    reproduce_one,
     sweep_failed,
     sweep_table,
     sweep_verdict,
@@ -82,6 +83,7 @@ def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = Non
         sweep_table(of_sweep),
         coordinates(of_sweep),
         sweep_failed(of_sweep, failures),
+        reproduce_one(of_sweep),
     ]
     folder = found[0].run.path.parent
     return _page(f"Sweep {folder.name}", folder, sections, found)

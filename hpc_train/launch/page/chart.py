@@ -1,14 +1,16 @@
-"""Line charts as SVG: axes with round ticks, lines with gaps, points, and a legend outside of the picture."""
+"""Draws line charts as SVG: axes with round ticks, lines with gaps, points, and a legend outside of the picture."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from hpc_train.launch.page.markup import Html, joined, picture, tag
 
 Point = tuple[float, float]
+HEIGHT_OF = itemgetter(1)  # of a point
 
 WIDTH, HEIGHT = 640.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 14.0, 12.0, 52.0
@@ -19,7 +21,7 @@ LOG_FROM = 30.0  # ratio of the largest to the smallest value from which the axi
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or points that are not connected.
+    """Holds one line, or points that are not connected.
 
     Attributes:
         colour: a colour of the style sheet, such as ``c0``.
@@ -81,12 +83,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Returns ``0.25 ms``, ``12.34 ms`` or ``12,345 ms``."""
-    value = 1e3 * seconds
-    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
-
-
 def line_chart(
     title: str,
     description: str,
@@ -105,7 +101,7 @@ def line_chart(
         from_zero: whether the vertical axis begins at 0.
         percent: whether the values are shares of 1.
     """
-    drawn = [one for one in series if one.points]
+    drawn = [replace(one, points=thinned(one.points)) for one in series if one.points]
     points = [point for one in drawn for point in one.points]
     x = _horizontal([at for at, _ in points])
     y = _vertical([value for _, value in points], from_zero, height)
@@ -146,7 +142,7 @@ def _axes(x: Scale, y: Scale, across: str, percent: bool, height: float) -> Html
 
 def _draw(one: Series, x: Scale, y: Scale) -> Html:
     colour = f"var(--{one.colour})"
-    placed = [(x.at(at), y.at(value)) for at, value in thinned(one.points)]
+    placed = [(x.at(at), y.at(value)) for at, value in one.points]
     if one.dots or len(placed) == 1:
         return tag("g", *(tag("circle", cx=f"{at:.1f}", cy=f"{up:.1f}", r=3.5) for at, up in placed), fill=colour)
     line = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in placed)
@@ -157,19 +153,15 @@ def _draw(one: Series, x: Scale, y: Scale) -> Html:
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
-    """Returns at most ``most`` points: the lowest and the highest of each of equal parts, in their order."""
+    """Returns at most ``most`` points: both ends, and the lowest and highest of each of equal parts, in their order."""
     if len(points) <= most:
         return list(points)
-    parts = most // 2
-    kept: list[Point] = []
+    parts = most // 2 - 1
+    kept = [points[0]]
     for part in range(parts):
         own = points[part * len(points) // parts : (part + 1) * len(points) // parts]
-        kept += sorted({min(own, key=_height), max(own, key=_height)})
-    return [points[0], *kept[1:-1], points[-1]]
-
-
-def _height(point: Point) -> float:
-    return point[1]
+        kept += sorted({min(own, key=HEIGHT_OF), max(own, key=HEIGHT_OF)})
+    return list(dict.fromkeys([*kept, points[-1]]))
 
 
 def legend(series: Sequence[Series]) -> Html:

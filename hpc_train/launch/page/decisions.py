@@ -28,12 +28,22 @@ def decisions(facts: RunFacts) -> Html:
     if len(told) > SHOWN:
         words.append(f"{len(told) - SHOWN} earlier events are left out.")
     columns = ("time", "attempt", "event", "where", "step", "details")
-    events = table("Events, the oldest first", columns, [_row(event) for event in told[-SHOWN:]])
+    known: set[str] = set()
+    rows = [_row(event, known) for event in told[-SHOWN:]]
+    events = table("Events, the oldest first", columns, rows)
     return section(title, tag("p", " ".join(words)) if words else None, events)
 
 
-def _row(event: Event) -> list[str]:
+def _row(event: Event, known: set[str]) -> list[str]:
+    """Returns the cells of an event.
+
+    Args:
+        known: the messages of the rows above, which are not repeated; that of this event is added.
+    """
     where = f"rank {event['rank']} on {event['node']}" if event.get("rank") is not None else str(event["node"])
     step = "" if event.get("step") is None else f"{event['step']:,}"
     details = dict.fromkeys(str(event[key]).partition("\n")[0] for key in DETAILS if event.get(key))
-    return [clock(event["time"]), str(event["attempt"]), event["event"], where, step, ", ".join(details)]
+    message = str(event.get("message", "")).partition("\n")[0]
+    shown = [part for part in details if part != message or part not in known]
+    known.add(message)
+    return [clock(event["time"]), str(event["attempt"]), event["event"], where, step, ", ".join(shown)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from hpc_train.config.secrets import ASSIGNMENT, SECRET_NAME, SHORTEST
 from hpc_train.launch.diagnosis import Diagnosis, diagnose
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, statuses_of
-from hpc_train.run.attempts import Attempt, attempts_of
+from hpc_train.run.attempts import NUMBER, Attempt, attempts_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import DamagedFile, read_json
 from hpc_train.run.ledger import Ledger, account_for, read_frozen
@@ -56,6 +56,7 @@ class RunFacts:
     lines: Sequence[Line]
     attempts: Sequence[Attempt]
     ledger: Ledger
+    _values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, found: RunHandle, statuses: dict[str, JobStatus] | None = None) -> RunFacts:
@@ -108,7 +109,7 @@ class RunFacts:
 
     @cached_property
     def newest_attempt(self) -> Mapping[str, Any]:
-        """The record of the newest attempt, with its layout; empty if the run has not started."""
+        """Returns the record of the newest attempt, with its layout; empty if the run has not started."""
         with suppress(OSError, DamagedFile):
             found = read_json(self.run.attempts / f"{self.run.newest_attempt():03d}.json")
             return found if isinstance(found, dict) else {}
@@ -122,9 +123,18 @@ class RunFacts:
         """The lines whose rates and shares are shown: those that count, or all if every step was lost."""
         return self.kept or self.lines
 
+    @cached_property
+    def _steps(self) -> list[int]:
+        return [line["step"] for line in self.shown]
+
     def values(self, key: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the metric in the lines that are shown."""
-        return [(line["step"], line[key]) for line in self.shown if isinstance(line.get(key), int | float)]
+        if key not in self._values:
+            found = [line.get(key) for line in self.shown]
+            pairs: list[tuple[float, Any]] = list(zip(self._steps, found, strict=True))
+            whole = {*map(type, found)} <= {*NUMBER}
+            self._values[key] = pairs if whole else [pair for pair in pairs if isinstance(pair[1], NUMBER)]
+        return self._values[key]
 
 
 def _lines(run: RunDirectory) -> list[Line]:

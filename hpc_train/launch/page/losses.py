@@ -1,4 +1,4 @@
-"""The loss over the steps of all attempts; lost work is grey."""
+"""Draws the loss over the steps of all attempts; lost work is grey."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hpc_train.launch.page.chart import Point, Series, line_chart
 from hpc_train.launch.page.facts import Line, RunFacts
 from hpc_train.launch.page.markup import Html, section, tag
+from hpc_train.run.attempts import NUMBER
 from hpc_train.units import counted
 
 LOST = "lost work, done again or to be done again"
@@ -14,7 +15,7 @@ LOST = "lost work, done again or to be done again"
 
 def losses(facts: RunFacts) -> Html:
     """Returns the section with the loss curves."""
-    skipped = sum(_point(line) is None for line in facts.lines)
+    skipped = len(facts.lines) - sum(isinstance(line.get("loss"), NUMBER) for line in facts.lines)
     if skipped == len(facts.lines):
         return section("Loss", tag("p", _why_none(facts)))
     lost = [Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)]
@@ -47,7 +48,7 @@ def _steps(count: int) -> str:
 
 def _point(line: Line) -> Point | None:
     value = line.get("loss")
-    return (line["step"], value) if isinstance(value, int | float) else None
+    return (line["step"], value) if isinstance(value, NUMBER) else None
 
 
 def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:

@@ -12,7 +12,7 @@ VOID = frozenset({"meta", "br", "hr"})
 
 
 class Html(str):
-    """Markup; every other string is text."""
+    """Holds markup; every other string is text."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The memory of each rank by part, beside the memory of its device."""
+"""Shows the memory of each rank by part, beside the memory of its device."""
 
 from __future__ import annotations
 

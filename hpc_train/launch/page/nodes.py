@@ -1,4 +1,4 @@
-"""The map of the nodes and their ranks, with those that were slow or failed."""
+"""Maps the nodes and their ranks, with those that were slow or failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = 128  # nodes
 
 @dataclass
 class NodeMark:
-    """What happened on a node: how often each event, and to which ranks."""
+    """Counts what happened on a node: how often each event, and to which ranks."""
 
     ranks: Sequence[int] = ()
     failed: Counter[str] = field(default_factory=Counter)

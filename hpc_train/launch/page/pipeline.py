@@ -1,38 +1,20 @@
-"""The picture of one pipeline step: when each rank ran forward and backward, beside the same order without waiting."""
+"""Draws one pipeline step: when each rank ran forward and backward, beside the same order without waiting."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from hpc_train.launch.page.chart import colour_key, milliseconds
+from hpc_train.launch.page.chart import colour_key
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, joined, picture, section, table, tag
+from hpc_train.telemetry.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
+from hpc_train.units import milliseconds
 
-FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
-NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "gradients of weights", "": "waiting"}
 COLOURS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
 ROW, GAP, LEFT, WIDTH = 22.0, 6.0, 92.0, 640.0
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One forward or backward of a micro-batch on a stage, in seconds from the beginning of the step."""
-
-    kind: str
-    stage: int
-    begin: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
-
-Rows = dict[int, list[Chunk]]  # rank -> its chunks in their order
 
 
 def pipeline(facts: RunFacts) -> Html | None:
@@ -44,7 +26,7 @@ def pipeline(facts: RunFacts) -> Html | None:
             return None
         return section("Pipeline step", tag("p", "No step was recorded: the fifth step of an attempt is."))
     event = steps[-1]
-    measured, total = _rows(event), float(event["seconds"])
+    measured, total = rows_of(event), float(event["seconds"])
     ideal = ideal_rows(measured)
     best = max((chunk.end for chunks in ideal.values() for chunk in chunks), default=0.0)
     words = _words(event, measured, total, ideal, best)
@@ -60,10 +42,6 @@ def pipeline(facts: RunFacts) -> Html | None:
         tag("figure", _drawn("Ideal pipeline step", words, ideal, best, longest)),
         _by_stage(measured, total),
     )
-
-
-def _rows(event: dict[str, Any]) -> Rows:
-    return {rank["rank"]: [Chunk(*chunk) for chunk in rank["chunks"]] for rank in event["ranks"]}
 
 
 def _words(event: dict[str, Any], measured: Rows, total: float, ideal: Rows, best: float) -> str:
@@ -160,15 +138,11 @@ def _box(begin: float, end: float, top: float, unit: float, colour: str, label: 
 
 
 def _by_stage(measured: Rows, total: float) -> Html:
-    kinds = [
-        kind for kind in (FORWARD, BACKWARD, WEIGHT) if any(c.kind == kind for row in measured.values() for c in row)
-    ]
+    times = list(stage_times(measured, total))
+    kinds = [kind for kind in (FORWARD, BACKWARD, WEIGHT) if any(kind in of.means for of in times)]
     rows = []
-    for rank in sorted(measured):
-        for stage in sorted({chunk.stage for chunk in measured[rank]}):
-            own = {kind: [c.seconds for c in measured[rank] if (c.stage, c.kind) == (stage, kind)] for kind in kinds}
-            means = [milliseconds(fmean(own[kind])) if own[kind] else "" for kind in kinds]
-            busy = sum(chunk.seconds for chunk in measured[rank])
-            rows.append([f"stage {stage}", f"rank {rank}", *means, f"{1 - busy / total:.1%}"])
+    for of in times:
+        means = [milliseconds(of.means[kind]) if kind in of.means else "" for kind in kinds]
+        rows.append([f"stage {of.stage}", f"rank {of.rank}", *means, f"{of.waited:.1%}"])
     columns = ("stage", "rank", *(f"{NAMES[kind]} per micro-batch" for kind in kinds), "rank waited")
     return table("Mean time per micro-batch", columns, rows, numbers=len(columns) - 2)

@@ -61,14 +61,7 @@ def reproduce(of_run: RunFacts) -> Html:
     """Returns the section with the commands that start the same training again."""
     record = of_run.record
     code, snapshot = record.get("code") or {}, record.get("snapshot") or {}
-    lines = []
-    if code.get("commit"):
-        tree = snapshot.get("work_tree")
-        lines += [f"cd {shlex.quote(tree)}"] if tree else []
-        lines += [f"git checkout {code['commit']}   the commit that it ran from"]
-        if snapshot.get("diff"):
-            lines.append(f"git apply {shlex.quote(snapshot['diff'])}   changes that were not committed")
-    lines += [_training(of_run)] if record.get("overrides") is not None else []
+    lines = training_again(record)
     where = shown_path(of_run.run.path)
     lines += [f"python -m hpc_train resume {shlex.quote(where)}   continues this run itself"]
     versions = ((name, version) for name, version in (record.get("versions") or {}).items())
@@ -84,9 +77,22 @@ def reproduce(of_run: RunFacts) -> Html:
     )
 
 
-def _training(of_run: RunFacts) -> str:
-    """Returns the command of the run under another name; a fork starts from its parent again."""
-    given = [each for each in of_run.record["overrides"] if not each.startswith(("run.name=", "run.fork="))]
-    parent = of_run.record.get("forked_from")
+def training_again(record: Mapping[str, Any]) -> list[str]:
+    """Returns the commands that get the code of a run with this ``record``, and that start it under another name."""
+    code, snapshot = record.get("code") or {}, record.get("snapshot") or {}
+    lines = []
+    if code.get("commit"):
+        tree = snapshot.get("work_tree")
+        lines += [f"cd {shlex.quote(tree)}"] if tree else []
+        lines += [f"git checkout {code['commit']}   the commit that it ran from"]
+        if snapshot.get("diff"):
+            lines.append(f"git apply {shlex.quote(snapshot['diff'])}   changes that were not committed")
+    return lines + ([_training(record)] if record.get("overrides") is not None else [])
+
+
+def _training(record: Mapping[str, Any]) -> str:
+    """Returns the command of a run under another name; a fork starts from its parent again."""
+    given = [each for each in record["overrides"] if not each.startswith(("run.name=", "run.fork="))]
+    parent = record.get("forked_from")
     names = ["run.name=NEW"] if parent is None else [f"run.name={Path(parent).name}", "run.fork=NEW"]
     return shlex.join(["python", "-m", "hpc_train", *names, *given])

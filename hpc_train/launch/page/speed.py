@@ -1,13 +1,14 @@
-"""Throughput and model FLOPs utilisation over the steps."""
+"""Draws throughput and model FLOPs utilisation over the steps."""
 
 from __future__ import annotations
 
 from statistics import median
 
-from hpc_train.launch.page.chart import Series, line_chart, milliseconds, short
+from hpc_train.launch.page.chart import Series, line_chart, short
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, facts, joined, section, tag
 from hpc_train.telemetry.progress import speed
+from hpc_train.units import milliseconds
 
 
 def throughput(of_run: RunFacts) -> Html:

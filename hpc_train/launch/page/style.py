@@ -1,4 +1,4 @@
-"""The style sheet of the page: light and dark, wide and narrow, on a screen and on paper."""
+"""Defines the style sheet of the page: light and dark, wide and narrow, on a screen and on paper."""
 
 from __future__ import annotations
 

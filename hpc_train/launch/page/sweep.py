@@ -1,13 +1,14 @@
-"""The sections of the page of a sweep: what happened, the table, parallel coordinates, and the causes of failures."""
+"""Writes the sections of the page of a sweep: what happened, the table, parallel coordinates, and why runs failed."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_train.launch.diagnosis import SweepFailure, shown, sweep_failures
+from hpc_train.launch.diagnosis import SweepFailure, find_cause, shown, sweep_failures
 from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import common_directory, is_unfinished, retry_lines, rows_of
 from hpc_train.launch.lookup import RunHandle
@@ -15,6 +16,7 @@ from hpc_train.launch.page.chart import Scale, short
 from hpc_train.launch.page.markup import (
     Html,
     commands,
+    facts,
     joined,
     paragraphs,
     picture,
@@ -23,9 +25,12 @@ from hpc_train.launch.page.markup import (
     table,
     tag,
 )
+from hpc_train.launch.page.settings import training_again
+from hpc_train.launch.page.verdict import clock
 from hpc_train.run.comparison import DEFAULT, Comparison
 from hpc_train.run.exits import Exit
-from hpc_train.units import counted
+from hpc_train.run.ledger import Account, ledger, read_frozen
+from hpc_train.units import counted, format_duration, format_hours
 
 ROWS = 1000  # of the table
 LINES = 300  # of the picture
@@ -67,7 +72,7 @@ def sweep_verdict(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Htm
         first = shown(of_sweep.found[failures[0].runs[0]].run.path)
         todo = [f"python -m hpc_train why {first}   shows all about the first failure", *todo]
     box = tag("div", tag("h3", "What to do"), commands(todo, "commands that help"), class_="todo") if todo else None
-    return section("Verdict", tag("p", head, class_=f"verdict {level}"), words, box)
+    return section("Verdict", tag("p", head, class_=f"verdict {level}"), _cost(of_sweep), words, box)
 
 
 def sweep_table(of_sweep: SweepFacts) -> Html:
@@ -94,19 +99,50 @@ def failures_of(of_sweep: SweepFacts) -> list[SweepFailure]:
 
 
 def _failure(of_sweep: SweepFacts, failure: SweepFailure, number: int) -> Html:
-    names = []
-    for index in failure.runs[:NAMED]:
-        run = of_sweep.found[index].run
-        names.append(f"{run.path.name}  {of_sweep.compared.words(run)}".rstrip())
+    names = [_failed_run(of_sweep, index) for index in failure.runs[:NAMED]]
     names += [f"and {len(failure.runs) - NAMED} more"] * (len(failure.runs) > NAMED)
     return joined(
         [
             tag("h3", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"),
             preformatted(failure.message, f"message of cause {number}") if failure.message else None,
             tag("ul", *(tag("li", name) for name in names)),
-            paragraphs([f"fix: {failure.advice}"] if failure.advice else []),
+            paragraphs([f"at {failure.place}"] if failure.place else []),
+            paragraphs([f"What to do: {failure.advice}"] if failure.advice else []),
         ]
     )
+
+
+def _failed_run(of_sweep: SweepFacts, index: int) -> str:
+    """Returns the name of a run, what tells it apart, and where and when it failed."""
+    run = of_sweep.found[index].run
+    cause = find_cause(run.read_events())
+    where = [] if cause is None else [f"{cause.who}, {clock(cause.time)}"]
+    return ": ".join([f"{run.path.name}  {of_sweep.compared.words(run)}".rstrip(), *where])
+
+
+def _cost(of_sweep: SweepFacts) -> Html:
+    """Returns what all runs together have held, from their events alone: those of many runs are read at once."""
+    spent = Account()
+    for item, view in zip(of_sweep.found, of_sweep.views, strict=True):
+        now = None if view.exit is not None else time.time()
+        spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
+    return facts(
+        (
+            ("time held", format_duration(spent.held_s) if spent.held_s else None),
+            ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
+            ("rank-hours, no GPU", format_hours(spent.rank_s / 3600) if spent.rank_s else None),
+        )
+    )
+
+
+def reproduce_one(of_sweep: SweepFacts) -> Html:
+    """Returns the section with the commands that start the best run again, or the first one if none is the best."""
+    index = of_sweep.best or 0
+    run = of_sweep.found[index].run
+    which = "the best run" if of_sweep.best is not None else "the first run"
+    words = f"These commands start {which}, {run.path.name}, again. The page of each run has those of its own."
+    again = commands(training_again(run.record()), "commands that reproduce a run")
+    return section("Reproduce", tag("p", words), again)
 
 
 def coordinates(of_sweep: SweepFacts) -> Html | None:
@@ -148,7 +184,7 @@ def _words(of_sweep: SweepFacts, keys: Sequence[str], metric: str) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One vertical axis: a scale of numbers, or places of words."""
+    """Holds one vertical axis: a scale of numbers, or places of words."""
 
     name: str
     x: float

@@ -1,4 +1,4 @@
-"""What the time of the whole chain of jobs went into (goodput)."""
+"""Shows what the time of the whole chain of jobs went into (goodput)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to a run and what to do about it: the words of the command ``why``, and of the head of the page."""
+"""Tells what happened to a run and what to do about it, in the command ``why`` and at the head of the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
-from hpc_train.telemetry.tracebacks import own_frames
+from hpc_train.telemetry.tracebacks import STACK, own_frames
 from hpc_train.units import counted, format_bytes, format_duration, format_hours
 
 Section = tuple[str, list[str]]
@@ -66,8 +66,9 @@ def _cause(found: Diagnosis) -> list[str]:
     head = f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {clock(cause.time)}: {cause.message}"
     lines = head.splitlines()
     if cause.kind != Failure.REFUSED:  # its traceback is the message
-        traceback = own_frames(cause.traceback.rstrip()).removeprefix(cause.message)
-        lines += traceback.strip("\n").splitlines()[-TAIL_LINES:]
+        traceback = own_frames(cause.traceback.rstrip()).removeprefix(cause.message).strip("\n")
+        shown_lines = traceback.splitlines()
+        lines += shown_lines[:TAIL_LINES] if STACK in traceback else shown_lines[-TAIL_LINES:]
     lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     lines += [f"NCCL: {cause.nccl_problem.meaning}"] if cause.nccl_problem else []
@@ -185,6 +186,7 @@ def _figures(facts_of_run: RunFacts) -> Html:
             ("started", None if began is None else clock(began)),
             ("ended", None if ended is None else clock(ended)),
             ("attempts", len(facts_of_run.attempts) or None),
+            ("requeues", len(facts_of_run.of_event("requeued", "requeued_by_slurm")) or None),
             ("Slurm job", facts_of_run.diagnosis.job_id),
             ("layout", layout),
         )

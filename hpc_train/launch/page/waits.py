@@ -1,4 +1,4 @@
-"""What the ranks waited for: communication, the pipeline's bubble, data and the host."""
+"""Shows what the ranks waited for: communication, the pipeline's bubble, data and the host."""
 
 from __future__ import annotations
 

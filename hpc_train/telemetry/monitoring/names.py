@@ -29,7 +29,7 @@ FABRIC_PARTS = ("node", "rail", "world")
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of the table.
+    """Holds a row of the table.
 
     Attributes:
         name: without ``PREFIX``; a counter is shown with the suffix ``_total``.

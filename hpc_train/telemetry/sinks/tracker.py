@@ -78,7 +78,7 @@ class Tracker(Backend):
 
     @property
     def where(self) -> str:
-        """The server and project; another one gets all lines."""
+        """Returns the server and project; another one gets all lines."""
         raise NotImplementedError
 
     def connect(self, position: Position) -> Position:

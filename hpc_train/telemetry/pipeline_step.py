@@ -1,0 +1,57 @@
+"""Reads the event ``pipeline_step``: when each rank ran forward and backward in one of the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "gradients of weights", "": "waiting"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Holds one forward or backward of a micro-batch on a stage, in seconds from the beginning of the step."""
+
+    kind: str
+    stage: int
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+Rows = dict[int, list[Chunk]]  # rank -> its chunks in their order
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Holds the mean seconds per micro-batch of a stage by kind, and the share of the step that its rank waited."""
+
+    stage: int
+    rank: int
+    means: Mapping[str, float]
+    waited: float
+
+
+def rows_of(event: Mapping[str, Any]) -> Rows:
+    return {rank["rank"]: [Chunk(*chunk) for chunk in rank["chunks"]] for rank in event["ranks"]}
+
+
+def stage_times(rows: Rows, total: float) -> Iterator[StageTimes]:
+    """Yields the times of each stage by rank.
+
+    Args:
+        total: the seconds of the step.
+    """
+    for rank in sorted(rows):
+        waited = 1 - sum(chunk.seconds for chunk in rows[rank]) / total
+        for stage in sorted({chunk.stage for chunk in rows[rank]}):
+            own = [chunk for chunk in rows[rank] if chunk.stage == stage]
+            kinds = dict.fromkeys(chunk.kind for chunk in own)
+            means = {kind: fmean(chunk.seconds for chunk in own if chunk.kind == kind) for kind in kinds}
+            yield StageTimes(stage, rank, means, waited)
