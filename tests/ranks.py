@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import multiprocessing as mp
 import os
 import random
@@ -155,6 +156,7 @@ def _rank(rank: int, world_size: int, store: str, connection: Connection) -> Non
     import torch.distributed as dist
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the warm parent ends with the test process
+    gc.freeze()  # as workers do: the collector does not read, write and so copy what the warm parent has imported
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

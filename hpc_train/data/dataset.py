@@ -11,14 +11,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hpc_train.errors import UserCodeError, UserError
+
+if TYPE_CHECKING:  # the command that prepares data, and each of its processes, starts without importing torch
+    import torch
+    from torch import Tensor
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]

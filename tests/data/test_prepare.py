@@ -136,7 +136,8 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
 
 
 def _kill_when_some_shards_are_there(folder: Path, out: Path) -> None:
-    code = "import sys\nfrom hpc_train.commands.prepare import main\nmain(sys.argv[1:])"
+    start = "import sys\nfrom hpc_train.commands.prepare import main\n"
+    code = f"{start}assert 'torch' not in sys.modules, 'two seconds for each process'\nmain(sys.argv[1:])"
     command = [sys.executable, "-c", code, str(folder), "--out", str(out), "--workers", "1"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         while len(list((out / ".shards").glob("[0-9a-f]*"))) < 3:

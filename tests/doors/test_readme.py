@@ -42,6 +42,7 @@ TAKEN_AS_THEY_ARE = (
     "--help",
 )
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
+REPLICATED = ("+strategy=dp", "+strategy=zero1", "+strategy=zero2", "+strategy=zero3")  # with two of the four workers
 NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {
     "batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"],
@@ -77,7 +78,8 @@ def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
     again = sum(name is not None and name in shlex.split(one, comments=True) for one in before)
     steps = [] if "telemetry.profile.steps" in given else [f"train.steps={2 * (1 + again)}"]
     costly = "train.compile=true" in arguments or data == "sft"  # each worker compiles, or reads the chats, for itself
-    workers = ["cluster.cpu_workers=2"] if costly else []
+    two = costly or (arguments[0] in REPLICATED and "cluster=local" in arguments and "-m" not in arguments)
+    workers = ["cluster.cpu_workers=2"] if two else []
     own = [NO_WANDB] if LONG else [NO_WANDB, *steps, *small, *workers]
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 

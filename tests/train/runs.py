@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import traceback
@@ -98,6 +99,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
 
 
 def _rank(spec: WorkerSpec, sender: Connection, prepare: Prepare | None) -> None:
+    gc.freeze()  # as workers do: the collector does not read, write and so copy what the warm parent has imported
     if load(RunDirectory(Path(spec.run_dir))).run.entry is None:
         from hpc_train.train.worker import train
     else:
