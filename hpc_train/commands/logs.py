@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.commands.log_level import Level, Levels
 from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import find_cause
 from hpc_train.launch.job_status import SlurmStatuses, attempt_end, failure_text
 from hpc_train.launch.lookup import RunHandle, find_run, statuses_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.log_level import Level, Levels
 
 LINE = re.compile(r"(\S{23}) \[(\d+)\] ")
 POLL_S = 0.5

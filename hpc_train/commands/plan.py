@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from hpc_train.config.arguments import CommandLine
 from hpc_train.config.compose import typed
@@ -22,6 +21,7 @@ from hpc_train.planner.candidates import Candidate, candidates, fastest
 from hpc_train.planner.machine import Machine, read_machine, shipped
 from hpc_train.planner.prediction import Prediction
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_bytes, format_duration
 
 ROWS = 10
@@ -155,22 +155,18 @@ def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
 
 
 COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours")
+WHY = "more than the row above"
 
 
 def _print(rows: Sequence[Row], machine: Machine, line: CommandLine, compared: int) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in (*COLUMNS, *(["cost"] if rows[0].price is not None else [])):
-        table.add_column(name, justify="left" if name in ("layout", "recompute") else "right", no_wrap=True)
-    table.add_column("more than the row above", no_wrap=True)
-    for number, row in enumerate(rows):
-        above = rows[number - 1] if number else None
-        table.add_row(*_cells(number, row), "" if above is None else _why_slower(row, above))
-    console = Console()
-    wide = Console(width=max(console.width, console.measure(table, options=console.options.update(width=300)).maximum))
-    wide.print(f"{compared} layouts on {machine.name} ({machine.device}), the best first:", highlight=False)
-    wide.print(table)
+    columns = [*COLUMNS, *(["cost"] if rows[0].price is not None else []), WHY]
+    above = [None, *rows]
+    cells = [[*_cells(number, row), _why_slower(row, above[number])] for number, row in enumerate(rows)]
+    console = wide(Console())
+    console.print(f"{compared} layouts on {machine.name} ({machine.device}), the best first:", highlight=False)
+    console.print(text_table(columns, cells, numbers={*columns} - {"layout", "recompute", WHY}, folded={WHY}))
     for text in (f"1: {_command(rows[0], line)}", _origin(machine)):
-        wide.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(number: int, row: Row) -> list[str]:
@@ -199,8 +195,10 @@ def _split(layout: Layout) -> str:
     return split + kind + (f", {layout.schedule}" if layout.pp > 1 else "")
 
 
-def _why_slower(row: Row, above: Row) -> str:
+def _why_slower(row: Row, above: Row | None) -> str:
     """Returns which part of the step is longer than that of the row above, and by how much."""
+    if above is None:
+        return ""
     if row.candidate.devices != above.candidate.devices:
         return f"{row.candidate.devices} GPUs instead of {above.candidate.devices}"
     longer = {text: getattr(row.prediction, name) - getattr(above.prediction, name) for name, text in PARTS.items()}

@@ -232,8 +232,3 @@ def _uncovered(traffic: float, window: float, blocks: int) -> float:
     """Returns the part of ``traffic`` that ``window`` seconds of computation do not cover: at least that of a block."""
     alone = traffic / blocks
     return alone + max(0.0, traffic - alone - window)
-
-
-def steps_of(config: Config) -> int | None:
-    """Returns the number of steps of the training; None if it is given in epochs."""
-    return config.train.steps if config.train.epochs is None else None
