@@ -54,7 +54,7 @@ def test_a_config_for_a_step_of_several_nodes_is_refused(tmp_path: Path) -> None
 def test_a_run_directory_alone_goes_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``tests/doors`` shows that the agent trains a frozen run."""
     called: list[list[str]] = []
-    monkeypatch.setattr("hpc_train.commands.agent.start_agent", lambda arguments: called.append(arguments) or 7)
+    monkeypatch.setattr("hpc_train.commands.agent.start_agent", lambda arguments, begun: called.append(arguments) or 7)
     RunDirectory(tmp_path).config.touch()
     assert cli.run([str(tmp_path)]) == 7
     assert called == [[str(tmp_path)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.cluster.rejected_variable import refuse_unreadable_sizes
 from hpc_train.data.loader import begun
 from hpc_train.elastic.decision import ended_without_report, is_secondary
-from hpc_train.elastic.warm_parent.imports import import_modules
 from hpc_train.elastic.worker_process import _failure, explained
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
@@ -268,6 +268,9 @@ def test_the_variable_that_torch_rejects_is_named(
     monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / f"imports_{name}.py").write_text(f"{raised}\n")
+    from hpc_train.elastic.warm_parent.imports import import_modules  # it stops the garbage collector
+
+    gc.enable()
     error = import_modules(f"imports_{name}")
     assert error is not None
     assert f"torch cannot use {name}={value}: " in str(explained(error))
