@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -40,7 +41,7 @@ class Service(LocalServer):
         return {"experiment_id": self.experiments[given["name"]]}
 
     def runs_create(self, given: dict[str, Any]) -> dict[str, Any]:
-        name = f"{len(self.runs):032x}"
+        name = uuid.uuid4().hex  # the client keeps the address of a run's artifacts for the life of the process
         own = {"run_id": name, "run_uuid": name, "experiment_id": given["experiment_id"], "status": "RUNNING"}
         self.runs[name] = own | {"run_name": given.get("run_name", ""), "lifecycle_stage": "active"}
         self.runs[name]["artifact_uri"] = f"mlflow-artifacts:/{given['experiment_id']}/{name}/artifacts"
