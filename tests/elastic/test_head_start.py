@@ -17,7 +17,7 @@ from hpc_train.run.processes import process_state
 
 REPOSITORY = Path(__file__).parents[2]
 TORCH = """
-import os, sys, time
+import multiprocessing, os, sys, time
 print("a warning of the import", file=sys.stderr)
 open(os.environ["IMPORTED"], "a").write("imported\\n")
 time.sleep(float(os.environ["IMPORT_S"]))
@@ -52,7 +52,9 @@ with head_start(1) as begun:
     os.chdir("elsewhere")
     pid = start_warm_parent(["torch"], begun)
     fork_process(exec, "import os, sys; mask = os.umask(0); torch = sys.modules['torch'].__file__; "
-                 "print(oct(mask), os.getcwd(), torch, os.environ.get('OMP_NUM_THREADS'), flush=True)").join()
+                 "files = str([getattr(module, '__file__', None) for module in sys.modules.values()]); "
+                 "print('early_forkserver' in files, oct(mask), os.getcwd(), torch, os.environ.get('OMP_NUM_THREADS'), "
+                 "flush=True)").join()
     print(pid == early, "early_forkserver" in open(f"/proc/{pid}/cmdline").read())
 """
 
@@ -119,7 +121,7 @@ def test_the_warm_parent_is_as_a_new_process_would_be(
     torch, threads = tmp_path / code / "torch" / "__init__.py", variables.get("OMP_NUM_THREADS", "1")
     worker, told = done.stdout.splitlines()
     continues = same_process and code == "packages"
-    assert worker == f"0o27 {tmp_path / 'elsewhere'} {torch} {threads}", done.stderr
+    assert worker == f"False 0o27 {tmp_path / 'elsewhere'} {torch} {threads}", done.stderr
     assert told == f"{same_process} {continues}"
     if continues:
         assert (tmp_path / "imported").read_text() == "imported\n"

@@ -124,8 +124,9 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[:] = ["-c"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(request["arguments"][-1], sys.modules["__main__"].__dict__)
+    main_module = types.ModuleType("__main__")
+    sys.modules |= {"__main__": main_module, "__mp_main__": main_module}  # the import of multiprocessing set the latter
+    exec(request["arguments"][-1], main_module.__dict__)
 
 
 if __name__ == "__main__":
