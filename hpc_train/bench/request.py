@@ -79,6 +79,20 @@ class NoiseRequest:
         return cls(**read_json(run.path / REQUEST))
 
 
+@dataclass(frozen=True)
+class MachineRequest:
+    """Requests the numbers of a machine file, for about ``seconds`` each."""
+
+    seconds: float
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> MachineRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
 def write_progress(run: RunDirectory, done: int, of: int) -> None:
     write_json(run.path / PROGRESS, {"done": done, "of": of})
 

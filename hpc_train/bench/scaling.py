@@ -12,31 +12,24 @@ import csv
 import json
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hpc_train.bench.job import submit, wait
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
-from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.sbatch import arguments, options
-from hpc_train.launch.script import ENVIRONMENT, python
-from hpc_train.launch.shell import exports, own_lines, shell_word
 from hpc_train.launch.submission import prepare
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.slurm import client
-from hpc_train.slurm.client import Problem, SlurmError
-from hpc_train.slurm.states import FORGOTTEN
 from hpc_train.telemetry.plots import check_plot
 from hpc_train.units import GIB
 
@@ -296,17 +289,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
-_OF_A_TRAINING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options that a measurement does not need
-_POLL_S, _ASK_EVERY_S, _SETTLE_S = 1.0, 15.0, 75.0
-
-
-@dataclass(frozen=True)
-class _Measurement:
-    job_id: str
-    result: Path
-    log: Path
-
-
 def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> list[dict[str, Any]] | None:
     """Submits ``bench step WORDS`` for each of ``words``; returns the results in order, or None if one failed.
 
@@ -319,9 +301,9 @@ def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> li
     folder.mkdir(parents=True)
     submitted = []
     for number, (job, own) in enumerate(zip(jobs, words, strict=True)):
-        submitted.append(_submit(job, own, folder / f"{number}", executor))
+        submitted.append(submit(job, ["step", *own], folder / f"{number}", executor))
         print(f"Slurm job {submitted[-1].job_id}: {nodes[number]} nodes, output in {submitted[-1].log}", flush=True)
-    results = [_wait(each) for each in submitted]
+    results = [wait(each) for each in submitted]
     return None if any(result is None for result in results) else [result for result in results if result is not None]
 
 
@@ -330,57 +312,3 @@ def _job(words: Sequence[str]) -> Job:
     line = CommandLine.parse(with_right_plus(overrides))
     with line.composer() as compose:
         return prepare(typed(compose(line.overrides)), RunDirectory(Path("scaling")))
-
-
-def _submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> _Measurement:
-    log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
-    asked = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
-    asked |= {"job-name": "hpc_train-scaling", "output": str(log), "no-requeue": None}
-    try:
-        return _Measurement(client.submit(arguments(asked), _script(job, words, result)), result, log)
-    except SlurmError as error:
-        if error.problem is not Problem.REFUSED:
-            fix = "-m on a machine of a Slurm cluster, or workers=1,2,4"
-            raise UserError(error.what, where="-m", fix=fix) from error
-        raise UserError(f"Slurm rejected the job: {error.said}", where="cluster", fix="cluster.KEY=VALUE") from error
-
-
-def _script(job: Job, words: Sequence[str], result: Path) -> str:
-    cluster, container = job.config.cluster, container_of(job.config, job.gpus)
-    outer = [] if container is None else container.srun_options(IN_SHELL)
-    inner = [] if container is None else container.command(IN_SHELL)
-    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *outer, *inner, python(cluster, container)]
-    unfinished, there = (shell_word(str(path)) for path in (result.with_suffix(".part"), result))
-    lines = [
-        "#!/bin/bash",
-        ENVIRONMENT,
-        *exports(cluster.env),
-        *own_lines(cluster.setup, "cluster.setup"),
-        *([] if container is None else container.lines()),
-        f"{quoted([*step, '-m', 'hpc_train', 'bench', 'step', *words])} > {unfinished} && mv {unfinished} {there}",
-        'status=$?; echo "exit code $status"; exit "$status"',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _read(output: Path) -> dict[str, Any]:
-    """Returns the result, the last JSON line of the output; on several nodes the agents print other lines as well."""
-    lines = output.read_text(encoding="utf-8").splitlines()
-    return dict(json.loads(next(line for line in reversed(lines) if line.startswith("{"))))
-
-
-def _wait(measurement: _Measurement) -> dict[str, Any] | None:
-    """Waits for the result; returns None if the job has ended and no result has appeared for a while."""
-    asked, gone = time.monotonic(), None
-    while True:
-        if measurement.result in set(measurement.result.parent.glob("*.out")):
-            return _read(measurement.result)
-        now = time.monotonic()
-        if now - asked > _ASK_EVERY_S:
-            asked, state = now, client.job_state(measurement.job_id)
-            if state is None or state.is_alive:
-                gone = None
-            elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):
-                print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", flush=True)
-                return None
-        time.sleep(_POLL_S)

@@ -60,7 +60,7 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     config, request = load(run), StepRequest.read(run)
     mesh = join(spec, config)
     config = with_chosen_compression(config, run, mesh)
-    bench = _StepBench(config, mesh, stop)
+    bench = StepBench(config, mesh, stop)
     result = _measure(bench, request, run)
     bench.close()
     if result is not None and mesh.rank == 0:
@@ -69,7 +69,7 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     return Exit.STOPPED if result is None else Exit.DONE
 
 
-class _StepBench:
+class StepBench:
     """Provides the trainer's loop as a function of one step, and its parts for the other measurements.
 
     Attributes:
@@ -119,7 +119,7 @@ class _StepBench:
         return StepBatch(batch.micro_batches, self._control.read().target_count)
 
 
-def _measure(bench: _StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
+def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
     """Measures all blocks and returns the result; None if a stop was requested before the last block."""
     config, mesh = bench.config, bench.mesh
     loops = [bench.step]
@@ -200,7 +200,7 @@ def _setting(config: Config, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _rates(seconds: Sequence[float], bench: _StepBench) -> dict[str, Any]:
+def _rates(seconds: Sequence[float], bench: StepBench) -> dict[str, Any]:
     """Returns time and throughput; ``tokens_per_s`` counts targets and is None for inputs other than tokens."""
     samples = bench.config.batch.global_size
     first = bench.example
@@ -226,14 +226,14 @@ def _memory(peaks: tuple[int, int | None], mesh: Mesh) -> dict[str, Any]:
     return {"host_peak_bytes": [*host], "device_peak_bytes": None if device[0] is None else [*device]}
 
 
-def _communication(bench: _StepBench) -> list[float] | None:
+def _communication(bench: StepBench) -> list[float] | None:
     layout = bench.mesh.layout
     if layout.dp * layout.tp == 1:
         return None
     return _gather(communication_share(bench.gradients, bench.mesh.device), bench.mesh)
 
 
-def _measurement_cost(bench: _StepBench, step_s: float) -> dict[str, float]:
+def _measurement_cost(bench: StepBench, step_s: float) -> dict[str, float]:
     """Returns the cost of the measurements during training on the rank where it is largest."""
     measures = Measures(bench.config, bench.mesh, first_of_node=bench.mesh.rank == 0)
     own = measures.cost(3, bench.step, bench.config.telemetry.log_every)
@@ -241,7 +241,7 @@ def _measurement_cost(bench: _StepBench, step_s: float) -> dict[str, float]:
     return {**worst, "share": worst["seconds_per_step"] / step_s}
 
 
-def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | None:
+def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | None:
     """Returns the model FLOPs utilisation; None if the model does not define its operations per sample."""
     config, mesh = bench.config, bench.mesh
     model = build_model(config.model, config.train.seed)

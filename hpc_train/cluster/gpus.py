@@ -125,6 +125,11 @@ def _listing() -> str:
     return done.stdout
 
 
+def gpu_names() -> frozenset[str]:
+    """Returns the names of the NVIDIA GPUs of this machine; empty without a driver."""
+    return frozenset(re.findall(r"^GPU \d+: (.+) \(UUID", _listing(), re.MULTILINE))
+
+
 KEY = "cluster.gpus_per_node"
 NVIDIA = "0x10de"
 DISPLAY = "0x0300"  # PCI class of GPUs with a display output

@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,16 +24,24 @@ from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import fewest_nodes, node_range
 from hpc_train.errors import UserError, check_all
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
-from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus, gpu_export_lines, gpus_of_this_job
+from hpc_train.launch.gpus import (
+    asked_gpu_memory,
+    asked_gpu_types,
+    asked_gpus,
+    gpu_export_lines,
+    gpu_types_here,
+    gpus_of_this_job,
+)
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import NO_SITE, options, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
+from hpc_train.launch.submission import with_layout
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
@@ -101,8 +110,12 @@ def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) 
 
 
 def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence[str]) -> None:
-    check_all(lambda: validate(config, *_shape(config)), lambda: check_freeze(config, run))
-    freeze(config, run, code=snapshot_code([config], parent / "code"), overrides=overrides)
+    place = _place(config)
+    config, choice = with_layout(config, run, lambda: (place.nodes, place.gpus, place.workers), place.gpu_types)
+    asked = (place.nodes, place.workers, place.device_bytes)
+    check_all(lambda: validate(config, *asked), lambda: check_freeze(config, run))
+    plan = None if choice is None else choice.text
+    freeze(config, run, code=snapshot_code([config], parent / "code"), overrides=overrides, plan=plan)
     warn_if_open(run, config)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
@@ -122,20 +135,33 @@ def warn_of_late_signal(config: Config, run: RunDirectory) -> None:
             return
 
 
-def _shape(config: Config) -> tuple[int, int, float | None]:
-    """Returns the nodes without spares, the workers per node, and the memory of a GPU (None if unknown) of this Slurm
-    job, or of the job to be submitted.
+@dataclass(frozen=True)
+class _Place:
+    """Where a frozen run will train: nodes without spares, and per node GPUs and workers.
+
+    Attributes:
+        device_bytes: the memory of a GPU; None if unknown.
     """
+
+    nodes: int
+    gpus: int
+    workers: int
+    device_bytes: float | None
+    gpu_types: Callable[[ClusterConfig], frozenset[str]]
+
+
+def _place(config: Config) -> _Place:
+    """Returns the place of this Slurm job, or of the job to be submitted."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     if nodes is not None:
         # this counts the GPUs that Slurm has allocated; the agents check later whether the nodes can use them
         gpus = gpus_of_this_job().per_node or visible_gpus()
         size, workers = max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
         asks = size > 1 and gpus and config.cluster.gpus_per_node != 0 and config.strategy.pp == "auto"
-        return size, workers, gpu_memory(None) if asks else None
+        used = 0 if config.cluster.gpus_per_node == 0 else gpus
+        return _Place(size, used, workers, gpu_memory(None) if asks else None, gpu_types_here)
     executor = select_executor(config.cluster)
-    asked, _, workers = executor.shape(config.cluster)
-    return asked, workers, executor.device_bytes(config.cluster)
+    return _Place(*executor.shape(config.cluster), executor.device_bytes(config.cluster), executor.gpu_types)
 
 
 def print_script(arguments: list[str]) -> int:
@@ -188,9 +214,11 @@ def _batch_script(config: Config, line: CommandLine) -> str:
     gpus, workers = workers_per_node(cluster, visible=asked.count)
     device_bytes = asked_gpu_memory(cluster, site) if gpus else None
     sizes = (node_range(cluster)[1], fewest_nodes(config))
-    layout, *_ = [validate(config, nodes, workers, device_bytes) for nodes in sizes]
     directory = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
-    job = Job(0, line.overrides, config, layout, gpus, workers, directory)
+    shape = (sizes[0], gpus, workers)
+    config, choice = with_layout(config, directory, lambda: shape, lambda cluster: asked_gpu_types(cluster, site))
+    layout, *_ = [validate(config, nodes, workers, device_bytes) for nodes in sizes]
+    job = Job(0, line.overrides, config, layout, gpus, workers, directory, choice=choice)
     name = config.run.name or config.strategy.name
     comment = {"comment": cluster.comment} if cluster.comment else {}
     header = {

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "scaling": "measures strong and weak scaling over nodes or workers, for a proposal",
     "checkpoint": "measures saves and loads, compared with plain DCP",
     "collectives": "measures the bandwidth of collectives by operation and message size",
+    "machine": "measures the numbers of a machine file for `plan`",
 }
 
 

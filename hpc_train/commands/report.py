@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.launch.page.build import write_page
+from hpc_train.planner.machine import read_machine
 from hpc_train.run.exits import Exit
 
 
@@ -30,11 +31,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "-o", "--out", type=Path, metavar="FILE", help="the file (default: report.html in the directory of the run)"
     )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help="the machine of the run, if it has CPUs or GPUs that are not recognised: records how far off the "
+        "prediction for it was, from which plan learns",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file")
     options = parser.parse_args(arguments)
     try:
         with _no_collections():
-            path = write_page(options.target, options.out)
+            machine = None if options.machine is None else read_machine(options.machine)
+            path = write_page(options.target, options.out, machine)
     except OSError as error:
         raise UserError(
             f"the report cannot be written: {error}",

@@ -85,6 +85,8 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
         if spent is not None and (spent.held_s or spent.queue_s):
             console.print(spent_line(spent), highlight=False, soft_wrap=True)
     for item in alone:
+        if item.choice is not None:
+            console.print(f"strategy=auto chose {item.choice}", highlight=False, soft_wrap=True)
         for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
             console.print(node.words, highlight=False, soft_wrap=True)
 

@@ -24,10 +24,11 @@ from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError, check_all
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
-from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
 from hpc_train.launch.job_status import outcome, view_at_end
 from hpc_train.launch.launcher import Ended, register_launcher
 from hpc_train.launch.search import JobFailed
+from hpc_train.launch.submission import with_layout
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
 from hpc_train.plan.without_effect import Place, notices, without_effect
@@ -143,11 +144,15 @@ class Training:
 def task(node: DictConfig, run: RunDirectory, line: CommandLine, begun: HeadStart | None = None) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
-        config = typed(node)
+        config = asked = typed(node)
         _check_foreground(config)
         overrides = list(HydraConfig.get().overrides.task)
+        config, choice = with_layout(config, run, lambda: local_shape(asked.cluster), gpu_types_here)
         check_all(lambda: _check_layout(config, line, overrides), lambda: check_freeze(config, run))
-        freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides)
+        plan = None if choice is None else choice.text
+        freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides, plan=plan)
+        if choice is not None:
+            print(f"{choice.lines[0]}; table: {run.plan}")
         warn_if_open(run, config)
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())

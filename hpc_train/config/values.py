@@ -236,7 +236,7 @@ def check_divides(divisor: int, number: int, key: str, what: str) -> None:
         raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=f"{key}={below}")
 
 
-RECOMPUTATION_MODES = ("none", "full", "selective", "ops")
+RECOMPUTATION_MODES = ("auto", "none", "full", "selective", "ops")
 SELECTIVE_EVERY = 2  # layers, if ``selective`` has no number
 
 
@@ -265,7 +265,7 @@ def parse_recomputation(text: str) -> Recomputation:
     if selective:
         return Recomputation(int(selective[1] or SELECTIVE_EVERY))
     if text in RECOMPUTATION_MODES:
-        return Recomputation(0 if text == "none" else 1, keep_products=text == "ops")
+        return Recomputation(0 if text in ("auto", "none") else 1, keep_products=text == "ops")
     raise UserError(
         f"train.activation_checkpointing is {text!r}, which is unknown",
         where="train.activation_checkpointing",

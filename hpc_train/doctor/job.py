@@ -24,6 +24,7 @@ from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.limits import check_limits
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
+from hpc_train.launch.submission import with_layout
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.validate import check_values, validate
 from hpc_train.run.directory import RunDirectory
@@ -106,9 +107,11 @@ def _job(asked: Asked) -> tuple[Job, str]:
     unknown = nodes > 1 and not asked.has_strategy
     if unknown:
         config = with_all_workers(config, nodes * workers)
+    directory = _directory(config)
+    config, choice = with_layout(config, directory, lambda: (nodes, gpus, workers), executor.gpu_types)
     layout = validate(config, nodes, workers, executor.device_bytes(config.cluster))
     described = f"{nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
-    return Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config)), described
+    return Job(0, asked.line.overrides, config, layout, gpus, workers, directory, choice=choice), described
 
 
 def _directory(config: Config) -> RunDirectory:

@@ -122,6 +122,7 @@ def _plan(job: Job) -> str:
         *_memory(job),
         *_host_memory(job),
         *(f"  note: {note}" for note in layout.notes),
+        *(f"  {line}" for line in (job.choice.lines if job.choice is not None else ())),
     ]
     return "\n".join(lines)
 

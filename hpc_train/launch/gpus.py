@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from hpc_train.cluster.gpus import gpu_memory
+from hpc_train.cluster.gpus import gpu_memory, gpu_names
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.slurm.client import show_job
@@ -191,10 +191,26 @@ def _count(asked: str) -> int:
 
 def asked_gpu_memory(cluster: ClusterConfig, site: Site) -> float | None:
     """Returns the memory of the smallest GPU that a job may get, by the types that the site names; None if unknown."""
-    types = {cluster.gpu_type} if cluster.gpu_type else set(gpus_of(cluster.gres or "")) - {""}
-    if not types:
-        partition = cluster.partition or _of_environment()
-        types = {name for kind in _kinds(cluster, partition, site) for name in kind.gpus}
-    sizes = [gpu_memory(name) for name in types]
+    sizes = [gpu_memory(name) for name in _asked_types(cluster, site)]
     known = [size for size in sizes if size is not None]
     return min(known) if known and len(known) == len(sizes) else None
+
+
+def asked_gpu_types(cluster: ClusterConfig, site: Site) -> frozenset[str]:
+    """Returns the types of GPUs that a job may get, as the site names them; empty if one of them is unknown."""
+    types = _asked_types(cluster, site)
+    return frozenset() if "" in types else frozenset(types)
+
+
+def _asked_types(cluster: ClusterConfig, site: Site) -> set[str]:
+    """Returns the types of GPUs that a job may get; ``""`` is a type without a name."""
+    types = {cluster.gpu_type} if cluster.gpu_type else set(gpus_of(cluster.gres or "")) - {""}
+    if types:
+        return types
+    partition = cluster.partition or _of_environment()
+    return {name for kind in _kinds(cluster, partition, site) for name in kind.gpus}
+
+
+def gpu_types_here(cluster: ClusterConfig) -> frozenset[str]:
+    """Returns the types of the GPUs of this machine, or the type that the config names; empty if it is unknown."""
+    return frozenset({cluster.gpu_type}) if cluster.gpu_type else gpu_names()

@@ -270,7 +270,7 @@ def enqueue(
     code = code or snapshot_code(configs, sweep / "code")
     if code is None and (note := unfrozen_note(configs)) is not None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    frozen = freeze_all([(job.config, job.run, job.overrides) for job in jobs], code)
+    frozen = freeze_all([(job.config, job.run, job.overrides, job.plan) for job in jobs], code)
     for _ in _followed(frozen, len(jobs), "writing run directories", console):
         pass
     if jobs[0].run.path != sweep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.open_keys import NAME as AUTO
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
@@ -84,6 +86,13 @@ class RunHandle:
         """Returns the nodes that the frozen config asks for; empty if it is not readable."""
         nodes: int | str = (self._shown_config.get("cluster") or {}).get("nodes", "")
         return nodes
+
+    @property
+    def choice(self) -> str | None:
+        """Returns what ``strategy=auto`` has chosen, in one line; None with another strategy."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(self.run.plan.read_text())["chosen"]) if self.strategy == AUTO else None
+        return None
 
     def lives_here(self) -> bool:
         return is_alive(self.submission)

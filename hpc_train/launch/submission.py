@@ -6,27 +6,32 @@ jobs is not a thousand waiting processes. On detaching, all others are submitted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from hpc_train.config.arguments import CommandLine
-from hpc_train.config.schema import Config
-from hpc_train.config.values import fewest_nodes
+from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.values import fewest_nodes, runs_own_code
 from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import in_allocation, select_executor
 from hpc_train.launch.job_status import NOT_STARTED, View
+from hpc_train.plan.open_keys import check_chosen, open_keys
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
 from hpc_train.plan.without_effect import Place, notices, without_effect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import concurrently
+from hpc_train.run.files import concurrently, is_present
 from hpc_train.run.freeze import check_freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
+
+if TYPE_CHECKING:
+    from hpc_train.planner.auto import Choice
 
 ANNOUNCED_SINGLY = 20  # with more jobs only their number is printed
 WAITING = View("waiting", {})
@@ -124,9 +129,10 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
     executor = select_executor(config.cluster)
     nodes, gpus, workers = executor.shape(config.cluster)
     device_bytes = executor.device_bytes(config.cluster)
-    layout = None
+    layout = choice = None
     mistakes = Mistakes()
     with mistakes.collected():
+        config, choice = with_layout(config, run, lambda: (nodes, gpus, workers), executor.gpu_types)
         layout = validate(config, nodes, workers, device_bytes)
         fewest = fewest_nodes(config)
         if fewest < nodes:
@@ -135,7 +141,43 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
         check_freeze(config, run)
     mistakes.report()
     assert layout is not None
-    return Job(number, tuple(overrides), config, layout, gpus, workers, run)
+    return Job(number, tuple(overrides), config, layout, gpus, workers, run, choice=choice)
+
+
+def with_layout(
+    config: Config,
+    run: RunDirectory,
+    shape: Callable[[], tuple[int, int, int]],
+    gpu_types: Callable[[ClusterConfig], frozenset[str]],
+) -> tuple[Config, Choice | None]:
+    """Returns ``config`` with the layout that ``strategy=auto`` chooses, and the choice; None with another strategy.
+
+    A run that continues keeps its choice while the question is the same.
+
+    Args:
+        shape: returns nodes (without spares), GPUs per node and workers per node of the job.
+        gpu_types: returns the types of GPUs that the job may get.
+
+    Raises:
+        UserError: code of the user's own runs instead of the trainer, the machine or the size of the model is unknown,
+            or no layout is possible or fits.
+    """
+    if runs_own_code(config):
+        check_chosen(config)
+    if not open_keys(config) or runs_own_code(config):
+        return config, None
+    from hpc_train.planner.auto import Devices, choose, earlier_choice, question
+    from hpc_train.planner.gpu_types import machine_of_job
+
+    nodes, gpus, workers = shape()
+    devices = Devices(nodes, min(fewest_nodes(config), nodes), workers)
+    types = gpu_types(config.cluster) if gpus else frozenset()
+    machine = machine_of_job(config.cluster.machine, gpus, types)
+    earlier = None
+    if is_present(run.plan):
+        earlier = earlier_choice(run.plan.read_text(encoding="utf-8"), question(config, devices, machine.name))
+    choice = earlier or choose(config, devices, machine)
+    return choice.apply(config), choice
 
 
 def notices_of(jobs: Sequence[Job], line: CommandLine, told: set[tuple[str, str]] | None = None) -> list[str]:
@@ -160,4 +202,5 @@ def announce(job: Job, executor: Executor, console: Console, job_id: str | None 
     place = f"{executor.name}, job id {job_id}" if job_id else executor.name
     lines = [f"job {job.number}: {job.config.strategy.name}: {job.layout}, {device}; {place}", f"  {job.run.path}"]
     lines += [f"  note: {note}" for note in job.layout.notes]
+    lines += [] if job.choice is None else [f"  {job.choice.lines[0]}; table: {job.run.plan}"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from hpc_train.loop.state import LoopState
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.own_code import own_code_notes
+from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
@@ -25,7 +26,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import open_report
-from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
+from hpc_train.train.saving import SaveSchedule, failure_rate
 from hpc_train.train.worker import frozen_config
 
 

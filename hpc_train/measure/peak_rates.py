@@ -125,10 +125,8 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
         tf32: whether products in fp32 use TF32 where the device has it.
         units: the compute units or multiprocessors of the device; None assumes that it is a whole GPU.
     """
-    words = _words(device_name)
-    chip = " ".join(word for word in words if not _SIZE.fullmatch(word))
-    rates = RATES.get(" ".join(words), RATES.get(chip))
-    whole = UNITS.get(chip)
+    rates = RATES.get(" ".join(_words(device_name)), RATES.get(chip(device_name)))
+    whole = UNITS.get(chip(device_name))
     if rates is None:
         return None
     by_precision = {"bf16": rates.bf16, "fp16": rates.fp16, "fp32": rates.fp32, "fp64": rates.fp64}
@@ -137,6 +135,11 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int 
         found = rates.bf16 / 2
     share = 1.0 if whole is None or units is None else min(1.0, units / whole)
     return None if found is None else found * share * 1e12
+
+
+def chip(device_name: str) -> str:
+    """Returns the model without vendor, socket and memory: ``A100 PCIE`` of ``NVIDIA A100-PCIE-80GB``."""
+    return " ".join(word for word in _words(device_name) if not _SIZE.fullmatch(word))
 
 
 def _words(device_name: str) -> list[str]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
+from hpc_train.plan.open_keys import check_chosen, for_nodes
 from hpc_train.plan.orders import PipelineShape
-from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks
+from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks, stages_of_rank
 from hpc_train.plan.schedule import check_reproducible, choose_schedule, divide
 from hpc_train.plan.techniques import (
     CARRYING,
@@ -120,6 +121,8 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_byt
     Raises:
         UserError: the strategy does not fit these ranks.
     """
+    config = for_nodes(config, nodes)
+    check_chosen(config)
     tp = _tensor_parallel(config.strategy, workers_per_node)
     ranks = Ranks(nodes, workers_per_node, tp)
     notes: list[str] = []
@@ -138,7 +141,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     strategy, tp = config.strategy, ranks.tp
     dp = _data_parallel(strategy, ranks.available, pp, tp)
     _check_use(dp * pp * tp, ranks.nodes, ranks.available, notes)
-    stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
+    stages_per_rank = stages_of_rank(strategy) if pp > 1 else 1
     asked = _asked_kind(config)
     _check_tensor_parallel(config, asked, dp, tp)
     schedule, (micro_batches, micro_size) = choose_schedule(config, asked, dp, pp, stages_per_rank, notes)
@@ -199,7 +202,7 @@ def _divisors(number: int) -> str:
 
 
 def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
-    if strategy.tp < 1 or workers_per_node % strategy.tp:
+    if not isinstance(strategy.tp, int) or strategy.tp < 1 or workers_per_node % strategy.tp:
         raise UserError(
             f"strategy.tp is {strategy.tp}, which does not divide the {workers_per_node} workers of a node",
             where="strategy.tp",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
 from hpc_train.config.values import parse_recomputation, runs_own_code
+from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
 from hpc_train.plan.partition import layer_counts
@@ -50,9 +51,10 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Returns the memory of the rank that needs the most; None if the model's family, or code of the user's own, does
-    not tell.
+    """Returns the memory of the rank that needs the most; None if neither the model's family tells its sizes nor the
+    cache has counts of it, or if code of the user's own runs.
     """
+    config = counted(config)
     if runs_own_code(config) or parameter_count(config.model) is None:
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
@@ -191,6 +193,7 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     Args:
         replicas: the number of replicas. Each adds the residual of its compressed gradients.
     """
+    config = counted(config)
     parameters = None if runs_own_code(config) else _trained_count(config.model)
     if parameters is None:
         return None

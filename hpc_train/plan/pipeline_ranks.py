@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.plan.memory import estimate
 from hpc_train.units import format_bytes
@@ -71,6 +71,17 @@ def pipeline_ranks(
     return pp
 
 
+def stages_of_rank(strategy: StrategyConfig) -> int:
+    """Returns ``strategy.stages_per_rank``. Raises UserError if it is no number."""
+    if not isinstance(strategy.stages_per_rank, int):
+        raise UserError(
+            f"strategy.stages_per_rank is {strategy.stages_per_rank!r}",
+            where="strategy.stages_per_rank",
+            fix="a number from 1",
+        )
+    return strategy.stages_per_rank
+
+
 def _indivisible(pp: int, columns: int, notes: list[str]) -> bool:
     if columns % pp == 0:
         return False
@@ -87,7 +98,7 @@ def _fewest_that_fit(
 ) -> int:
     """Returns the fewest pipeline ranks from 2 whose stages fit; those with the smallest stages if none do."""
     layers = getattr(config.model, "n_layers", None)
-    most = columns if layers is None else layers // config.strategy.stages_per_rank
+    most = columns if layers is None else layers // stages_of_rank(config.strategy)
     candidates = [pp for pp in range(2, min(columns, most) + 1) if columns % pp == 0]
     if not candidates:
         divisor = next((pp for pp in range(2, columns + 1) if columns % pp == 0), 2)
@@ -143,9 +154,9 @@ def _fill(config: Config, columns: int, notes: list[str]) -> int:
         )
     room = max(1, columns // max(1, strategy.dp))
     layers = getattr(config.model, "n_layers", None)
-    most = room if layers is None else max(1, layers // strategy.stages_per_rank)
+    most = room if layers is None else max(1, layers // stages_of_rank(strategy))
     if most < room:
         notes.append(
-            f"{layers} layers suffice for {most} pipeline ranks of {strategy.stages_per_rank} stages, not for {room}"
+            f"{layers} layers suffice for {most} pipeline ranks of {stages_of_rank(strategy)} stages, not for {room}"
         )
     return min(room, most)

@@ -39,6 +39,7 @@ from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
+from hpc_train.plan.open_keys import for_nodes
 from hpc_train.plan.optimizers import check_optimizers, own_code
 from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
 from hpc_train.plan.requirements import check_own_model, check_packages
@@ -58,6 +59,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
         UserError: the config is invalid. The message reports all problems of the values; if there are none, all
             problems of input files, packages, the user's code and the layout; else the first that is left.
     """
+    config = for_nodes(config, nodes)
     check_values(config)
     check_own_code(config)
     if runs_own_code(config):
@@ -106,6 +108,18 @@ def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes
     return layout
 
 
+def checked_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
+    """Returns the layout on ``nodes`` x ``workers_per_node`` workers.
+
+    Raises:
+        UserError: the strategy does not fit these ranks, or the model, the data or another key does not support it.
+    """
+    layout = resolve_layout(config, nodes, workers_per_node)
+    for check in CHECKS_OF_LAYOUT:
+        check(config, layout)
+    return layout
+
+
 def _validate_own_code(config: Config, nodes: int, workers_per_node: int) -> Layout:
     layout = resolve_layout(config, nodes, workers_per_node)
     check_own_layout(config, layout)
@@ -120,7 +134,7 @@ def check_values(config: Config) -> None:
     """
     check_all(
         lambda: check_keys(config),
-        lambda: find_kind(config.strategy.data_parallel),
+        lambda: _check_kind(config),
         lambda: _check_schedule(config),
         lambda: _check_betas(config),
         lambda: _check_pp_split(config),
@@ -136,6 +150,11 @@ def check_values(config: Config) -> None:
         lambda: _check_time("time", config.cluster.time),
         lambda: _check_time("time_min", config.cluster.time_min),
     )
+
+
+def _check_kind(config: Config) -> None:
+    if config.strategy.data_parallel != AUTO:  # which the layout refuses unless strategy=auto has replaced it
+        find_kind(config.strategy.data_parallel)
 
 
 def _check_schedule(config: Config) -> None:

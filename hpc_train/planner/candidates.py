@@ -1,6 +1,6 @@
 """Lists the layouts of a training on a number of devices, predicts each, and ranks those that fit. Imports no torch.
 
-A key that the user sets is kept; the others take every value that may be the best. A layout that ``resolve_layout``
+A key that the user sets is kept; the others take every value that may be the best. A layout that ``checked_layout``
 refuses is no candidate.
 """
 
@@ -14,15 +14,20 @@ from typing import Any
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout, resolve_layout
+from hpc_train.plan.counted import counted
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
+from hpc_train.planner.traced import count_model
 
 KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
 CHECKPOINTING = ("none", "selective", "full")
 SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others have the bubble of their schedule's row
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)
 Values = Mapping[str, Any]  # by config key
+DERIVED: Values = {"strategy.schedule": "auto", "strategy.dp": "fill", "batch.micro_batches": "auto"}
+ON_CPUS: Values = {"cluster.gpus_per_node": 0}  # GPUs are found on the nodes; the number of ranks on CPUs is a choice
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,20 @@ class Candidate:
         kind = KINDS.index(layout.data_parallel) if layout.data_parallel in KINDS else 0
         return (split, kind, CHECKPOINTING.index(ckpt))
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the layout with its settings and its prediction."""
+        prediction, memory = self.prediction, self.prediction.memory
+        return {
+            "layout": str(self.layout),
+            "settings": dict(self.values),
+            "step_s": prediction.step_s,
+            "parts_s": prediction.parts_s,
+            "memory_bytes": prediction.needed_bytes,
+            "memory_parts": None if memory is None else vars(memory),
+            "device_bytes": prediction.device_bytes,
+            "samples_per_s": prediction.samples_per_s,
+        }
+
 
 def candidates(config: Config, machine: Machine, devices: int, kept: Collection[str]) -> list[Candidate]:
     """Returns the candidates on ``devices`` devices, also those that do not fit.
@@ -61,8 +80,9 @@ def candidates(config: Config, machine: Machine, devices: int, kept: Collection[
         kept: the config keys whose values stay those of ``config``.
 
     Raises:
-        UserError: ``devices`` do not fill whole nodes, or the size of the model is unknown.
+        UserError: ``devices`` do not fill whole nodes, or the model cannot be counted.
     """
+    count_model(config)
     per_node = machine.devices_per_node
     if devices > per_node and devices % per_node:
         raise UserError(
@@ -75,7 +95,7 @@ def candidates(config: Config, machine: Machine, devices: int, kept: Collection[
     for values in _choices(config, machine, devices, kept):
         chosen = with_values(config, values)
         try:
-            layout = resolve_layout(chosen, nodes, workers)
+            layout = checked_layout(chosen, nodes, workers)
         except UserError:
             continue
         if layout.world_size == devices and _is_new(values, layout, found):
@@ -104,6 +124,15 @@ def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> list[Candidat
     return [*sorted(close, key=lambda each: each.complexity), *fitting[len(close) :]]
 
 
+def distinct(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """Returns the first candidate of each split, data-parallel kind and schedule."""
+    first: dict[tuple[object, ...], Candidate] = {}
+    for each in ranked:
+        layout = each.layout
+        first.setdefault((layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule), each)
+    return [*first.values()]
+
+
 def with_values(config: Config, values: Values) -> Config:
     """Returns ``config`` with other values of ``group.key``."""
     groups: dict[str, dict[str, Any]] = {}
@@ -114,13 +143,13 @@ def with_values(config: Config, values: Values) -> Config:
 
 
 def _choices(config: Config, machine: Machine, devices: int, kept: Collection[str]) -> Iterator[Values]:
-    strategy, layers = config.strategy, getattr(config.model, "n_layers", 1)
+    most_stages = _most_stages(config)
     per_node = min(devices, machine.devices_per_node)
     kind_is_open = "strategy.data_parallel" not in kept
     splits = family_of(config.model).tensor_parallel is not None
     open_values: dict[str, Iterable[Any]] = {
         "strategy.tp": [tp for tp in _powers(per_node) if tp == 1 or splits],
-        "strategy.pp": [pp for pp in _powers(devices) if pp <= layers],
+        "strategy.pp": [pp for pp in _powers(devices) if pp <= most_stages],
         "strategy.stages_per_rank": (1, 2),
         "strategy.data_parallel": KINDS,
         "strategy.shard": ("fill", "node"),
@@ -137,8 +166,15 @@ def _choices(config: Config, machine: Machine, devices: int, kept: Collection[st
             continue
         if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
             chosen["strategy.data_parallel"] = "allreduce"
-        schedule = strategy.schedule if "strategy.schedule" in kept else "auto"
-        yield chosen | {"strategy.schedule": schedule, "strategy.dp": "fill", "batch.micro_batches": "auto"}
+        chosen |= {**DERIVED, **({**ON_CPUS, "cluster.cpu_workers": per_node} if machine.rates.cores else {})}
+        yield {name: value for name, value in chosen.items() if name in open_values or name not in kept}
+
+
+def _most_stages(config: Config) -> int:
+    """Returns the number of layers, or 1 if the model cannot be cut into pipeline stages."""
+    model: Any = counted(config).model
+    why_not = family_of(model).why_not_stages
+    return 1 if why_not is not None and why_not(model) else max(1, getattr(model, "n_layers", 1))
 
 
 def _is_sensible(chosen: Values, devices: int, per_node: int) -> bool:

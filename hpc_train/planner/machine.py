@@ -2,14 +2,17 @@
 
 A file is JSON: ``{"name": ..., "device": ..., "figures": {NAME: {"value": ..., "kind": ..., "source": ...}}}``. The
 kind ``table`` marks a number of a data sheet or a publication, ``measured`` one of this machine, and ``assumed`` a
-number for which there is neither.
+number for which there is neither. ``python -m hpc_train bench machine`` writes such a file.
+
+A file of CPUs states ``cores``. The ranks of a node share its cores, its memory and their rates; the numbers of the
+file are the share of a rank if a node has ``devices_per_node`` ranks.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -54,6 +57,11 @@ class Rates:
         fabric_latency_s: the time of a small message between nodes.
         host_bytes_per_s: the bandwidth between a device and the host's memory.
         watts: the power of a device under load, with its share of the node.
+        overlap_share: by how much a collective slows the computation beside it, as a share of its own time: it takes
+            multiprocessors and memory bandwidth. A file may leave it out.
+        cores: the cores of a node that its ranks share; 0 for GPUs, which share nothing. A file may leave it out.
+        scatter_share: the bandwidth of a reduce-scatter, as a share of that of the other collectives. A file may leave
+            it out. gloo's is an all-reduce of which each rank keeps a part.
     """
 
     devices_per_node: float
@@ -75,9 +83,23 @@ class Rates:
     fabric_latency_s: float
     host_bytes_per_s: float
     watts: float
+    overlap_share: float = 0.0
+    cores: float = 0.0
+    scatter_share: float = 1.0
 
 
 NAMES = tuple(field.name for field in fields(Rates))
+OPTIONAL = {
+    "overlap_share": Figure(0.0, "assumed", "collectives do not slow the computation beside them"),
+    "cores": Figure(0.0, "assumed", "a machine of GPUs"),
+    "scatter_share": Figure(1.0, "assumed", "NCCL's algorithms reach the same bandwidth"),
+}
+# what the ranks of a node of CPUs share; the bandwidths, too, since the cores move all bytes
+_SHARED = (
+    "memory_bytes", "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "memory_bytes_per_s", "node_bytes_per_s",
+    "fabric_bytes_per_s", "host_bytes_per_s", "watts",
+)  # fmt: skip
+_HOST_TIMES = ("launch_s", "node_latency_s", "fabric_latency_s")
 
 
 @dataclass(frozen=True)
@@ -110,6 +132,36 @@ class Machine:
     @property
     def devices_per_node(self) -> int:
         return int(self.rates.devices_per_node)
+
+    def with_devices(self, per_node: int) -> Machine:
+        """Returns the machine with ``per_node`` GPUs, or ranks on CPUs, per node."""
+        if self.rates.cores:
+            return self.shared_by(per_node)
+        figure = replace(self.figures["devices_per_node"], value=float(per_node))
+        return replace(self, figures={**self.figures, "devices_per_node": figure})
+
+    def shared_by(self, ranks: int) -> Machine:
+        """Returns the machine as each of ``ranks`` ranks of a node sees it; GPUs do not depend on their number.
+
+        Fewer ranks get larger shares. While there are more ranks than cores, the time of the host grows with them.
+        """
+        cores, before = self.rates.cores, self.devices_per_node
+        if not cores or ranks == before:
+            return self
+        slower = max(1.0, ranks / cores) / max(1.0, before / cores)
+        factors = dict.fromkeys(_SHARED, before / ranks) | dict.fromkeys(_HOST_TIMES, slower)
+        figures = {
+            name: replace(figure, value=figure.value * factors.get(name, 1.0)) for name, figure in self.figures.items()
+        }
+        return replace(self, figures=figures | {"devices_per_node": replace(figures["devices_per_node"], value=ranks)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the content of the machine's file."""
+        return {
+            "name": self.name,
+            "device": self.device,
+            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
+        }
 
 
 def shipped() -> tuple[str, ...]:
@@ -150,6 +202,7 @@ def parse_machine(content: Any, where: str) -> Machine:
     figures = content.get("figures") if isinstance(content, dict) else None
     if not isinstance(figures, dict):
         raise UserError("the machine file has no figures", where=where, fix='{"name": ..., "figures": {...}}')
+    figures = {name: asdict(figure) for name, figure in OPTIONAL.items()} | figures
     missing, unknown = [name for name in NAMES if name not in figures], [name for name in figures if name not in NAMES]
     if missing or unknown:
         what = f"it lacks {', '.join(missing)}" if missing else f"{unknown[0]} is unknown"
@@ -166,7 +219,7 @@ def _figure(content: Any, name: str, where: str) -> Figure:
         raise UserError(
             f"{name} is {content!r}", where=where, fix='{"value": a number, "kind": "measured", "source": "..."}'
         ) from error
-    least_is_zero = name.endswith(("_flops", "_share", "reserved_bytes", "watts", "_s"))
+    least_is_zero = name.endswith(("_flops", "_share", "reserved_bytes", "watts", "_s", "cores"))
     if not 0 <= figure.value < float("inf") or (figure.value == 0 and not least_is_zero):
         raise UserError(f"{name} is {figure.value:g}", where=where, fix="a number above 0")
     if figure.kind not in get_args(Kind):

@@ -1,27 +1,30 @@
 """Predicts the time of a step and the memory of a rank for one layout on one machine. Imports no torch.
 
-A pass of a block takes the time of its matrix products plus that of moving its activations, but at least the time in
-which the host starts its kernels. The step is simulated in the order of the pipeline's schedule; the traffic of
-data-parallel ranks is added as far as the passes that run at the same time do not cover it.
+The step is simulated from the time of each pass (``passes.py``) in the order of the pipeline's schedule; the traffic of
+data-parallel ranks is added as far as the passes that run at the same time do not cover it, and as far as it slows
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import Recomputation, parse_recomputation
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import Memory, estimate
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import layer_counts
-from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, message
+from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message, scatter
 from hpc_train.planner.machine import Machine, Rates
+from hpc_train.planner.passes import Passes
+from hpc_train.planner.shared_cores import pipeline_seconds, uncovered
 from hpc_train.planner.simulation import step_seconds
 from hpc_train.planner.work import Block, Work, count_work
 
-PRODUCTS = 7  # matrix products of a layer, which share its operations
+Collective = Callable[[float, Group, Rates], float]
+PARTS = {"compute_s": "compute", "bubble_s": "bubble", "communication_s": "communication", "optimizer_s": "optimizer"}
 SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of the bytes of fp32 gradients
 
 
@@ -54,7 +57,17 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.bubble_s + self.communication_s + self.optimizer_s
+        return sum(self.parts_s.values())
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Returns the parts of the step by their names in tables."""
+        return {text: float(getattr(self, name)) for name, text in PARTS.items()}
+
+    def longest_beside(self, other: Prediction) -> tuple[str, float]:
+        """Returns the part of the step that is longer than that of ``other`` by the most seconds, and this time."""
+        longer = {text: seconds - other.parts_s[text] for text, seconds in self.parts_s.items()}
+        return max(longer.items(), key=lambda part: part[1])
 
     @property
     def fits(self) -> bool:
@@ -78,14 +91,13 @@ class _Step:
     """One step of a layout on a machine."""
 
     def __init__(self, config: Config, layout: Layout, machine: Machine) -> None:
+        machine = machine.shared_by(min(layout.world_size, machine.devices_per_node))
         self.config, self.layout, self.machine = config, layout, machine
         self.rates: Rates = machine.rates
         self.work: Work = count_work(config)
         self.width = 8 if config.precision.name == "fp64" else 4
-        self.narrow = 2 if config.precision.name in ("bf16", "fp16") else self.width
-        self.recomputation: Recomputation = parse_recomputation(config.train.activation_checkpointing)
-        self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
-        self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
+        self.passes = Passes(config, layout, machine, self.work)
+        self.narrow, self.recomputation = self.passes.narrow, self.passes.recomputation
         self.stages = self._stages()
 
     def predict(self, simulated: bool) -> Prediction:
@@ -128,8 +140,8 @@ class _Step:
     def _passes(self, simulated: bool) -> tuple[float, float]:
         """Returns for how long the busiest rank computes in a step, and for how long it waits for other stages."""
         layout = self.layout
-        forwards = [sum(self._forward(block) for block, _ in stage) for stage in self.stages]
-        backwards = [sum(self._backward(block, again) for block, again in stage) for stage in self.stages]
+        forwards = [sum(self.passes.forward(block) for block, _ in stage) for stage in self.stages]
+        backwards = [sum(self.passes.backward(block, again) for block, again in stage) for stage in self.stages]
         of_rank = [0.0] * layout.pp
         for stage, rank in enumerate(layout.placement):
             of_rank[rank] += layout.micro_batches * (forwards[stage] + backwards[stage])
@@ -138,7 +150,9 @@ class _Step:
             return busy, 0.0
         if not simulated or layout.pipeline.order is None:
             return busy, busy * layout.bubble_share / (1 - layout.bubble_share)
-        return busy, step_seconds(layout, forwards, backwards, self._messages()) - busy
+        simulated_s = step_seconds(layout, forwards, backwards, self._messages())
+        ranks = min(layout.world_size, self.machine.devices_per_node)
+        return busy, pipeline_seconds(simulated_s, busy, ranks, self.rates) - busy
 
     def _messages(self) -> list[float]:
         """Returns the seconds of a message from each stage to the next one."""
@@ -148,31 +162,6 @@ class _Step:
         sent = message(size, between, self.rates)
         placement = layout.placement
         return [0.0 if a == b else sent for a, b in pairwise(placement)]
-
-    def _forward(self, block: Block) -> float:
-        batch, split = self.layout.micro_size, self.layout.tp
-        products, attention = block.products * batch / split, block.attention * batch / split
-        computed = products / self.flops_per_s + attention / self.attention_per_s
-        if products:
-            computed += PRODUCTS * self.rates.half_rate_flops / self.flops_per_s
-        moved = block.elements * batch / split * self.narrow * self.work.touches / 2
-        device = computed + moved / self.rates.memory_bytes_per_s
-        return max(device, block.kernels * self.rates.launch_s) + self._tensor_parallel(block)
-
-    def _backward(self, block: Block, recomputed: bool) -> float:
-        forward = self._forward(block)
-        again = forward if recomputed else 0.0
-        if recomputed and self.recomputation.keep_products:
-            moved = block.elements * self.layout.micro_size / self.layout.tp * self.narrow * self.work.touches / 2
-            again = moved / self.rates.memory_bytes_per_s
-        return 2 * forward + again
-
-    def _tensor_parallel(self, block: Block) -> float:
-        """Returns the time of two gathers and two reduce-scatters of the hidden states of a layer."""
-        if self.layout.tp == 1 or not block.products:
-            return 0.0
-        group = group_of(self.layout.tp, 1, self.machine.devices_per_node)
-        return 4 * gather(self.work.hidden * self.layout.micro_size * self.narrow, group, self.rates)
 
     def _parameters(self) -> float:
         """Returns the parameters of the rank that has the most."""
@@ -193,25 +182,38 @@ class _Step:
         if not layout.shards_state:
             share = SENT_SHARE.get(config.strategy.compression, config.strategy.compression_share)
             sent = parameters * self.width * share
-            return _uncovered(all_reduce(sent, everyone, self.rates), one * 2 / 3, blocks)
+            collectives = 1 if self.rates.cores else blocks  # a bucket of 25 MB holds several small blocks
+            return uncovered(
+                self._each(all_reduce, sent, everyone, blocks),
+                one * 2 / 3,
+                collectives,
+                self.rates,
+                load(everyone, self.rates),
+            )
         return self._sharded(parameters, blocks, one)
 
     def _sharded(self, parameters: float, blocks: int, one: float) -> float:
         """Returns the same for ZeRO, where ``one`` is the time of the passes of one micro-batch."""
         layout, rates = self.layout, self.rates
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
-        gathered = gather(parameters * self.narrow, shards, rates)
-        scattered = gather(parameters * self.width, shards, rates)
+        gathered = self._each(gather, parameters * self.narrow, shards, blocks)
+        scattered = self._each(scatter, parameters * self.width, shards, blocks)
         replicas = layout.dp // layout.shard
         across = Group(replicas, 1 if shards.spans_nodes else max(1, _groups_per_node(layout, self.machine)))
-        reduced = all_reduce(parameters / layout.shard * self.width, across, rates)
-        batches = layout.micro_batches
+        reduced = self._each(all_reduce, parameters / layout.shard * self.width, across, blocks)
+        batches, busy = layout.micro_batches, load(shards, rates)
         gathers = batches if "parameters" in layout.kind.shards else 1
         scatters = batches if "gradients" in layout.kind.shards else 1
         again = gathered if "parameters" in layout.kind.shards else 0.0  # gathered a second time for the backward
-        exposed = gathers * _uncovered(gathered, one / 3, blocks)
-        exposed += scatters * _uncovered(scattered + again, one * 2 / 3, blocks)
-        return exposed + _uncovered(reduced, 0.0 if batches > 1 else one / 3, blocks)
+        exposed = gathers * uncovered(gathered, one / 3, blocks, rates, busy)
+        exposed += scatters * uncovered(scattered + again, one * 2 / 3, blocks, rates, busy)
+        # the backward of the last micro-batch also covers the sum over the replicas, which takes other links
+        return exposed + uncovered(reduced, one * 2 / 3, blocks, rates, load(across, rates))
+
+    def _each(self, collective: Collective, size: float, group: Group, blocks: int) -> float:
+        """Returns the seconds of a collective of each block, of ``size`` bytes together; on CPUs as one collective."""
+        count = 1 if self.rates.cores else blocks
+        return count * collective(size / count, group, self.rates)
 
     def _optimizer(self) -> float:
         """Returns the time in which memory moves parameters, gradients and state, with the norm of the gradients."""
@@ -226,9 +228,3 @@ class _Step:
 def _groups_per_node(layout: Layout, machine: Machine) -> int:
     """Returns how many groups of shards a node has, which is the number of replicas of a shard on it."""
     return machine.devices_per_node // max(1, layout.shard * layout.tp)
-
-
-def _uncovered(traffic: float, window: float, blocks: int) -> float:
-    """Returns the part of ``traffic`` that ``window`` seconds of computation do not cover: at least that of a block."""
-    alone = traffic / blocks
-    return alone + max(0.0, traffic - alone - window)

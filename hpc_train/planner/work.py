@@ -1,18 +1,20 @@
 """Counts what each block of a model computes and moves for one sample, from its config. Imports no torch.
 
 A block is the stem, a layer or the head. The counts come from the facts of the model's family, so a family of a user's
-own package is counted like a built-in one.
+own package is counted like a built-in one; those of a model without facts come from the cache (``traced.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
+from hpc_train.plan.counted import CountedModel, counted
 
 # Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
 # attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.
@@ -33,6 +35,7 @@ class Block:
         elements: activations that the forward writes and the backward reads.
         kernels: kernels of the forward; the backward takes twice as many. They do not depend on the batch.
         parameters: of the block.
+        last: those of ``products`` that are in the last product, whose result the backward does not need.
     """
 
     products: float
@@ -40,6 +43,7 @@ class Block:
     elements: float
     kernels: int
     parameters: float
+    last: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,10 @@ def count_work(config: Config) -> Work:
     Raises:
         UserError: its family, or code of the user's own, does not tell.
     """
+    config = counted(config)
     model, family = config.model, family_of(config.model)
+    if isinstance(model, CountedModel):
+        return _of_counts(config, model)
     layers = getattr(model, "n_layers", None)
     shape = _shape(config)
     total = None if family.flops_per_sample is None else family.flops_per_sample(model, shape)
@@ -81,10 +88,24 @@ def count_work(config: Config) -> Work:
         raise UserError(
             f"a model of the family {model.kind} does not tell its size and operations before it is built",
             where="model",
-            fix="a built-in model of about the same size, or a ModelFamily with parameters, activations and "
-            "flops_per_sample (docs/extend.md)",
+            fix="python -m hpc_train plan, which counts it; a built-in model of about the same size; or a ModelFamily "
+            "with parameters, activations and flops_per_sample (docs/extend.md)",
         )
     return _count(config, layers, total, kept, count)
+
+
+def _of_counts(config: Config, model: CountedModel) -> Work:
+    """Returns what a model computes that was counted block by block."""
+    compiled, total = config.train.compile, sum(each.total for each in model.counts.blocks)
+    share = COMPILED_KERNELS / EAGER_KERNELS if compiled else 1.0
+    blocks = [
+        Block(
+            each.products, each.attention, model.kept(each) / model.width, ceil(each.kernels * share), each.parameters
+        )
+        for each in model.counts.blocks
+    ]
+    touches = FUSED_TOUCHES if compiled else TOUCHES
+    return Work(tuple(blocks), model.counts.hidden, model.counts.tokens, touches, total)
 
 
 def _count(config: Config, layers: int, total: float, kept: Activations, count: int) -> Work:
@@ -101,6 +122,7 @@ def _count(config: Config, layers: int, total: float, kept: Activations, count: 
         elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.scores),
         kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
         parameters=layer_parameters,
+        last=2.0 * kept.tokens * _last_matrix(config.model),
     )
     hidden = kept.tokens * kept.layer_input
     stem = Block(0.0, 0.0, hidden, STEM_KERNELS, table)
@@ -113,6 +135,12 @@ def _count(config: Config, layers: int, total: float, kept: Activations, count: 
     )
     touches = FUSED_TOUCHES if compiled else TOUCHES
     return Work((stem, *[layer] * layers, head), hidden, kept.tokens, touches, total)
+
+
+def _last_matrix(model: Any) -> int:
+    """Returns the parameters of the second matrix of a layer's feed-forward branch; 0 if the model does not tell."""
+    width = getattr(model, "ffn_dim", None) or getattr(model, "mlp_dim", None)
+    return int(width or 0) * int(getattr(model, "dim", 0))
 
 
 def _one_layer_fewer(config: Config, layers: int, total: float, count: int) -> tuple[float, float]:

@@ -245,13 +245,14 @@ COPY_BYTES, COPIES_TO_GPU = 64 << 20, 5  # the fastest copy counts
 
 
 def _copy(crew: Crew) -> float | None:
-    """Returns the bytes/s from pinned host memory to this rank's GPU; None on the CPU. All ranks copy at once."""
-    device = crew.mesh.device
-    if device.type != "cuda":
-        return None
+    return copy_rate(crew.mesh.device, crew.mesh.control) if crew.mesh.device.type == "cuda" else None
+
+
+def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:
+    """Returns the bytes/s from pinned host memory to this rank's GPU. All ranks copy at once."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    dist.barrier(group=crew.mesh.control)
+    dist.barrier(group=control)
     best = float("inf")
     for _ in range(COPIES_TO_GPU):
         torch.cuda.synchronize(device)

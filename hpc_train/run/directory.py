@@ -13,6 +13,7 @@ logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank while a preflight reads it; ke
 logs/stacks/                 stacks of slow steps and hangs, and answers to `stacks`; of the last ten attempts
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
+plan.json                    the layout that strategy=auto has chosen, the table behind it, and what it depends on
 fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
 compiled/                    artifacts of torch.compile, which the next attempt loads (see parallel/compile.py)
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
@@ -107,6 +108,10 @@ class RunDirectory:
     @property
     def fabric(self) -> Path:
         return self.path / "fabric.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
 
     def create(self) -> None:
         """Creates the directory and its folders; idempotent."""

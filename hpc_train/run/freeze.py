@@ -61,6 +61,7 @@ def freeze(
     claim: bool = False,
     code: FrozenCode | None = None,
     overrides: Sequence[str] = (),
+    plan: str | None = None,
 ) -> None:
     """Writes ``config.yaml`` and ``run.json`` of ``run``.
 
@@ -68,22 +69,26 @@ def freeze(
         claim: this process will work on the run; while it lives, no other process may freeze it.
         code: the snapshot from which agents and workers start.
         overrides: those of the command line, which ``run.json`` records.
+        plan: the text of ``plan.json``, if ``strategy=auto`` has chosen the layout of ``config``.
 
     Raises:
         UserError: the run is live, an identity key differs from the frozen one, or the run to fork does not exist.
     """
     _set_umask(config)
-    _freeze(config, run, claim, code, overrides)
+    _freeze(config, run, claim, code, overrides, plan)
 
 
-def freeze_all(runs: Sequence[tuple[Config, RunDirectory, Sequence[str]]], code: FrozenCode | None) -> Iterator[None]:
-    """Freezes the runs of a sweep with their overrides, several at a time, and claims them; yields after each.
+def freeze_all(
+    runs: Sequence[tuple[Config, RunDirectory, Sequence[str], str | None]], code: FrozenCode | None
+) -> Iterator[None]:
+    """Freezes the runs of a sweep with their overrides and plans, several at a time, and claims them; yields after
+    each.
 
     Raises:
         UserError: as ``freeze``.
     """
     _set_umask(runs[0][0])  # run.group has one value in a sweep
-    return concurrently(lambda job: _freeze(job[0], job[1], True, code, job[2]), runs)
+    return concurrently(lambda job: _freeze(job[0], job[1], True, code, *job[2:]), runs)
 
 
 def _set_umask(config: Config) -> None:
@@ -94,7 +99,14 @@ def _set_umask(config: Config) -> None:
         keep_others_from_writing()
 
 
-def _freeze(config: Config, run: RunDirectory, claim: bool, code: FrozenCode | None, overrides: Sequence[str]) -> None:
+def _freeze(
+    config: Config,
+    run: RunDirectory,
+    claim: bool,
+    code: FrozenCode | None,
+    overrides: Sequence[str],
+    plan: str | None,
+) -> None:
     if config.launch.dry_run:
         raise UserError(
             "launch.dry_run=true is set in a config file",
@@ -114,6 +126,8 @@ def _freeze(config: Config, run: RunDirectory, claim: bool, code: FrozenCode | N
         _check_can_freeze(config, run, source)
         facts = _facts(run.record(), source, claim, code, _own_code(config))
         facts["overrides"] = [shown_override(override) for override in overrides]
+        if plan is not None:
+            write_text(run.plan, plan, file_mode(config))
         _write(config, run, facts)
         if config.run.group is not None:
             _share_with_group(config.run.group, Path(config.run.root), run, code)

@@ -295,25 +295,45 @@ def submit(options: Sequence[str], script: str) -> str:
     return printed.strip().partition(";")[0]
 
 
-ESTIMATE = re.compile(r"sbatch: Job \S+ to start at ")
+ESTIMATE = re.compile(r"sbatch: Job \S+ to start at (\S+)")
 
 
-def check_submission(options: Sequence[str]) -> list[str]:
-    """Asks the controller whether it would take a job with these options.
+@dataclass(frozen=True)
+class Check:
+    """What ``sbatch --test-only`` answers for a job that the controller would take.
 
-    Returns:
-        The lines that sbatch and the submit plugins of the site print, without the expected start.
+    Attributes:
+        lines: what sbatch and the submit plugins of the site print, without the expected start.
+        starts: the expected start in seconds since 1970; None if Slurm does not tell it.
+    """
+
+    lines: list[str]
+    starts: float | None
+
+
+def check_submission(options: Sequence[str], timeout_s: float = PATIENT_S) -> Check:
+    """Asks the controller whether it would take a job with these options, and when the job would start.
 
     Raises:
         SlurmError: it would not.
     """
-    done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n")
-    return [line for line in done.stderr.splitlines() if line.strip() and not ESTIMATE.match(line)]
+    done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n", timeout_s)
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    starts = [local_time(found[1]) for line in said if (found := ESTIMATE.match(line))]
+    return Check([line for line in said if not ESTIMATE.match(line)], next(iter(starts), None))
 
 
-def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+def local_time(text: str) -> float | None:
+    """Returns a time as Slurm prints it, in seconds since 1970; None for ``Unknown``, ``None`` and ``N/A``."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _sbatch(options: Sequence[str], script: str, timeout_s: float = PATIENT_S) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in inherited_variables()}
-    return _completed(["sbatch", *options], stdin=script, environment=environment, timeout_s=PATIENT_S)
+    return _completed(["sbatch", *options], stdin=script, environment=environment, timeout_s=timeout_s)
 
 
 def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str]:

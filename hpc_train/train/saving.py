@@ -1,8 +1,6 @@
 """Schedules saves by steps, by time or automatically, and retries the last save of an attempt.
 
-``auto`` uses the Young/Daly interval sqrt(2 s (M + R)) (Young 1974; Daly 2006), with s the seconds that a save blocks
-training, M the mean time between failures of this many GPUs and R the time to detect a failure and restart. The optimum
-is flat: a factor of two in any of these values hardly matters.
+``auto`` uses the interval of ``planner/failures.py``, with the seconds that a save has blocked training.
 
 If the last save fails, no later save can replace it, so it is retried for a bounded time, e.g. until there is room on
 the disk. Rank 0 decides for all ranks whether to retry.
@@ -11,7 +9,6 @@ the disk. Rank 0 decides for all ranks whether to retry.
 from __future__ import annotations
 
 import errno
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +18,7 @@ from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.config.values import SaveEvery
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import FILE_SYSTEM, Failure
@@ -28,8 +26,6 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.report import Report
 from hpc_train.train.step import Control
 
-PRIOR_PER_GPU_HOUR = 2.7e-5  # failures; 2e-5 (Llama 3 405B, arXiv:2407.21783) to 3.4e-5 (RSC-1, arXiv:2410.21680)
-RECOVERY_S = 120.0  # time to detect a failure and restart
 FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
 _FAILURE_EVENTS = ("node_lost", "hang_detected", "worker_failed")
 
@@ -47,12 +43,6 @@ def failure_rate(run: RunDirectory) -> float:
         spans.setdefault(line["attempt"], []).append((line["time"], line["world_size"]))
     hours = sum((max(span)[0] - min(span)[0]) * span[0][1] for span in spans.values()) / 3600
     return max(PRIOR_PER_GPU_HOUR, len(failed) / hours if hours > 0 else 0.0)
-
-
-def best_interval(cost_s: float, durable_s: float, failures_per_gpu_hour: float, gpus: int) -> float:
-    """Returns the interval in seconds that loses the least time, at least the time until a save is durable."""
-    between_failures = 3600 / (failures_per_gpu_hour * gpus)
-    return max(durable_s, math.sqrt(2 * cost_s * (between_failures + RECOVERY_S)))
 
 
 @dataclass

@@ -36,6 +36,8 @@ from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import broadcast_plain
+from hpc_train.plan.open_keys import for_nodes
+from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
@@ -61,7 +63,7 @@ from hpc_train.train.optimizers.groups import check_groups
 from hpc_train.train.optimizers.learning_rate import describe_rates
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import Report, open_report
-from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, BestSoFar, LastSave, SaveSchedule, failure_rate
+from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.streams import restored_positions, skipped_data
 from hpc_train.train.trainer import OpenFeed, Trainer
@@ -82,7 +84,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
-    config = frozen_config(run)
+    config = for_nodes(frozen_config(run), spec.nodes)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     with nccl_log(spec, config, run) as log:

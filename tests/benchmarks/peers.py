@@ -27,7 +27,7 @@ from torch import nn
 
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import paired_ratio
-from hpc_train.bench.step_worker import _StepBench
+from hpc_train.bench.step_worker import StepBench
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch
@@ -88,7 +88,7 @@ def contender(name: str, case: Case, config: Config, mesh: Mesh) -> Turn:
         NotThere: it has no such strategy.
     """
     if name == OURS:
-        return _StepBench(config, mesh, StopFlag()).step
+        return StepBench(config, mesh, StopFlag()).step
     if name == BARE:
         if case.bare is None:
             raise NotThere("no bare loop")

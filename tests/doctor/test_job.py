@@ -26,6 +26,9 @@ class TwoNodes:
     def device_bytes(self, cluster: ClusterConfig) -> float | None:
         return None
 
+    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
+        return frozenset()
+
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -98,8 +98,8 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=single", *gpt, "data=stream", "data._target_=tests.doors.custom_data.Counted", "data.shards=2",
          "model.vocab_size=16"],
         ["script", "+strategy=dp", *TINY],
-        ["+strategy=dp", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "-m", "launch.dry_run=true",
-         "cluster.container.image=docker://site/image"],
+        ["+strategy=auto", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "cluster.machine=h100", "-m",
+         "launch.dry_run=true", "cluster.container.image=docker://site/image"],
     ]  # fmt: skip
 
 

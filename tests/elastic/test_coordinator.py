@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,27 @@ def test_a_check_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UserError, match="no-such-check: command not found") as refused:
         check_health(ClusterConfig(health_check="no-such-check"))
     assert refused.value.where == "cluster.health_check"
+
+
+def test_fewer_nodes_go_on_with_the_layout_that_was_frozen_for_them(tmp_path: Path) -> None:
+    course = Course(tmp_path, 4, min_nodes=1)
+    layouts = {"3": {"strategy": {"data_parallel": "zero2"}}, "2": None, "1": {"strategy": {"pp": 2}}}
+    strategy = StrategyConfig(name="auto", dp="fill", for_nodes=layouts)
+    course.head.config = replace(course.head.config, strategy=strategy)
+    assert course.started() == [0, 1, 2, 3]
+    course.lose(3)
+    assert isinstance(course.next(), End)
+    course.report(failed(Failure.COMMUNICATION), 0, 1, 2)
+    assert course.next() is None
+    order = course.next(NODE_LOSS_WAIT_S)
+    assert len(order.nodes) == 3 and order.layout.data_parallel == "zero2"
+    course.lose(2)
+    assert isinstance(course.next(), End)
+    course.report(failed(Failure.COMMUNICATION, step=20), 0, 1)
+    assert course.next() is None
+    order = course.next(NODE_LOSS_WAIT_S)
+    assert len(order.nodes) == 1, "no layout fits two nodes"
+    assert (order.layout.dp, order.layout.pp, order.layout.data_parallel) == (1, 2, "ddp")
 
 
 def test_a_mistake_in_the_config_is_refused_whatever_the_other_nodes_say(tmp_path: Path) -> None:

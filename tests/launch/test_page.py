@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,13 @@ from hpc_train.launch.page.chart import Scale, thinned
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, tag
 from hpc_train.launch.page.pipeline import ideal_rows
+from hpc_train.planner.calibration import read_calibration
+from hpc_train.planner.machine import read_machine
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
-from hpc_train.run.files import append_line, write_json
-from hpc_train.run.freeze import freeze
+from hpc_train.run.files import append_line, read_lines, write_json
+from hpc_train.run.freeze import freeze, load
 from hpc_train.telemetry.pipeline_step import Chunk
 from tests.launch.jobs import make_job
 
@@ -312,6 +314,44 @@ def test_the_end_of_a_job_writes_the_page_and_no_error_ends_it(
     monkeypatch.setattr("hpc_train.launch.page.build.page_of_run", lambda *_: 1 / 0)
     write_at_end(run)
     assert capsys.readouterr() == ("", "the report could not be written: ZeroDivisionError: division by zero\n")
+
+
+def on_gpus(path: Path, gpu: str) -> RunDirectory:
+    """A run on two nodes with two GPUs each, which is done."""
+    run, now = frozen(path), time.time() - 50
+    begin(run, 0, now)
+    layout = asdict(replace(make_job(path / "other").layout, dp=4))
+    write_json(run.attempts / "000.json", {"gpus_per_node": 2, "workers_per_node": 2, "layout": layout})
+    write_json(run.fabric, {"machines": [{"facts": {"gpus": [{"model": gpu}] * 2}}]})
+    for number in range(1, 6):
+        step(run, 0, now + number, number, step_s=9.0 if number == 1 else 1.0, data_wait_share=0.1, bubble_share=None)
+    event(run, 0, now + 9, "finished", exit_code=0)
+    return run
+
+
+def test_the_end_of_a_job_records_how_far_off_the_prediction_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [on_gpus(tmp_path / name, "NVIDIA H100 80GB HBM3") for name in ("one", "two", "three")]
+    for run in runs:
+        write_at_end(run)
+    found = runs[0].record()["prediction"]
+    assert (found["machine"], found["family"], found["precision"]) == ("h100", "gpt", "fp32")
+    measured = {"step_s": 0.9, "compute_s": 0.8, "communication_s": 0.1, "bubble_s": 0.0, "memory_bytes": 30 * GIB}
+    assert found["measured"] == pytest.approx(measured) and 0 < found["predicted"]["step_s"] < 0.1
+    assert "Prediction" in check((runs[0].path / PAGE).read_text()).titles
+    config = load(runs[0])
+    calibration = read_calibration(tmp_path, config, read_machine("h100"))
+    assert len(calibration.pairs) == 3 and calibration.step is not None and calibration.step.is_known
+    unknown = on_gpus(tmp_path / "four", "NVIDIA H1000")
+    capsys.readouterr()
+    write_at_end(unknown)
+    assert capsys.readouterr() == (f"report: {unknown.path / PAGE}\n", "")
+    assert "prediction" not in unknown.record()
+    assert report.main([str(unknown.path), "--machine", "h200"]) == 0
+    assert unknown.record()["prediction"]["machine"] == "h200"
+    (last,) = [line for line in read_lines(tmp_path / "calibration.jsonl") if line["machine"] == "h200"]
+    assert last["run"] == str(unknown.path)
 
 
 def test_who_waited_for_a_job_writes_its_page_only_if_the_agent_has_not(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.bench import scaling
+from hpc_train.bench import job as bench_job
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import command_job
@@ -81,7 +81,7 @@ def scripts(job: Job) -> list[str]:
     return [
         *map(render, (submitted, printed, array)),
         command_job._script(["checkpoint", "verify", str(run)], config, run / "code"),
-        scaling._script(job, list(job.overrides), run / "result"),
+        bench_job._script(job, ["step", *job.overrides], run / "result"),
     ]
 
 

@@ -2,20 +2,26 @@
 
     python -m tests.planning.comparison [SOURCE...]
 
-compares all sources that are not held out (``SOURCES.md``) and whose rows say enough: a GPU with a machine file, bf16,
-no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width stands for
-an ungated one. The table gives the median and the mean absolute error of the step time, of the memory, and how many
-out-of-memory rows are predicted. ``--held-out`` compares the sources that were set aside instead.
+compares all sources that are not held out (``SOURCES.md``) and whose rows say enough: a GPU with a machine file, bf16
+or fp16, no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width
+stands for an ungated one. The table gives the median and the mean absolute error of the step time, of the memory, and
+how many out-of-memory rows are predicted; then it lists which layout wins, measured and predicted (``rankings.csv``).
+``--held-out`` compares the sources that were set aside instead.
+
+Rows that use a technique which hpc_train does not have are a group of their own (``group``). Where a source says which
+network its nodes have, the machine gets that network.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 
@@ -23,7 +29,7 @@ from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.planner.machine import Machine, read_machine
+from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.prediction import Prediction, predict_step
 
 HERE = Path(__file__).parent
@@ -34,10 +40,49 @@ MACHINES = {
     "H100-80GB": "h100",
     "H100-96GB": "h100",
     "H200": "h200",
+    "V100-32GB": "v100",
 }
+# Gbit/s per node, as SOURCES.md quotes the sources, where it differs from the machine file
+NETWORKS = {("internevo", "A100-80GB"): 400, ("fms-fsdp", "A100-80GB"): 400, ("fms-fsdp", "H100-80GB"): 800}
+# in the notes of rows whose shards lie on the ranks of a node
+OF_A_NODE = ("HSDP", "zero1=8", "zero1=4", "zero1 over 8 ranks")
+NOISE, EQUAL = 0.02, 1e-3  # by which measurements of one layout differ, and predictions of one layout by rounding
+EFFICIENCY = 0.9  # of a network, as in the machine files
+# What rows leave out and SOURCES.md knows: the defaults of litgpt and of torchtitan's configurations of Llama 3. The
+# rows of bigscience-v100 keep attention scores, and some state the layers and the width of a GPT-2.
+DEFAULTS = {
+    "litgpt-thunder": {
+        "seq": "2048", "micro_batch": "4", "precision": "bf16", "flash_attention": "1", "recompute": "none",
+    },
+    "torchtitan-asynctp": {"seq": "8192", "flash_attention": "1"},
+    "llm-foundry": {"flash_attention": "1"},
+    "bigscience-v100": {"heads": "64", "ffn": "32768", "vocab": "50304", "flash_attention": "1"},
+}  # fmt: skip
 KINDS = {"1": "zero1", "2": "zero2", "3": "zero3"}
 UNITS = {"GB": 1e9, "GiB": 2.0**30}
 Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A case of ``rankings.csv``: the best candidate as measured and as predicted.
+
+    Attributes:
+        missing: why nothing is predicted; empty if all candidates are.
+        pairs: how many pairs of candidates with different predictions differ by more than 2 % as measured.
+        right: in how many of them the better one is predicted to be better.
+    """
+
+    case: str
+    measured: str
+    predicted: str = ""
+    missing: str = ""
+    pairs: int = 0
+    right: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return self.measured == self.predicted
 
 
 @dataclass(frozen=True)
@@ -64,12 +109,64 @@ def main() -> None:
             if found is None:
                 skipped[row["source"]] += 1
             else:
-                by_source[row["source"]].append(found)
+                by_source[group(found.row)].append(found)
     print("| source | rows | step time: median, mean | worst | memory: median, mean | OOM predicted | false alarms |")
     print("|---|---|---|---|---|---|---|")
     for source, found_rows in sorted(by_source.items()):
         print(f"| {source} | {' | '.join(summary(found_rows))} |")
+    if not options.sources:
+        print_rankings(options.held_out)
     print(f"\nnot comparable: {', '.join(f'{name} {count}' for name, count in sorted(skipped.items()))}")
+
+
+def print_rankings(held_out: bool) -> None:
+    print("\n| case | best as measured | best as predicted | pairs in order |\n|---|---|---|---|")
+    for row in rows("rankings"):
+        if (row["held_out"] == "1") == held_out:
+            found = ranking(row)
+            best = found.predicted or found.missing
+            print(f"| {found.case} | {found.measured} | {best} | {found.right} of {found.pairs} |")
+
+
+def ranking(row: Row) -> Ranking:
+    """Returns what wins a case of ``rankings.csv``, predicted from the rows of ``published.csv`` that it sums up.
+
+    Candidates that hpc_train does not tell apart, such as two kernels for one layout, have equal predictions, and any
+    of them may win.
+    """
+    candidates: dict[str, float] = json.loads(row["candidates"])
+    found = {name: _row_of(row, value) for name, value in candidates.items()}
+    if None in found.values():
+        return Ranking(row["case"], row["winner"], missing="the rows do not say enough")
+    sign = -1 if row["better"] == "lower" else 1
+    # the metric is proportional to the speed, or to the time if lower is better
+    speeds = {name: value**sign for name, value in candidates.items()}
+    predicted = {name: speeds[name] / (1 + each.time) for name, each in found.items() if each and each.time is not None}
+    best = max(predicted, key=lambda name: predicted[name])
+    winner = best if _differ(predicted, best, row["winner"], EQUAL) else row["winner"]
+    pairs = [
+        (speeds[a] > speeds[b]) == (predicted[a] > predicted[b])
+        for a, b in combinations(candidates, 2)
+        if _differ(speeds, a, b, NOISE) and _differ(predicted, a, b, EQUAL)
+    ]
+    return Ranking(row["case"], row["winner"], winner, "", len(pairs), pairs.count(True))
+
+
+def _differ(values: dict[str, float], a: str, b: str, least: float) -> bool:
+    return abs(values[a] / values[b] - 1) > least
+
+
+def _row_of(case: Row, value: float) -> Compared | None:
+    """Returns the first row of the case's source, model and GPUs that has measured ``value``."""
+    names = ("source", "gpu", "gpus", "model")
+    for row in rows("published"):
+        if (
+            all(row[name] == case[name] for name in names)
+            and row[case["metric"]]
+            and float(row[case["metric"]]) == value
+        ):
+            return compared(row)
+    return None
 
 
 def summary(found: Sequence[Compared]) -> Iterator[str]:
@@ -89,11 +186,35 @@ def _errors(errors: Sequence[float]) -> str:
     return f"{median(errors):+.1%}, {fmean(map(abs, errors)):.1%}" if errors else ""
 
 
+def group(row: Row) -> str:
+    """Returns the source of a row, with a mark if the row uses a technique that hpc_train does not have.
+
+    Aleph Alpha's rows without the kernel for RMSNorm compute it in several kernels, those without sequence parallelism
+    compute norms on every tensor-parallel rank; those of bigscience-v100 keep attention scores; and torchtitan's
+    asynchronous tensor parallelism overlaps its traffic.
+    """
+    source, notes = row["source"], row["notes"]
+    if source == "aleph-alpha-layouts":
+        other = "RMS kernel" not in notes or (row["tp"] != "1" and "sequence parallel" not in notes)
+    else:
+        other = source == "bigscience-v100" or (source == "torchtitan-asynctp" and "async TP" in notes)
+    return f"{source}, other techniques" if other else source
+
+
 def compared(row: Row) -> Compared | None:
     """Returns the prediction of a row; None if the row does not say enough or hpc_train does not have the technique."""
-    shape = models().get(row["model"])
-    fused = row["flash_attention"] == "1" or row["source"] == "llm-foundry"  # which uses it in all rows
-    if row["gpu"] not in MACHINES or shape is None or not fused or row["precision"] != "bf16" or row["offload"] == "1":
+    row = row | {name: value for name, value in DEFAULTS.get(row["source"], {}).items() if not row[name]}
+    prediction = predicted(row)
+    if prediction is None:
+        return None
+    return Compared(row, prediction, _time_error(row, prediction), _memory_error(row, prediction))
+
+
+def predicted(row: Row) -> Prediction | None:
+    """Returns the prediction of a row that states all it needs; None otherwise."""
+    shape = row if row["layers"] and row["hidden"] else models().get(row["model"])
+    fused = row["flash_attention"] == "1" and row["precision"] in ("bf16", "fp16") and row["offload"] != "1"
+    if row["gpu"] not in MACHINES or shape is None or not fused:
         return None
     if not all(row[name] for name in ("gpus", "dp", "tp", "pp", "micro_batch")) or row["cp"] not in ("", "1"):
         return None
@@ -101,10 +222,20 @@ def compared(row: Row) -> Compared | None:
     try:
         config = config_of(row, shape)
         layout = resolve_layout(config, max(1, devices // per_node), min(devices, per_node))
-        prediction = predict_step(config, layout, machine(MACHINES[row["gpu"]]))
+        return predict_step(config, layout, machine_of(row))
     except UserError:
         return None
-    return Compared(row, prediction, _time_error(row, prediction), _memory_error(row, prediction))
+
+
+def machine_of(row: Row) -> Machine:
+    """Returns the machine of a row, with the GPUs per node and the network that its source states."""
+    found, per_node = machine(MACHINES[row["gpu"]]), int(row["gpus_per_node"] or 8)
+    figures = {**found.figures, "devices_per_node": Figure(per_node, "table", "the row")}
+    network = NETWORKS.get((row["source"], row["gpu"]))
+    if network is not None:
+        rate = network * 1e9 / 8 / per_node * EFFICIENCY
+        figures["fabric_bytes_per_s"] = Figure(rate, "table", "SOURCES.md")
+    return replace(found, figures=figures)
 
 
 def _time_error(row: Row, prediction: Prediction) -> float | None:
@@ -127,6 +258,7 @@ def config_of(row: Row, shape: Row) -> Config:
     whole = dp * int(row["tp"]) * int(row["pp"]) == int(row["gpus"])
     ffn = int(shape["ffn"]) if shape["family"] == "llama" else 2 * int(shape["ffn"]) // 3
     heads, vocabulary = int(shape["heads"]), int(shape["vocab"])
+    compiled = row["compile"] == "1" and row["tp"] == "1"  # hpc_train does not compile tensor-parallel layers
     return replace(
         config,
         model=replace(  # type: ignore[call-arg]
@@ -140,15 +272,17 @@ def config_of(row: Row, shape: Row) -> Config:
         ),
         data=replace(config.data, sequence_length=int(row["seq"] or 4096), vocab_size=vocabulary),  # type: ignore[call-arg]
         batch=replace(config.batch, global_size=int(float(row["global_batch"] or dp * micro)), micro_size=micro),
+        precision=replace(config.precision, name=row["precision"]),
         strategy=replace(
             config.strategy,
             dp="fill" if whole else dp,
+            shard="node" if any(mark in row["notes"] for mark in OF_A_NODE) else "fill",
             tp=int(row["tp"]),
             pp=int(row["pp"]),
             data_parallel=KINDS.get(row["zero_stage"], "zero1" if row["source"].startswith("aleph") else "allreduce"),
             schedule="1f1b",
         ),
-        train=replace(config.train, activation_checkpointing=row["recompute"] or "none"),
+        train=replace(config.train, activation_checkpointing=row["recompute"] or "none", compile=compiled),
     )
 
 

@@ -1,19 +1,69 @@
-"""The prediction of a step's time against sources to which nothing was fitted."""
+"""The prediction of a step's time and of the best layout, mostly against sources to which nothing was fitted."""
 
 from __future__ import annotations
 
-from statistics import fmean
+from collections import defaultdict
+from functools import cache
+from statistics import fmean, median
 
 import pytest
 
-from tests.planning.comparison import compared, rows
+from tests.planning.comparison import compared, group, ranking, rows
+
+# source: rows, mean absolute error in %, median error in %. The numbers of docs/howto/plan.md.
+MEASURED = {
+    "llm-foundry": (209, 4.2, -0.3),  # to which the rates of the A100 and the H100 are fitted
+    "aleph-alpha-layouts": (57, 7.3, -7.0),
+    "aleph-alpha-layouts, other techniques": (191, 21.9, -20.9),
+    "bigscience-v100, other techniques": (3, 35.3, -34.6),
+    "fms-fsdp": (8, 5.0, 0.2),
+    "internevo": (54, 11.0, -9.2),
+    "kempnerforge": (14, 12.6, -4.0),
+    "litgpt-thunder": (9, 12.0, -6.5),
+    "torchtitan-a100": (8, 4.5, -4.7),
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "most"), [("torchtitan-a100", 0.06), ("fms-fsdp", 0.06), ("aleph-alpha-layouts", 0.18)]
-)
-def test_the_time_of_a_step_is_as_close_as_the_page_about_plan_says(source: str, most: float) -> None:
-    found = [compared(row) for row in rows("published") if row["source"] == source]
-    errors = [abs(each.time) for each in found if each is not None and each.time is not None]
-    assert len(errors) >= 8
-    assert fmean(errors) <= most
+@cache
+def time_errors() -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows("published"):
+        if row["held_out"] == "0" and row["oom"] == "0" and (each := compared(row)) and each.time is not None:
+            found[group(each.row)].append(100 * each.time)
+    return found
+
+
+@pytest.mark.parametrize("source", MEASURED)
+def test_the_time_of_a_step_is_as_close_as_the_page_about_plan_says(source: str) -> None:
+    """A change that makes predictions worse is refused; one that makes them better changes the numbers and the page."""
+    count, error, bias = MEASURED[source]
+    found = time_errors()[source]
+    assert len(found) == count
+    assert fmean(map(abs, found)) == pytest.approx(error, abs=0.5)
+    assert median(found) == pytest.approx(bias, abs=1.0)
+
+
+def test_sources_to_which_nothing_was_fitted_are_met_on_average() -> None:
+    """Of the sources, each counts once; rows of techniques that hpc_train does not have are left out."""
+    errors = {name: fmean(map(abs, found)) for name, found in time_errors().items() if "other" not in name}
+    del errors["llm-foundry"]
+    assert fmean(errors.values()) < 9.0, errors
+
+
+# cases in which another layout than the best one is predicted to be the best, and why
+MISSED = {
+    "internevo-7b-128gpu": "its ZeRO-1 over all ranks slows down with their number; hpc_train's traffic is hidden",
+    "internevo-7b-1024gpu": "the same",
+    "aa-13B_8k_seq_length_128_GPUs_all_runs": "without sequence parallelism, tp=4 computes norms four times",
+    "aa-30B_256_GPUs_all_runs": "all runs of the sheet are slower than predicted; the first two differ by 5 %",
+    "aa-30B_64_GPUs_sequence_parallelism": "tp=2 pp=2 is predicted 10 % too fast, tp=1 pp=4 only 4 %",
+}
+
+
+def test_the_best_layout_is_predicted_but_in_known_cases() -> None:
+    found = [ranking(row) for row in rows("rankings") if row["held_out"] == "0"]
+    told = [each for each in found if not each.missing]
+    assert {each.case for each in told if not each.holds} == set(MISSED)
+    assert len(told) == 19
+    right, pairs = sum(each.right for each in told), sum(each.pairs for each in told)
+    assert right / pairs == pytest.approx(0.77, abs=0.03), (right, pairs)

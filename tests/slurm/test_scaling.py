@@ -1,4 +1,4 @@
-"""``bench scaling nodes=…``: a job for each measurement."""
+"""Benchmarks as jobs: ``bench scaling nodes=…`` for each measurement, and ``bench machine --submit``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.planner.machine import read_machine
+from tests.checkpoint.progress import LONG
 from tests.doors.command import TINY
 from tests.slurm.cluster import Cluster
 
@@ -23,3 +25,16 @@ def test_nodes_are_measured_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
     assert [(row["kind"], row["size"], row["ranks"]) for row in rows] == [
         ("strong", 1, 1), ("strong", 2, 2), ("weak", 1, 1), ("weak", 2, 2),
     ]  # fmt: skip
+
+
+@pytest.mark.beside
+@pytest.mark.skipif(not LONG, reason="another job of two nodes: HPC_TRAIN_LONG=1")
+def test_a_job_measures_the_network_between_its_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    case = ["cluster=slurm", "cluster.nodes=2", "cluster.cpu_workers=1", *TINY]
+    call = ["bench", "machine", *case, "--seconds", "0.02", "--out", "own.json", "--submit"]
+    done = cluster.hpc_train(*call, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Slurm job" in done.stdout and "fabric_bytes_per_s" in done.stdout
+    figures = read_machine(str(tmp_path / "own.json")).figures
+    assert figures["fabric_bytes_per_s"].kind == figures["fabric_latency_s"].kind == "measured"
+    assert figures["node_bytes_per_s"].kind == "assumed", "a node has one rank"

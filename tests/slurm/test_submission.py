@@ -113,6 +113,25 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
     assert [line["loss"] for line in runs[0].read_metrics()] == pytest.approx(local_losses, rel=1e-5)
     for run in runs:
         assert "srun" in (run.path / "job.sbatch").read_text()
+    lines = (tmp_path / "outputs" / ".queue-estimates.jsonl").read_text().splitlines()
+    estimates = [json.loads(line) for line in lines]
+    assert [(each["cluster"], each["partition"], each["job_id"]) for each in estimates] == [
+        ("devcluster", "cpu", ids[0]),
+        ("devcluster", "cpu", ids[2]),
+    ]
+    assert all(each["expected"] > each["submitted"] - 60 for each in estimates)
+
+
+def test_a_plan_shows_when_slurm_would_start_each_shape(cluster: Cluster, tmp_path: Path) -> None:
+    here = Cluster(cluster.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    asked = ["cluster=slurm", "cluster.partition=gpu", "strategy.tp=1", "batch.global_size=64", "train.steps=1000"]
+    options = ["--gpus", "4,64", "--machine", "a100-40", "--rows", "2", "--json"]
+    done = here.hpc_train("plan", *TINY, *asked, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fits, refused = json.loads(done.stdout)
+    assert (fits["gpus"], refused["gpus"]) == (4, 64), "what is done first is first"
+    assert fits["done"] == pytest.approx(fits["starts"] + fits["seconds"])
+    assert refused["starts"] is None and "Slurm refuses 64 GPUs" in refused["queue"][0]
 
 
 @IN_LONG_FORM  # the sweep below compares losses, too

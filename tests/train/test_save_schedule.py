@@ -9,10 +9,11 @@ import pytest
 
 from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.errors import UserError
+from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
-from hpc_train.train.saving import FIRST_S, PRIOR_PER_GPU_HOUR, SaveSchedule, best_interval, failure_rate
+from hpc_train.train.saving import FIRST_S, SaveSchedule, failure_rate
 from tests.train.runs import frozen, run_attempt
 
 

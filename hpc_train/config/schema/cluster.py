@@ -119,6 +119,11 @@ class ClusterConfig:
     )
     mem: str | None = key(None, "Memory per node. It replaces mem_per_gpu.", when=when("submitted"))
     gpu_type: str | None = key(None, "The GPU type in --gpus-per-node=TYPE:N.", when=when("gpus"))
+    machine: str = key(
+        "auto",
+        "The machine for which strategy=auto and the report at the end of a job predict: a machine file of hpc_train "
+        "such as h100, or the path of your own. auto finds it by the type of the GPUs.",
+    )
     gres: str | None = key(
         None, "A generic resource such as gpu:a100:4. It replaces --gpus-per-node.", when=when("submitted")
     )

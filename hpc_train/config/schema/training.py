@@ -15,7 +15,11 @@ ADAMW = (when("optim.name", "adamw"), when("optim._target_", None))
 class StrategyConfig:
     """How the model and the batch are split over the ranks. The world size is dp x pp x tp."""
 
-    name: str = key("single", "The name of the strategy.")
+    name: str = key(
+        "single",
+        "The name of the strategy. Under the name auto the planner chooses the keys that are auto when the run is "
+        "submitted.",
+    )
     dp: int | str = key(
         1,
         "The number of data-parallel replicas or ZeRO ranks. fill uses all ranks that pp and tp leave.",
@@ -29,21 +33,35 @@ class StrategyConfig:
         choices=("auto", "fill"),
         at_least=1,
     )
-    tp: int = key(1, "The number of tensor-parallel ranks. They are always on the same node.", at_least=1)
+    tp: int | str = key(
+        1,
+        "The number of tensor-parallel ranks. They are always on the same node. auto: strategy=auto chooses.",
+        choices=("auto",),
+        at_least=1,
+    )
     data_parallel: str = key(
-        "ddp", "How data-parallel ranks synchronize: a built-in kind or package.module:ROW.", when=when("replicas")
+        "ddp",
+        "How data-parallel ranks synchronize: a built-in kind or package.module:ROW. auto: strategy=auto chooses.",
+        when=when("replicas"),
     )
     shard: int | str = key(
         "fill",
-        "The number of ranks over which ZeRO shards its state. fill uses all of dp; node uses the ranks of a node.",
-        choices=("fill", "node"),
+        "The number of ranks over which ZeRO shards its state. fill uses all of dp; node uses the ranks of a node. "
+        "auto: strategy=auto chooses.",
+        choices=("fill", "node", "auto"),
         at_least=1,
         when=when("shards"),
     )
     schedule: str = key(
         "1f1b", "The pipeline schedule: auto, a built-in schedule or package.module:ROW.", when=when("pipeline")
     )
-    stages_per_rank: int = key(1, "Pipeline stages per pipeline rank.", at_least=1, when=when("pipeline"))
+    stages_per_rank: int | str = key(
+        1,
+        "Pipeline stages per pipeline rank. auto: strategy=auto chooses.",
+        choices=("auto",),
+        at_least=1,
+        when=when("pipeline"),
+    )
     pp_split: Any = key(
         "even",
         "How layers are assigned to stages. even gives all stages the same number, flops balances by the model's "
@@ -100,6 +118,11 @@ class StrategyConfig:
         "What is kept in host memory. all adds parameters and gradients to the optimizer state and requires zero2 or "
         "zero3.",
         choices=("none", "optimizer", "all"),
+    )
+    for_nodes: dict[str, Any] = key(
+        {},
+        "The layouts for other numbers of nodes, which strategy=auto writes into the frozen config: by number of nodes "
+        "the keys that differ, such as `{'2': {strategy: {pp: 1}}}`; null where no layout fits.",
     )
 
 
@@ -244,9 +267,10 @@ class TrainConfig:
         unit="samples",
     )
     activation_checkpointing: str = key(
-        "none",
+        "auto",
         "Which activations are recomputed in the backward pass: none, full, selective (every second layer), "
-        "selective:N (every N-th layer) or ops (all but matrix products and attention).",
+        "selective:N (every N-th layer) or ops (all but matrix products and attention). auto is none, unless "
+        "strategy=auto chooses.",
     )
     loss_chunks: int = key(
         1,

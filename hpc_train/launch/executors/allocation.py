@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
-from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
 from hpc_train.launch.job_status import final_code, how_stopped, resume_command
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
@@ -59,6 +59,9 @@ class AllocationExecutor(ProcessExecutor):
     def device_bytes(self, cluster: ClusterConfig) -> float | None:
         several = min(node_range(cluster)[1], _nodes_here()) > 1
         return gpu_memory(cluster.gpu_type) if several and cluster.gpus_per_node != 0 else None
+
+    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
+        return gpu_types_here(cluster)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         nodes = max(self.shape(job.config.cluster)[0] for job in jobs)

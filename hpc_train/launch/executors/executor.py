@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -35,6 +35,9 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
 
+if TYPE_CHECKING:
+    from hpc_train.planner.auto import Choice  # which most submissions do not need
+
 
 class Executor(Protocol):
     """Submits jobs, reports their status, and stops or cancels them."""
@@ -50,6 +53,9 @@ class Executor(Protocol):
 
     def device_bytes(self, cluster: ClusterConfig) -> float | None:
         """Returns the memory of the smallest GPU of a job on several nodes; None if unknown or without GPUs."""
+
+    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
+        """Returns the types of GPUs that a job may get; empty if they are unknown."""
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         """Returns how many of ``jobs`` are submitted at the same time."""
@@ -115,7 +121,7 @@ def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
 class Job:
     """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node.
 
-    ``trust_owner``: its agents continue the run although it belongs to another user.
+    ``trust_owner``: its agents continue the run although it belongs to another user. ``choice``: of ``strategy=auto``.
     """
 
     number: int
@@ -126,6 +132,7 @@ class Job:
     workers: int
     run: RunDirectory
     trust_owner: bool = False
+    choice: Choice | None = None
 
     @property
     def agent_options(self) -> tuple[str, ...]:
@@ -139,6 +146,11 @@ class Job:
     @property
     def asked_nodes(self) -> int | str:
         return self.config.cluster.nodes
+
+    @property
+    def plan(self) -> str | None:
+        """Returns the text of ``plan.json``."""
+        return None if self.choice is None else self.choice.text
 
     @property
     def submitit_folder(self) -> Path:

@@ -22,6 +22,7 @@ from submitit.local.local import LocalExecutor, LocalJob
 from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.executors.executor import Job, RunAgent, Share, local_shape
+from hpc_train.launch.gpus import gpu_types_here
 from hpc_train.launch.job_status import PRESENT, JobStatus
 from hpc_train.launch.storage import check_room
 from hpc_train.run.code import frozen_code
@@ -116,6 +117,9 @@ class LocalJobExecutor(ProcessExecutor):
 
     def device_bytes(self, cluster: ClusterConfig) -> float | None:
         return None  # one node
+
+    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
+        return gpu_types_here(cluster)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())

@@ -10,8 +10,10 @@ import hashlib
 import os
 import stat
 import sys
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from hpc_train.launch.executors.array_turns import Turn, divide, pass_on_lines
 from hpc_train.launch.executors.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
-from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus
+from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import (
@@ -46,9 +48,10 @@ from hpc_train.launch.sbatch import (
 from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_task, submit_chain
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.code import frozen_code
-from hpc_train.run.files import write_text
+from hpc_train.run.files import append_line, write_text
 from hpc_train.slurm import client
-from hpc_train.slurm.client import Problem, SlurmError, inherited_variables, on_clusters
+from hpc_train.slurm.client import Check, Problem, SlurmError, inherited_variables, on_clusters
+from hpc_train.slurm.queue_estimate import ESTIMATES, Estimate
 from hpc_train.slurm.site import Site, read_site
 
 # prefixes of node states; a suffix * means that a node does not respond
@@ -93,6 +96,7 @@ class SlurmJobExecutor:
         self._outputs: dict[str, Path] = {}
         self._chains: dict[str, list[str]] = {}
         self._clusters: str | None = None
+        self._expected: dict[int, float | None] = {}  # the start of each submission, by its first job
         self._statuses = SlurmStatuses()
 
     @property
@@ -109,6 +113,9 @@ class SlurmJobExecutor:
         several = node_range(cluster)[1] > 1 and cluster.gpus_per_node != 0
         return asked_gpu_memory(cluster, self.site) if several else None
 
+    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
+        return asked_gpu_types(cluster, self.site)
+
     def at_once(self, jobs: Sequence[Job]) -> int:
         """Returns the number of jobs: Slurm queues them, and limits how many run."""
         return len(jobs)
@@ -120,7 +127,10 @@ class SlurmJobExecutor:
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
         for same, turn in self._arrays(jobs):
             check_limits(same[0], self.site)
-            lines += _test_only(same[0], {**options(same[0], self.site), **array(len(same), turn.at_once)})
+            found = _test_only(same[0], {**options(same[0], self.site), **array(len(same), turn.at_once)})
+            lines += found.lines
+            if turn.after is None:  # Slurm does not know how long a submission waits for another one
+                self._expected[same[0].number] = found.starts
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -150,6 +160,7 @@ class SlurmJobExecutor:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = self._submit_chain(same[0], folder, text, asked)
             last.append(self._chains.get(main, [main])[-1])
+            self._record_estimate(same[0], f"{main}_0" if len(same) > 1 else main)
             if turn.shared is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(f"{job_id}\n" for job_id in last))
@@ -183,6 +194,15 @@ class SlurmJobExecutor:
             client.cancel(ids, signal=signal, clusters=self._clusters)
         except SlurmError as error:  # the caller continues to follow the jobs
             print(error.what, file=sys.stderr)
+
+    def _record_estimate(self, job: Job, job_id: str) -> None:
+        """Records when Slurm expected a submission to start, from which ``plan`` tells how far off it usually is."""
+        expected, cluster = self._expected.get(job.number), job.config.cluster
+        if expected is None or cluster.begin or cluster.dependency or cluster.clusters:
+            return
+        estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
+        with suppress(OSError):  # the root belongs to somebody else
+            append_line(Path(job.config.run.root) / ESTIMATES, asdict(estimate))
 
     def _all(self, ids: Collection[str]) -> list[str]:
         """Returns ``ids`` with the other jobs of their chains."""
@@ -312,7 +332,7 @@ def _submit(executor: ScriptExecutor) -> str:
         raise refusal(str(error)) from error
 
 
-def _test_only(job: Job, asked: Options) -> list[str]:
+def _test_only(job: Job, asked: Options) -> Check:
     """Checks a shape with ``sbatch --test-only``; a controller that does not respond refuses nothing.
 
     The check considers only nodes that are available now. If nodes are down or drained, this returns a note instead of
@@ -322,9 +342,10 @@ def _test_only(job: Job, asked: Options) -> list[str]:
         return client.check_submission(arguments(asked))
     except SlurmError as error:
         if error.problem is Problem.SILENT:
-            return []
+            return Check([], None)
         if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster)):
-            return [f"note: the job may have to wait for nodes that are down or drained now: {', '.join(sorted(away))}"]
+            names = ", ".join(sorted(away))
+            return Check([f"note: the job may have to wait for nodes that are down or drained now: {names}"], None)
         raise refusal(error.said) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View
@@ -16,6 +17,7 @@ from hpc_train.launch.page.markup import Html, tag, text
 from hpc_train.launch.page.memory import memory
 from hpc_train.launch.page.nodes import nodes
 from hpc_train.launch.page.pipeline import pipeline
+from hpc_train.launch.page.predicted import compare, prediction, remember
 from hpc_train.launch.page.settings import reproduce, settings
 from hpc_train.launch.page.speed import throughput
 from hpc_train.launch.page.style import STYLE
@@ -31,6 +33,7 @@ from hpc_train.launch.page.sweep import (
 from hpc_train.launch.page.time_spent import time_spent
 from hpc_train.launch.page.verdict import verdict
 from hpc_train.launch.page.waits import waits
+from hpc_train.planner.machine import Machine
 from hpc_train.run.comparison import Comparison, best_metric_of
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.files import BackgroundCall, write_text
@@ -55,6 +58,7 @@ def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) 
         memory(facts),
         waits(facts),
         pipeline(facts),
+        prediction(facts),
         nodes(facts),
         decisions(facts),
         settings(facts),
@@ -117,13 +121,17 @@ def _without_secrets(page: str, found: Sequence[RunHandle]) -> str:
     return page
 
 
-def write_page(target: str, out: Path | None = None) -> Path:
+def write_page(target: str, out: Path | None = None, machine: Machine | None = None) -> Path:
     """Writes the page of the run or sweep ``target``; returns the file.
 
     Args:
         out: the file; by default ``report.html`` in the directory of the run or sweep.
+        machine: that on which the runs were, to record how far off its prediction was.
     """
     found = find_runs(target)
+    for item in found if machine is not None else ():
+        if (comparison := compare(item.run, machine)) is not None:
+            remember(item.config, comparison)
     if len(found) == 1:
         path, page = found[0].run.path / PAGE, page_of_run(found[0])
     else:
@@ -135,7 +143,8 @@ def write_page(target: str, out: Path | None = None) -> Path:
 def write_at_end(run: RunDirectory) -> None:
     """Writes the page of a run whose agent ends now, and tells where it is, or why it cannot be written.
 
-    It neither raises nor waits long, and asks Slurm nothing, for the job still holds its nodes.
+    It also records how far off the prediction was, if there is one. It neither raises nor waits long, and asks Slurm
+    nothing, for the job still holds its nodes.
     """
     _tell(lambda: _write_run(run, in_job=True))
 
@@ -169,7 +178,14 @@ def _is_current(run: RunDirectory) -> bool:
 def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
     (found,) = find_runs(str(run.path))
     statuses = dict.fromkeys(found.job_ids, PRESENT) if in_job else {}
+    comparison = None
+    if in_job:
+        with suppress(Exception):  # whatever the prediction lacks, the page is written
+            comparison = compare(run)
     write_text(run.path / PAGE, page_of_run(found, statuses))
+    if comparison is not None:
+        with suppress(OSError):  # e.g. the root belongs to somebody else
+            remember(found.config, comparison)
     return run.path / PAGE
 
 

@@ -189,6 +189,7 @@ def _figures(facts_of_run: RunFacts) -> Html:
             ("requeues", len(facts_of_run.of_event("requeued", "requeued_by_slurm")) or None),
             ("Slurm job", facts_of_run.diagnosis.job_id),
             ("layout", layout),
+            ("chosen by strategy=auto", facts_of_run.found.choice),
         )
     )
 

@@ -156,7 +156,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
         yield f"batch.micro_size={half} (now {layout.micro_size}; the steps stay the same)", smaller
     if config.precision.name == "fp32" and gpu:
         yield "precision=bf16", replace(config, precision=replace(config.precision, name="bf16"))
-    recomputes = train.activation_checkpointing != "none"
+    recomputes = train.activation_checkpointing not in ("auto", "none")
     ops, full = (replace(config, train=replace(train, activation_checkpointing=mode)) for mode in ("ops", "full"))
     if not recomputes:
         yield "train.activation_checkpointing=ops", ops

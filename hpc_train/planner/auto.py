@@ -1,0 +1,263 @@
+"""Chooses the layout of ``strategy=auto``, and those of the numbers of nodes with which an elastic run may go on.
+
+The choice is the best row of the planner; among rows that differ by less than its error, the simplest. It depends only
+on the config, the numbers of nodes and workers, and the machine file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Config
+from hpc_train.config.schema.key import keys
+from hpc_train.errors import UserError
+from hpc_train.plan.open_keys import SIMPLEST, open_keys
+from hpc_train.plan.validate import check_values, checked_layout
+from hpc_train.planner.calibration import Calibration, read_calibration
+from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, with_values
+from hpc_train.planner.machine import Machine
+from hpc_train.planner.work import count_work
+from hpc_train.units import counted, format_bytes
+
+# Somewhat below the mean absolute error of most sources in docs/howto/plan.md (4 to 22 %), because two layouts of one
+# model on one machine share a part of their errors.
+ERROR = 0.08
+ROWS = 10  # of the table
+MOST_COUNTS = 32  # numbers of nodes for which a layout is chosen; each may take a second
+_OPTIMIZER = ("name", "_target_", "args", "moments", "elementwise", "state_per_parameter", "groups")
+_TRAINING = ("activation_checkpointing", "compile", "loss_chunks", "debug", "reproducible")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a job of ``nodes`` nodes, which goes on with ``fewest`` if it loses some."""
+
+    nodes: int
+    fewest: int
+    per_node: int
+
+    @property
+    def other_counts(self) -> list[int]:
+        """Returns the other numbers of nodes: all, or some of them with ``fewest`` if there are very many."""
+        counts = range(self.fewest, self.nodes)
+        return [*counts[:: max(1, -(-len(counts) // MOST_COUNTS))]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values that the planner has chosen for the open keys of a config, with the table behind them.
+
+    Attributes:
+        content: of the file ``plan.json`` in the run directory.
+    """
+
+    content: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Returns the text of ``plan.json``."""
+        return json.dumps(self.content, indent=1) + "\n"
+
+    @property
+    def lines(self) -> list[str]:
+        """Returns the choice in one line, and a line for each other number of nodes."""
+        content = self.content
+        others = [
+            f"on {counted(int(count), 'node', 'nodes')}: {found['chosen']}"
+            for count, found in content["other_nodes"].items()
+        ]
+        return [f"strategy=auto: {content['chosen']}", *others]
+
+    def apply(self, config: Config) -> Config:
+        """Returns ``config`` without open keys, with the layouts for other numbers of nodes."""
+        content = self.content
+        main = content["settings"]
+        others: dict[str, Any] = dict.fromkeys(map(str, range(content["fewest_nodes"], content["nodes"])))
+        for count, found in content["other_nodes"].items():
+            others[count] = None if found["settings"] is None else _nested(_changed(main, found["settings"]))
+        chosen = with_values(config, main)
+        return replace(chosen, strategy=replace(chosen.strategy, for_nodes=others))
+
+
+def question(config: Config, devices: Devices, machine: str) -> str:
+    """Returns a hash of what a choice depends on.
+
+    It leaves out the numbers of the machine file, so that a resumed run keeps its layout after a new calibration.
+    """
+    groups = {name: asdict(getattr(config, name)) for name in ("model", "data", "batch", "strategy", "precision")}
+    asked = {
+        **groups,
+        "optim": {name: getattr(config.optim, name) for name in _OPTIMIZER},
+        "train": {name: getattr(config.train, name) for name in _TRAINING},
+        "hooks": {name: asdict(hook) for name, hook in config.hooks.items()},
+        "devices": asdict(devices),
+        "machine": machine,
+    }
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def earlier_choice(text: str, asked: str) -> Choice | None:
+    """Returns the choice in the text of ``plan.json``; None unless it answers the question ``asked``."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    return Choice(content) if isinstance(content, dict) and content.get("asked") == asked else None
+
+
+def choose(config: Config, devices: Devices, machine: Machine) -> Choice:
+    """Returns the choice for the open keys of ``config``. Jobs of a sweep that ask the same share it.
+
+    Raises:
+        UserError: the config is wrong, the size of the model is unknown, or no layout is possible or fits.
+    """
+    simplest = with_values(config, {name: value for name, value in SIMPLEST.items() if name in open_keys(config)})
+    check_values(simplest)
+    try:
+        count_work(config)
+    except UserError as error:
+        what, fix = f"strategy=auto cannot choose a layout: {error.what}", f"{error.fix}; or +strategy=dp"
+        raise UserError(what, where=error.where, fix=fix) from error
+    learned = read_calibration(Path(config.run.root), config, machine)
+    return _shared(_Question(question(config, devices, machine.name), config, devices, machine, learned))
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """Two questions are equal if they have the same hash, numbers of the machine and calibration."""
+
+    asked: str
+    config: Config
+    devices: Devices
+    machine: Machine
+    learned: Calibration
+
+    def __hash__(self) -> int:
+        return hash(self.asked)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question) and self._compared == other._compared
+
+    @property
+    def _compared(self) -> tuple[object, ...]:
+        return self.asked, self.machine, self.learned
+
+
+@lru_cache(maxsize=64)
+def _shared(which: _Question) -> Choice:
+    devices, machine, names = which.devices, which.machine, open_keys(which.config)
+    main = _chosen(which, devices.nodes)
+    others = {str(count): _or_none(which, count) for count in devices.other_counts}
+    kept = {name: value for name, value, _ in keys(which.config) if name in (*SIMPLEST, "batch.micro_size")}
+    content = {
+        **main,
+        "asked": which.asked,
+        "nodes": devices.nodes,
+        "fewest_nodes": devices.fewest,
+        "workers_per_node": devices.per_node,
+        "error": ERROR,
+        "kept": {name: value for name, value in kept.items() if name not in names},
+        "other_nodes": others,
+        "machine": asdict(machine),
+        "calibration": which.learned.as_json(),
+    }
+    return Choice(content)
+
+
+def _or_none(which: _Question, nodes: int) -> dict[str, Any]:
+    """Returns the choice for a smaller number of nodes, without ``settings`` if there is none."""
+    try:
+        return _chosen(which, nodes)
+    except UserError as error:
+        return {"chosen": error.what, "settings": None, "rows": []}
+
+
+def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
+    """Returns the choice for ``nodes`` nodes and the table of the best layouts.
+
+    Raises:
+        UserError: no layout is possible or fits.
+    """
+    config, names = which.config, open_keys(which.config)
+    machine = which.machine.with_devices(which.devices.per_node)
+    kept = {name for name, _, _ in keys(config)} - {*names}
+    found = [
+        replace(each, prediction=which.learned.corrected(each.prediction, machine))
+        for each in candidates(config, machine, nodes * which.devices.per_node, kept)
+    ]
+    ranked = fastest(found, ERROR)
+    if not ranked:
+        raise _no_layout(config, nodes, which.devices.per_node, found, machine)
+    best = ranked[0]
+    settings = {name: best.values[name] for name in names} | (
+        {"strategy.schedule": best.layout.schedule} if "strategy.schedule" in names else {}
+    )
+    others = sorted(distinct(ranked)[1:], key=lambda each: each.prediction.step_s)
+    return {
+        "chosen": _line(best, str(settings.get(_RECOMPUTED) or config.train.activation_checkpointing), machine),
+        "settings": settings,
+        "rows": [each.to_json() | {"why": _why(each, best)} for each in (best, *others[: ROWS - 1])],
+    }
+
+
+_RECOMPUTED = "train.activation_checkpointing"
+
+
+def _no_layout(config: Config, nodes: int, per_node: int, found: list[Candidate], machine: Machine) -> UserError:
+    """Returns why no layout is possible or fits."""
+    if found:
+        nearest = min(found, key=lambda each: each.prediction.needed_bytes)
+        return UserError(
+            f"strategy=auto found no layout that fits on {nodes} x {per_node} devices: {nearest.layout} needs the "
+            f"least memory, {format_bytes(nearest.prediction.needed_bytes)} of the "
+            f"{format_bytes(nearest.prediction.device_bytes)} of a device ({machine.device})",
+            where="strategy, cluster.nodes",
+            fix="more nodes, a shorter data.sequence_length, strategy.offload=optimizer, or fewer keys of strategy, "
+            "batch and train that are set",
+        )
+    try:
+        checked_layout(
+            with_values(config, {name: SIMPLEST.get(name, 1) for name in open_keys(config)}), nodes, per_node
+        )
+    except UserError as error:
+        return error
+    return UserError(
+        f"strategy=auto found no layout for {nodes} x {per_node} devices with the keys that are set",
+        where="strategy",
+        fix="set fewer keys of strategy, batch and train",
+    )
+
+
+def _line(best: Candidate, recomputed: str, machine: Machine) -> str:
+    recomputes = "" if recomputed == "none" else f", activation checkpointing {recomputed}"
+    return f"{best.layout}{recomputes}; predicted {best.prediction.step_s:.3g} s per step on {machine.name}"
+
+
+def _why(each: Candidate, best: Candidate) -> str:
+    """Returns why ``best`` is preferred to ``each``."""
+    if each is best:
+        return "chosen"
+    slower = each.prediction.step_s / best.prediction.step_s - 1
+    if abs(slower) <= ERROR and each.complexity > best.complexity:
+        return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'}, within the error, and more techniques"
+    part, longer = each.prediction.longest_beside(best.prediction)
+    return f"{slower:.0%} slower: {part} +{longer:.2g} s"
+
+
+def _changed(main: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in other.items() if main[name] != value}
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the values of ``group.key`` by group and key."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        group, _, key = name.partition(".")
+        groups.setdefault(group, {})[key] = value
+    return groups

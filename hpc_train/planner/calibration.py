@@ -1,0 +1,294 @@
+"""Learns from finished runs by how much their steps and their memory differed from the prediction. Imports no torch.
+
+At the end of a job, the agent of node 0 appends one line to ``calibration.jsonl`` in the run root: what was predicted
+for the layout on the machine that the job ran on, and what was measured. The file is the only home of the calibration.
+It stands beside the runs, because every job can write there, colleagues who share the root share it, and the figures of
+a machine file keep their sources.
+
+A part of the step is corrected by two numbers: the median of measured / predicted over the newest runs on the same
+machine with the same model family and precision, and its spread, the median absolute deviation of the logarithm. Half
+of the runs lie within one spread of the median.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hpc_train.config.schema import Config
+from hpc_train.planner.machine import Machine
+from hpc_train.planner.prediction import Prediction
+from hpc_train.units import counted
+from hpc_train.version import __version__
+
+FILE = "calibration.jsonl"  # in the run root
+NEWEST = 20  # runs that count
+FEWEST = 3  # with fewer runs nothing is corrected
+TAIL_BYTES = 1 << 21  # of the file that are read, about 4,000 runs
+LEAST_SHARE = 0.05  # of the step, that a part must be predicted to take if its ratio is to say anything
+
+
+@dataclass(frozen=True)
+class Values:
+    """The time of a step and its parts in seconds, and memory in bytes, predicted or measured; None if unknown.
+
+    Attributes:
+        compute_s: computation with the update of the parameters.
+        communication_s: traffic that computation waits for. Unknown for tensor parallelism, whose traffic the
+            prediction counts as computation and the measurement as communication; then ``compute_s`` is unknown too.
+        bubble_s: waiting for other pipeline stages.
+        memory_bytes: what tensors take at the peak on the rank that needs the most.
+    """
+
+    step_s: float
+    compute_s: float | None = None
+    communication_s: float | None = None
+    bubble_s: float | None = None
+    memory_bytes: float | None = None
+
+
+PARTS = ("compute_s", "communication_s", "bubble_s")
+
+
+def predicted_values(prediction: Prediction) -> Values:
+    """Returns the values of ``prediction`` that a run can measure."""
+    apart = prediction.layout.tp == 1
+    return Values(
+        step_s=prediction.step_s,
+        compute_s=prediction.compute_s + prediction.optimizer_s if apart else None,
+        communication_s=prediction.communication_s if apart else None,
+        bubble_s=prediction.bubble_s,
+        memory_bytes=None if prediction.memory is None else prediction.memory.total,
+    )
+
+
+def measured_values(lines: Sequence[Mapping[str, Any]], tp: int, on_gpu: bool) -> Values | None:
+    """Returns the medians over lines of metrics of one attempt; None if there are fewer than three.
+
+    The first line is left out, since its steps compile and allocate. Time spent waiting for data is left out too, since
+    no prediction covers it.
+
+    Args:
+        tp: the tensor-parallel ranks.
+        on_gpu: whether the memory is that of a GPU. On a CPU it includes the interpreter and is left out.
+    """
+    usable = [line for line in lines[1:] if _number(line.get("step_s"))]
+    if len(usable) < 2:
+        return None
+    rows = [_measured(line, tp, on_gpu) for line in usable]
+    found = {name: [getattr(row, name) for row in rows] for name in (*PARTS, "memory_bytes")}
+    whole = {name: median(values) if None not in values else None for name, values in found.items()}
+    return Values(median(row.step_s for row in rows), **whole)
+
+
+def _measured(line: Mapping[str, Any], tp: int, on_gpu: bool) -> Values:
+    step = line["step_s"]
+    waited, communicated, idle = (
+        step * line[key] if _number(line.get(key)) else None
+        for key in ("data_wait_share", "comm_share", "bubble_share")
+    )
+    own = step - (waited or 0.0)
+    # one rank has no collectives, and one stage no bubble; compiled layers hide those of tensor parallelism
+    communicated = 0.0 if communicated is None and line.get("world_size") == 1 else communicated
+    apart = tp == 1 and communicated is not None
+    return Values(
+        step_s=own,
+        compute_s=own - (communicated or 0.0) - (idle or 0.0) if apart else None,
+        communication_s=communicated if apart else None,
+        bubble_s=idle or 0.0,
+        memory_bytes=line.get("peak_memory_bytes") if on_gpu else None,
+    )
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def key_of(config: Config, machine: Machine) -> dict[str, str]:
+    """Returns what runs must share to tell about each other: the machine with its figures, the family, the precision.
+
+    Figures that the user corrects, and another version of hpc_train, predict other values.
+    """
+    values = sorted((name, figure.value) for name, figure in machine.figures.items())
+    figures = hashlib.sha256(json.dumps([__version__, values]).encode()).hexdigest()[:12]
+    family, precision = config.model.kind, config.precision.name
+    return {"machine": machine.name, "figures": figures, "family": family, "precision": precision}
+
+
+def as_line(key: Mapping[str, str], run: Path, layout: str, predicted: Values, measured: Values) -> dict[str, Any]:
+    """Returns the line of a run in the file; a later line of the same run replaces it."""
+    return {**key, "run": str(run), "layout": layout, "predicted": asdict(predicted), "measured": asdict(measured)}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Measured / predicted over several runs: the median, and the median absolute deviation of its logarithm."""
+
+    runs: int
+    factor: float
+    spread: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Deviation:
+        logs = [math.log(ratio) for ratio in ratios]
+        middle = median(logs)
+        return cls(len(logs), math.exp(middle), median(abs(log - middle) for log in logs))
+
+    @property
+    def is_known(self) -> bool:
+        return self.runs >= FEWEST
+
+    def __str__(self) -> str:
+        low, high = (self.factor * math.exp(sign * self.spread) - 1 for sign in (-1, 1))
+        return f"{self.factor - 1:+.0%} in the median (half of them {low:+.0%} to {high:+.0%})"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the newest runs of one kind tell, the newest last.
+
+    Attributes:
+        pairs: predicted and measured values of each run.
+    """
+
+    machine: str
+    family: str
+    precision: str
+    pairs: Sequence[tuple[Values, Values]]
+
+    @cached_property
+    def step(self) -> Deviation | None:
+        return _deviation(self.pairs, "step_s")
+
+    @cached_property
+    def memory(self) -> Deviation | None:
+        return _deviation(self.pairs, "memory_bytes")
+
+    @cached_property
+    def parts(self) -> dict[str, Deviation]:
+        """The deviations of the parts that enough runs have measured."""
+        found = {name: _deviation(self.pairs, name) for name in PARTS}
+        return {name: each for name, each in found.items() if each is not None and each.is_known}
+
+    @cached_property
+    def factors(self) -> dict[str, float]:
+        """By what each part is multiplied, so that the step is right in the median. A part that too few runs have
+        measured shares the factor of the step.
+        """
+        if self.step is None or not self.step.is_known:
+            return dict.fromkeys(PARTS, 1.0)
+        own = {name: self.parts[name].factor if name in self.parts else self.step.factor for name in PARTS}
+        rest = Deviation.of([true.step_s / _scaled(said, own, self.step.factor) for said, true in self.pairs])
+        return {name: factor * rest.factor for name, factor in own.items()}
+
+    def corrected(self, prediction: Prediction, machine: Machine) -> Prediction:
+        """Returns ``prediction`` with its times and its memory multiplied by the factors."""
+        by = self.factors
+        busy, update = prediction.compute_s * by["compute_s"], prediction.optimizer_s * by["compute_s"]
+        communication = prediction.communication_s * by["communication_s"]
+        bubble = prediction.bubble_s * by["bubble_s"]
+        faster = prediction.step_s / (busy + update + communication + bubble)
+        fixed = machine.rates.reserved_bytes
+        by_memory = self.memory.factor if self.memory is not None and self.memory.is_known else 1.0
+        return replace(
+            prediction,
+            compute_s=busy,
+            optimizer_s=update,
+            communication_s=communication,
+            bubble_s=bubble,
+            needed_bytes=fixed + (prediction.needed_bytes - fixed) * by_memory,
+            samples_per_s=prediction.samples_per_s * faster,
+            tokens_per_s=prediction.tokens_per_s * faster,
+            mfu=prediction.mfu * faster,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        of_parts = {"step": self.step, **self.parts, "memory": self.memory}
+        found = {name.removesuffix("_s"): each for name, each in of_parts.items() if each is not None}
+        return {
+            "runs": len(self.pairs),
+            "corrected": self.step is not None and self.step.is_known,
+            **{name: {"factor": each.factor, "spread": each.spread, "runs": each.runs} for name, each in found.items()},
+        }
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return ""
+        several = "the last run" if self.step.runs == 1 else f"the last {self.step.runs} runs"
+        text = f"{several} on {self.machine} ({self.family}, {self.precision}): measured step time against predicted "
+        text += str(self.step) if self.step.runs > 1 else f"{self.step.factor - 1:+.0%}"
+        if self.memory is not None:
+            text += f", memory {self.memory if self.memory.runs > 1 else f'{self.memory.factor - 1:+.0%}'}"
+        left = f"not corrected before {counted(FEWEST, 'run', 'runs')}"
+        return f"{text}; {'corrected' if self.step.is_known else left}"
+
+
+def _deviation(pairs: Iterable[tuple[Values, Values]], name: str) -> Deviation | None:
+    ratios = [
+        measured / predicted
+        for said, true in pairs
+        if (predicted := getattr(said, name)) and (measured := getattr(true, name))
+        if name == "memory_bytes" or predicted >= LEAST_SHARE * said.step_s
+    ]
+    return Deviation.of(ratios) if ratios else None
+
+
+def _scaled(said: Values, by: Mapping[str, float], whole: float) -> float:
+    """Returns the step with scaled parts; with the scaled whole where its parts are unknown."""
+    parts = {name: getattr(said, name) for name in PARTS}
+    if None in parts.values():
+        return said.step_s * whole
+    return math.fsum(value * by[name] for name, value in parts.items())
+
+
+def read_calibration(root: Path, config: Config, machine: Machine) -> Calibration:
+    """Returns what the newest runs below ``root`` tell about runs like that of ``config`` on ``machine``.
+
+    Lines that cannot be read are skipped, and a file that cannot be read tells nothing.
+    """
+    key = key_of(config, machine)
+    found: dict[str, tuple[Values, Values]] = {}
+    for line in _lines(root / FILE):
+        if all(line.get(name) == value for name, value in key.items()):
+            with suppress(KeyError, TypeError, ValueError):
+                pair = (_values(line["predicted"]), _values(line["measured"]))
+                found.pop(str(line["run"]), None)
+                found[str(line["run"])] = pair
+    return Calibration(machine.name, key["family"], key["precision"], [*found.values()][-NEWEST:])
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects in the last ``TAIL_BYTES`` of a file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            content = file.read()
+    except OSError:
+        return
+    for text in content.splitlines():
+        with suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield line
+
+
+def _values(content: Mapping[str, Any]) -> Values:
+    """Returns the values of a line.
+
+    Raises:
+        TypeError, ValueError: they are not those of a run.
+    """
+    found = Values(**content)
+    numbers = [value for value in vars(found).values() if value is not None]
+    if not all(map(_number, numbers)) or found.step_s <= 0 or min(numbers) < 0:
+        raise ValueError(f"{content} are not values of a run")
+    return found

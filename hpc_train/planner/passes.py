@@ -1,0 +1,77 @@
+"""The time of the forward and the backward of a block on one rank for one micro-batch. Imports no torch.
+
+A pass takes the time of its matrix products and its attention, that of moving its activations, and that of its
+tensor-parallel traffic, which nothing covers. On GPUs it takes at least as long as the host starts its kernels.
+"""
+
+from __future__ import annotations
+
+from hpc_train.config.schema import Config
+from hpc_train.config.values import Recomputation, parse_recomputation
+from hpc_train.plan.layout import Layout
+from hpc_train.planner.collectives import gather, group_of, scatter
+from hpc_train.planner.machine import Machine, Rates
+from hpc_train.planner.shared_cores import pass_seconds
+from hpc_train.planner.work import Block, Work
+
+PRODUCTS = 7  # matrix products of a layer, which share its operations
+# Fused attention computes two products in the forward. The backward computes four and, since no scores are kept, the
+# first one again (Dao 2023, arXiv:2307.08691, section 3.1).
+ATTENTION_BACKWARD = 2.5
+
+
+class Passes:
+    """The passes of a layout's blocks on a machine."""
+
+    def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
+        self.layout, self.work = layout, work
+        self.rates: Rates = machine.rates
+        self.narrow = 2 if config.precision.name in ("bf16", "fp16") else 8 if config.precision.name == "fp64" else 4
+        self.recomputation: Recomputation = parse_recomputation(config.train.activation_checkpointing)
+        self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
+        self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
+        self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
+
+    def forward(self, block: Block) -> float:
+        """Returns the seconds of the forward of ``block``."""
+        device = self._products(block) + self._attention(block) + self._moved(block)
+        return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
+
+    def backward(self, block: Block, recomputed: bool) -> float:
+        """Returns the seconds of the backward of ``block``, with its recomputation if it is ``recomputed``."""
+        device = 2 * self._products(block) + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
+        own = pass_seconds(device, 2 * block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
+        return own + (self._again(block) if recomputed else 0.0)
+
+    def _again(self, block: Block) -> float:
+        """Returns the seconds of computing the forward of ``block`` again.
+
+        It ends with the last tensor that the backward needs, which is the input of the layer's last product, so the
+        product and the reduce-scatter of its result are left out (torch.utils.checkpoint with use_reentrant=False).
+        """
+        if self.recomputation.keep_products:
+            return self._moved(block)
+        last = block.last * self.layout.micro_size / self.layout.tp / self.flops_per_s
+        device = self._products(block) - last + self._attention(block) + self._moved(block)
+        return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 3)
+
+    def _products(self, block: Block) -> float:
+        if not block.products:
+            return 0.0
+        operations = block.products * self.layout.micro_size / self.layout.tp
+        return (operations + PRODUCTS * self.rates.half_rate_flops) / self.flops_per_s
+
+    def _attention(self, block: Block) -> float:
+        return block.attention * self.layout.micro_size / self.layout.tp / self.attention_per_s
+
+    def _moved(self, block: Block) -> float:
+        elements = block.elements * self.layout.micro_size / self.layout.tp
+        return elements * self.narrow * self.work.touches / 2 / self.rates.memory_bytes_per_s
+
+    def _traffic(self, block: Block, collectives: int) -> float:
+        """Returns the seconds of all-gathers and as many reduce-scatters of the hidden states of a layer."""
+        if self.layout.tp == 1 or not block.products:
+            return 0.0
+        size = self.work.hidden * self.layout.micro_size * self.narrow
+        pair = gather(size, self.tensor_ranks, self.rates) + scatter(size, self.tensor_ranks, self.rates)
+        return collectives / 2 * pair
