@@ -22,6 +22,7 @@ from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.job_table import BEST, DIRECTORY, short_path
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
+from hpc_train.planner.cost import Prices
 from hpc_train.run.comparison import Comparison, best_metric_of
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
@@ -84,6 +85,10 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
     for _, spent in rows:
         if spent is not None and (spent.held_s or spent.queue_s):
             console.print(spent_line(spent), highlight=False, soft_wrap=True)
+    for row, spent in rows:
+        if spent is not None and row["cost"] is not None:
+            prices = Prices.of(row["price"])
+            console.print(f"cost so far: {prices.bill(spent.gpu_hours)}", highlight=False, soft_wrap=True)
     for item in alone:
         if item.choice is not None:
             console.print(f"strategy=auto chose {item.choice}", highlight=False, soft_wrap=True)
@@ -130,7 +135,12 @@ def _describe(
         "message": view.message,
         "excluded_nodes": [asdict(node) for node in excluded_nodes(item.run, hours)],
         "ledger": None if spent is None else spent.as_json(),
+        "price": config.get("cluster", {}).get("price"),
+        "cost": None,
     }
+    price = Prices.of(row["price"]).gpu_hour
+    if spent is not None and price is not None and spent.gpu_s:
+        row["cost"] = round(price * spent.gpu_hours, 2)
     return row, spent
 
 

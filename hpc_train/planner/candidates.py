@@ -24,6 +24,11 @@ from hpc_train.planner.traced import count_model
 KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
 CHECKPOINTING = ("none", "selective", "full")
 SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others have the bubble of their schedule's row
+FURTHER: Mapping[str, tuple[str, ...]] = {  # keys that are compared only if they are asked for
+    "strategy.offload": ("none", "optimizer"),
+    "strategy.compression": ("none", "bf16"),
+    "strategy.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
+}
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)
 Values = Mapping[str, Any]  # by config key
 DERIVED: Values = {"strategy.schedule": "auto", "strategy.dp": "fill", "batch.micro_batches": "auto"}
@@ -73,11 +78,14 @@ class Candidate:
         }
 
 
-def candidates(config: Config, machine: Machine, devices: int, kept: Collection[str]) -> list[Candidate]:
+def candidates(
+    config: Config, machine: Machine, devices: int, kept: Collection[str], also: Collection[str] = ()
+) -> list[Candidate]:
     """Returns the candidates on ``devices`` devices, also those that do not fit.
 
     Args:
         kept: the config keys whose values stay those of ``config``.
+        also: keys of ``FURTHER`` whose values are compared, too.
 
     Raises:
         UserError: ``devices`` do not fill whole nodes, or the model cannot be counted.
@@ -92,7 +100,7 @@ def candidates(config: Config, machine: Machine, devices: int, kept: Collection[
         )
     nodes, workers = max(1, devices // per_node), min(devices, per_node)
     found: dict[tuple[Any, ...], Candidate] = {}
-    for values in _choices(config, machine, devices, kept):
+    for values in _choices(config, machine, devices, kept, also):
         chosen = with_values(config, values)
         try:
             layout = checked_layout(chosen, nodes, workers)
@@ -125,11 +133,12 @@ def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> list[Candidat
 
 
 def distinct(ranked: Iterable[Candidate]) -> list[Candidate]:
-    """Returns the first candidate of each split, data-parallel kind and schedule."""
+    """Returns the first candidate of each split, data-parallel kind, schedule, and value of ``FURTHER``."""
     first: dict[tuple[object, ...], Candidate] = {}
     for each in ranked:
-        layout = each.layout
-        first.setdefault((layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule), each)
+        layout, further = each.layout, tuple(each.values.get(name) for name in FURTHER)
+        split = (layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule)
+        first.setdefault((split, further), each)
     return [*first.values()]
 
 
@@ -142,7 +151,9 @@ def with_values(config: Config, values: Values) -> Config:
     return replace(config, **{group: replace(getattr(config, group), **keys) for group, keys in groups.items()})
 
 
-def _choices(config: Config, machine: Machine, devices: int, kept: Collection[str]) -> Iterator[Values]:
+def _choices(
+    config: Config, machine: Machine, devices: int, kept: Collection[str], also: Collection[str]
+) -> Iterator[Values]:
     most_stages = _most_stages(config)
     per_node = min(devices, machine.devices_per_node)
     kind_is_open = "strategy.data_parallel" not in kept
@@ -155,6 +166,7 @@ def _choices(config: Config, machine: Machine, devices: int, kept: Collection[st
         "strategy.shard": ("fill", "node"),
         "train.activation_checkpointing": CHECKPOINTING,
         "batch.micro_size": [size for size in MICRO_SIZES if size <= config.batch.global_size],
+        **{name: values for name, values in FURTHER.items() if name in also},
     }
     for name in [*open_values]:
         if name in kept:
@@ -166,7 +178,8 @@ def _choices(config: Config, machine: Machine, devices: int, kept: Collection[st
             continue
         if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
             chosen["strategy.data_parallel"] = "allreduce"
-        chosen |= {**DERIVED, **({**ON_CPUS, "cluster.cpu_workers": per_node} if machine.rates.cores else {})}
+        derived = {name: value for name, value in DERIVED.items() if name not in open_values}
+        chosen |= {**derived, **({**ON_CPUS, "cluster.cpu_workers": per_node} if machine.rates.cores else {})}
         yield {name: value for name, value in chosen.items() if name in open_values or name not in kept}
 
 
@@ -184,15 +197,19 @@ def _is_sensible(chosen: Values, devices: int, per_node: int) -> bool:
         return not isinstance(pp, int)
     dp = devices // (tp * pp)
     hybrid = chosen["strategy.shard"] == "node"
+    compressed = chosen.get("strategy.compression", "none") != "none"
+    schedules = FURTHER["strategy.schedule"]
     return (
-        (pp > 1 or chosen["strategy.stages_per_rank"] == 1)
+        (not compressed or dp > 1)
+        and (pp > 1 or chosen.get("strategy.schedule", schedules[0]) == schedules[0])
+        and (pp > 1 or chosen["strategy.stages_per_rank"] == 1)
         and (dp > 1 or kind == "ddp")
         and (not hybrid or (kind.startswith("zero") and dp * tp > per_node > tp))
     )
 
 
 def _key(values: Values, layout: Layout) -> tuple[Any, ...]:
-    return (layout, values["train.activation_checkpointing"])
+    return (layout, values["train.activation_checkpointing"], *(values.get(name) for name in FURTHER))
 
 
 def _is_new(values: Values, layout: Layout, found: Mapping[tuple[Any, ...], Candidate]) -> bool:

@@ -27,6 +27,7 @@ class Passes:
         self.layout, self.work = layout, work
         self.rates: Rates = machine.rates
         self.narrow = 2 if config.precision.name in ("bf16", "fp16") else 8 if config.precision.name == "fp64" else 4
+        self.width = 8 if config.precision.name == "fp64" else 4
         self.recomputation: Recomputation = parse_recomputation(config.train.activation_checkpointing)
         self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
@@ -40,6 +41,7 @@ class Passes:
     def backward(self, block: Block, recomputed: bool) -> float:
         """Returns the seconds of the backward of ``block``, with its recomputation if it is ``recomputed``."""
         device = 2 * self._products(block) + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
+        device += self.accumulated(block)
         own = pass_seconds(device, 2 * block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
         return own + (self._again(block) if recomputed else 0.0)
 
@@ -67,6 +69,16 @@ class Passes:
     def _moved(self, block: Block) -> float:
         elements = block.elements * self.layout.micro_size / self.layout.tp
         return elements * self.narrow * self.work.touches / 2 / self.rates.memory_bytes_per_s
+
+    def accumulated(self, block: Block) -> float:
+        """Returns the seconds of adding the gradients to those of the micro-batches before: two are read, one written.
+
+        The first of a step's micro-batches has nothing to add to.
+        """
+        layout = self.layout
+        shards = layout.shard if "gradients" in layout.kind.shards else 1
+        added = block.parameters / layout.tp / shards * (1 - 1 / layout.micro_batches)
+        return 3 * self.width * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, collectives: int) -> float:
         """Returns the seconds of all-gathers and as many reduce-scatters of the hidden states of a layer."""

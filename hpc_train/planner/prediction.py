@@ -95,9 +95,8 @@ class _Step:
         self.config, self.layout, self.machine = config, layout, machine
         self.rates: Rates = machine.rates
         self.work: Work = count_work(config)
-        self.width = 8 if config.precision.name == "fp64" else 4
         self.passes = Passes(config, layout, machine, self.work)
-        self.narrow, self.recomputation = self.passes.narrow, self.passes.recomputation
+        self.width, self.narrow, self.recomputation = self.passes.width, self.passes.narrow, self.passes.recomputation
         self.stages = self._stages()
 
     def predict(self, simulated: bool) -> Prediction:

@@ -98,6 +98,7 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=single", *gpt, "data=stream", "data._target_=tests.doors.custom_data.Counted", "data.shards=2",
          "model.vocab_size=16"],
         ["script", "+strategy=dp", *TINY],
+        ["plan", *TINY, "--machine=cpu", "--gpus=1", "cluster.price.purchase=9000", "cluster.price.spot=1"],
         ["+strategy=auto", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "cluster.machine=h100", "-m",
          "launch.dry_run=true", "cluster.container.image=docker://site/image"],
     ]  # fmt: skip

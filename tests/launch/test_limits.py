@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.schema import ClusterConfig, PriceConfig
 from hpc_train.config.values import fewest_nodes
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
@@ -110,6 +110,8 @@ def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
     lines = cost.cost_lines(jobs, site())
     assert lines[0] == "2 x account lab, partition gpu, 1-2 nodes with 4 GPUs, 64 cores, 512000M memory, 02:00:00"
     assert "at most 352 GPU-hours" in lines[1]
+    jobs[0].config.cluster.price = PriceConfig(per_gpu_hour=2.5, currency="EUR")
+    assert cost.cost_lines(jobs, site())[1].endswith("GPU-hours (with up to 10 requeues), 880 EUR")
     with pytest.raises(UserError, match="352 GPU-hours"):
         cost.confirm_cost(jobs, site(), Console(force_terminal=False))
     monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))

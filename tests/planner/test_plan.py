@@ -122,8 +122,8 @@ def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: p
     rows = json.loads(capsys.readouterr().out)
     assert {row["gpus"] for row in rows} == {2, 4}
     for row in rows:
-        words = shlex.split(row["command"])[3:-1]
-        assert {f"cluster.cpu_workers={row['gpus']}", "cluster.gpus_per_node=0", "cluster.nodes=1"} <= set(words)
+        cluster = typed(compose(shlex.split(row["command"])[3:-1])).cluster
+        assert (cluster.cpu_workers, cluster.gpus_per_node, cluster.nodes) == (row["gpus"], 0, 1)
     two, four = (min(row["step_s"] for row in rows if row["gpus"] == count) for count in (2, 4))
     assert four > 0.95 * two, "two cores do not compute faster with four ranks"
 
@@ -158,13 +158,92 @@ def test_the_table_says_why_a_row_is_slower_and_what_is_assumed(capsys: pytest.C
     assert "8 GPUs instead of 16" in text and "assumed" in text and "python -m hpc_train" in text
 
 
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert plan.main([*arguments, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_command_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SEVEN, "train.activation_checkpointing=none", "batch.micro_size=1"]
+    first = rows_of(capsys, *given, "--gpus", "8", "strategy.pp=1", "strategy.tp=1", "strategy.data_parallel=zero1")[0]
+    words = shlex.split(first["command"])
+    assert words[-2:] == ["strategy.data_parallel=zero1", "-m"] or words[-2].startswith("+strategy=")
+    four = rows_of(capsys, *TINY, "--gpus", "4")[0]
+    assert "cluster.gpus_per_node=4" in four["command"], "half of a node"
+
+
+def test_a_deadline_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["strategy.pp=1", "batch.micro_size=1", "train.activation_checkpointing=full"]
+    asked = [*SEVEN, *fixed, "train.steps=1000", "--gpus", "8..64"]
+    all_rows = {row["gpus"]: row for row in rows_of(capsys, *asked)}
+    assert sorted(all_rows) == [8, 16, 24, 32, 48, 64]
+    hours = all_rows[24]["seconds"] / 3600 + 0.01
+    rows = rows_of(capsys, *asked, "--within", f"{hours:.3f}h")
+    assert [row["gpus"] for row in rows] == [24, 32, 48, 64]
+    with pytest.raises(UserError, match="no layout is done in time"):
+        plan.main([*asked, "--within", "1m"])
+    with pytest.raises(UserError, match="cannot tell when"):
+        plan.main([*SEVEN, "train.steps=null", "train.epochs=1", "--within", "1m"])
+    cheapest = rows_of(capsys, *asked, "--price", "2", "--sort", "cost")
+    assert cheapest[0]["cost"] == min(row["cost"] for row in cheapest)
+    with pytest.raises(UserError, match="the cost is unknown"):
+        plan.main([*asked, "--sort", "cost"])
+
+
+def test_the_largest_model_is_first_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["model=llama_1b", "data=synthetic", "data.sequence_length=512", "precision=bf16", "batch.global_size=64"]
+    asked += [
+        "train.activation_checkpointing=full",
+        "strategy.pp=1",
+        "strategy.data_parallel=zero3",
+        "batch.micro_size=1",
+        "--gpus",
+        "4",
+    ]
+    rows = rows_of(capsys, *asked, "train.steps=10", "--largest")
+    counts = [row["parameters"] for row in rows]
+    assert counts == sorted(counts, reverse=True) and {"llama_7b", "llama_1b"} <= {row["model"] for row in rows}
+    assert any(note.startswith("not gpt_175b: no layout fits") for note in rows[0]["queue"])
+    assert all(f"model={row['model']}" in row["command"] for row in rows)
+    assert not any(row["model"].startswith("vit") for row in rows), "of another kind"
+
+
+def test_offload_is_compared_if_nothing_fits_or_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    seventy = ["model=llama_70b", *SEVEN[1:], "strategy.pp=1", "batch.micro_size=1"]
+    assert {row["settings"]["strategy.offload"] for row in rows_of(capsys, *seventy)} == {"optimizer"}
+    with pytest.raises(UserError, match="no layout fits"):
+        plan.main([*seventy, "strategy.offload=none"])
+    fixed = [*SEVEN, "batch.micro_size=1", "train.activation_checkpointing=full", "strategy.tp=1"]
+    rows = rows_of(capsys, *fixed, "--also", "compression,schedule", "--rows", "40")
+    assert {row["settings"]["strategy.compression"] for row in rows} == {"none", "bf16"}
+    assert len({row["settings"]["strategy.schedule"] for row in rows}) > 2
+    for row in rows:
+        config = typed(compose(shlex.split(row["command"])[3:-1]))
+        assert str(resolve_layout(config, row["nodes"], 8)) == row["layout"]
+        assert config.strategy.compression == row["settings"]["strategy.compression"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--by", "tomorrow"], ["--by", "2020-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"],
+     ["--price", "cheap"], ["--also", "tp"], ["--by", "2099-01-01", "--within", "1h"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main([*TINY, *arguments])
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*SEVEN, "--gpus", "1"], "no layout fits"),
+        (["model=llama_70b", *SEVEN[1:], "--gpus", "1"], "no layout fits"),
         ([*SEVEN, "--machine", "h1000"], "no machine is called"),
         ([*TINY, "strategy.tp=3", "--gpus", "8"], "no layout is possible"),
         ([*TINY, "--machine", "v100", "precision=bf16"], "do not compute in bf16"),
+        ([*TINY, "--gpus", "9..15"], "no number of --gpus fills nodes of 8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str) -> None:

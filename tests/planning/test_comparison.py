@@ -13,12 +13,12 @@ from tests.planning.comparison import compared, group, ranking, rows
 # source: rows, mean absolute error in %, median error in %. The numbers of docs/howto/plan.md.
 MEASURED = {
     "llm-foundry": (209, 4.2, -0.3),  # to which the rates of the A100 and the H100 are fitted
-    "aleph-alpha-layouts": (57, 7.3, -7.0),
-    "aleph-alpha-layouts, other techniques": (191, 21.9, -20.9),
-    "bigscience-v100, other techniques": (3, 35.3, -34.6),
+    "aleph-alpha-layouts": (57, 5.8, -2.8),
+    "aleph-alpha-layouts, other techniques": (191, 20.1, -18.7),
+    "bigscience-v100, other techniques": (3, 32.8, -32.1),
     "fms-fsdp": (8, 5.0, 0.2),
-    "internevo": (54, 11.0, -9.2),
-    "kempnerforge": (14, 12.6, -4.0),
+    "internevo": (54, 10.1, -8.0),
+    "kempnerforge": (14, 12.6, -3.8),
     "litgpt-thunder": (9, 12.0, -6.5),
     "torchtitan-a100": (8, 4.5, -4.7),
 }

@@ -2,109 +2,82 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from hpc_train.commands.plan.chosen import keys_of
-from hpc_train.commands.plan.printed import as_json, print_table
-from hpc_train.commands.plan.rows import ORDERS, ROWS, rows_of
+from hpc_train.commands.plan.asked import Asked
+from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of
+from hpc_train.commands.plan.printed import as_json, print_commands, print_table
+from hpc_train.commands.plan.rows import Row, Search, in_time
 from hpc_train.config.arguments import CommandLine
-from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
-from hpc_train.planner.calibration import read_calibration
-from hpc_train.planner.candidates import Candidate, candidates
-from hpc_train.planner.machine import Machine, read_machine, shipped
+from hpc_train.planner.machine import read_machine
 from hpc_train.run.exits import Exit
-from hpc_train.units import format_bytes
 
 
 def main(arguments: list[str]) -> int:
     """Prints the table.
 
     Raises:
-        UserError: the config is wrong, the machine is unknown, or no layout fits.
+        UserError: the config is wrong, the machine is unknown, no layout fits, or none is done in time.
     """
-    options = _parse(arguments)
+    options = parser().parse_intermixed_args(arguments)
     line = CommandLine.parse(options.overrides)
     with line.composer() as compose:
-        config = typed(compose(list(line.overrides)))
-    machine = read_machine(options.machine)
-    kept = keys_of(line)
-    calibration = read_calibration(Path(config.run.root), config, machine)
-    found = [
-        replace(each, prediction=calibration.corrected(each.prediction, machine))
-        for devices in options.gpus
-        for each in candidates(config, machine, devices, kept)
-    ]
-    rows, in_queue = rows_of(config, found, options), list[str]()
-    if not rows:
-        raise _does_not_fit(found, machine)
-    if config.cluster.kind == "slurm":
-        from hpc_train.commands.plan.queue import with_starts  # imports what submits jobs
-
-        rows, in_queue = with_starts(rows, config, options.sort)
-    if options.json:
-        learned = {"calibration": calibration.as_json(), "queue": in_queue}
-        json.dump([as_json(row, line) | learned for row in rows], sys.stdout, indent=1)
-        print()
-    else:
-        print_table(rows, machine, line, len(found))
-        for text in filter(None, [str(calibration), *in_queue]):
-            print(text)
+        asked = Asked(line, compose)
+        machine = read_machine(machine_of(options, asked.config))
+        sort = options.sort or ("time" if options.deadline is None else "gpus")
+        prices = prices_of(options, asked.config)
+        search = Search(machine, gpus_of(options, machine), prices, options.rows, sort, options.also)
+        notes = list[str]()
+        if options.largest:
+            rows, compared = _largest(asked, search, options.deadline, notes)
+        else:
+            rows, compared = search.find(asked)
+            rows, in_queue = _with_starts(rows, asked, sort)
+            notes += in_queue
+            rows = rows if options.deadline is None else in_time(rows, options.deadline)
+        learned = search.calibration(asked.config)
+        if options.json:
+            more = {"calibration": learned.as_json(), "queue": notes}
+            json.dump([as_json(row, machine) | more for row in rows], sys.stdout, indent=1)
+            print()
+        else:
+            print_table(rows, machine, compared)
+            print_commands(rows, machine)
+            costs = prices.compared(rows[0].gpu_hours) if rows[0].gpu_hours else []
+            for text in filter(None, [str(learned), *notes, *costs]):
+                print(text)
     return Exit.DONE
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train plan",
-        description="Predicts the time of a step, the memory, the time to the end and the cost of a training for each "
-        "layout that fits a machine, the fastest first. Keys that are set stay as they are; the other keys of the "
-        "layout, the micro-batch and activation checkpointing are chosen.",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="config overrides, as for training")
-    parser.add_argument(
-        "--gpus", type=_counts, default=[8], metavar="N[,N...]", help="numbers of GPUs to compare (default: 8)"
-    )
-    parser.add_argument(
-        "--machine", default="h100", metavar="NAME|FILE", help=f"{', '.join(shipped())}, or a machine file of your own"
-    )
-    parser.add_argument("--price", type=_price, metavar="X", help="the price of a GPU-hour, in any currency")
-    parser.add_argument("--sort", choices=ORDERS, default="time", help="what the first row needs least of")
-    parser.add_argument("--rows", type=int, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    return parser.parse_intermixed_args(arguments)
+def _with_starts(rows: Sequence[Row], asked: Asked, sort: str) -> tuple[list[Row], list[str]]:
+    if asked.config.cluster.kind != "slurm":
+        return [*rows], []
+    from hpc_train.commands.plan.queue import with_starts  # imports what submits jobs
+
+    return with_starts(rows, asked.config, sort)
 
 
-def _counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{min(counts)} is not a number of GPUs")
-    return counts
+def _largest(asked: Asked, search: Search, deadline: float | None, notes: list[str]) -> tuple[list[Row], int]:
+    """Returns the best row of each model of the same kind that fits and is done in time, the largest model first.
 
-
-def _price(text: str) -> float:
-    price = float(text)
-    if not 0 <= price < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a price")
-    return price
-
-
-def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
+    Raises:
+        UserError: no model is.
+    """
+    found, compared, why_not = list[Row](), 0, dict[str, UserError]()
+    for model in asked.with_models():
+        try:
+            rows, count = search.find(model)
+            compared += count
+            found.append((rows if deadline is None else in_time(rows, deadline))[0])
+        except UserError as error:
+            why_not[model.model] = error
     if not found:
-        return UserError(
-            "no layout is possible with these settings",
-            where="the command line",
-            fix="set fewer keys of strategy and batch, or give another number of --gpus",
+        raise next(
+            iter(why_not.values()), UserError("no model is of this kind", where="--largest", fix="model=gpt_tiny")
         )
-    nearest = min(found, key=lambda each: each.prediction.needed_bytes)
-    needed = format_bytes(nearest.prediction.needed_bytes)
-    return UserError(
-        f"no layout fits: {nearest.layout} needs the least memory, {needed} of the "
-        f"{format_bytes(nearest.prediction.device_bytes)} of a GPU ({machine.device})",
-        where="--gpus, --machine",
-        fix="more GPUs, a machine with more memory, a shorter data.sequence_length, or strategy.offload=optimizer",
-    )
+    notes += [f"not {name}: {error.what}" for name, error in why_not.items()]
+    largest = sorted(found, key=lambda row: row.asked.parameters or 0, reverse=True)
+    return largest[: search.rows], compared

@@ -2,54 +2,79 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
-from hpc_train.commands.plan.chosen import command_of
+from hpc_train.commands.plan.asked import full_command
 from hpc_train.commands.plan.rows import NOISE, Row
-from hpc_train.config.arguments import CommandLine
 from hpc_train.plan.layout import Layout
 from hpc_train.planner.machine import Machine
 from hpc_train.telemetry.terminal_table import text_table, wide
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import format_bytes, format_duration, format_hours
 
-COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours")
+COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours", "kWh")
+MODEL = ("model", "parameters")  # of a plan that compares models
 QUEUE = ("starts", "done")
 WHY = "more than the row above"
 
 
-def print_table(rows: Sequence[Row], machine: Machine, line: CommandLine, compared: int) -> None:
+def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
+    first = rows[0]
+    models = MODEL if first.asked.model else ()
+    cost = () if first.prices.gpu_hour is None else (f"cost, {first.prices.currency}".rstrip(", "),)
     in_queue = QUEUE if any(row.start is not None for row in rows) else ()
-    columns = [*COLUMNS, *(["cost"] if rows[0].price is not None else []), *in_queue, WHY]
+    columns = [COLUMNS[0], *models, *COLUMNS[1:], *cost, *in_queue, WHY]
     above = [None, *rows]
     cells = [
-        [*_cells(number, row), *_in_queue(row), _why_slower(row, above[number])] for number, row in enumerate(rows)
+        [str(number + 1), *_model(row), *_cells(row), *_in_queue(row), _why_slower(row, above[number])]
+        for number, row in enumerate(rows)
     ]
     console = wide(Console())
-    console.print(f"{compared} layouts on {machine.name} ({machine.device}), the best first:", highlight=False)
-    console.print(text_table(columns, cells, numbers={*columns} - {"layout", "recompute", WHY}, folded={WHY}))
-    for text in (f"1: {command_of(rows[0], line)}", _origin(machine)):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    best = "the largest model" if models else "the best"
+    console.print(f"{compared} layouts on {machine.name} ({machine.device}), {best} first:", highlight=False)
+    texts = {"layout", "recompute", "model", WHY}
+    console.print(text_table(columns, cells, numbers={*columns} - texts, folded={WHY}))
 
 
-def _cells(number: int, row: Row) -> list[str]:
-    prediction, layout = row.prediction, row.candidate.layout
+def print_commands(rows: Sequence[Row], machine: Machine) -> None:
+    """Prints a command for each row. The beginning that it shares with the first row's is printed once."""
+    console = wide(Console())
+    for number, row in enumerate(rows):
+        words = row.asked.command(row.candidate, machine)
+        whole = number == 0 or row.asked is not rows[0].asked
+        text = full_command(row.asked.line, words) if whole else f"... {shlex.join(words)} -m"
+        console.print(f"{number + 1}: {text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(_origin(machine), markup=False, highlight=False, soft_wrap=True)
+
+
+def _model(row: Row) -> list[str]:
+    return [row.asked.model, f"{(row.asked.parameters or 0) / 1e9:.3g} B"] if row.asked.model else []
+
+
+def _cells(row: Row) -> list[str]:
+    prediction, layout, values = row.prediction, row.candidate.layout, row.candidate.values
+    further = [f", {words}" for name, words in _FURTHER.items() if values.get(name, "none") != "none"]
     cells = [
-        str(number + 1),
         str(row.candidate.devices),
-        _split(layout),
+        _split(layout) + "".join(further).format(**{name.partition(".")[2]: value for name, value in values.items()}),
         f"{layout.micro_batches} x {layout.micro_size}",
-        str(row.candidate.values["train.activation_checkpointing"]),
+        str(values["train.activation_checkpointing"]),
         format_bytes(prediction.needed_bytes),
         format_duration(prediction.step_s) if prediction.step_s >= 60 else f"{prediction.step_s:.3g} s",
         f"{prediction.mfu:.0%}",
         "unknown" if row.seconds is None else format_duration(row.seconds),
-        "unknown" if row.gpu_hours is None else f"{row.gpu_hours:,.1f}",
+        *("unknown" if amount is None else f"{amount:,.1f}" for amount in (row.gpu_hours, row.kwh)),
     ]
-    return cells if row.price is None else [*cells, "unknown" if row.cost is None else f"{row.cost:,.0f}"]
+    if row.prices.gpu_hour is None:
+        return cells
+    return [*cells, "unknown" if row.cost is None else format_hours(row.cost)]
+
+
+_FURTHER = {"strategy.offload": "{offload} in host memory", "strategy.compression": "{compression} gradients"}
 
 
 def _in_queue(row: Row) -> list[str]:
@@ -82,6 +107,8 @@ def _why_slower(row: Row, above: Row | None) -> str:
         return ""
     if row.candidate.devices != above.candidate.devices:
         return f"{row.candidate.devices} GPUs instead of {above.candidate.devices}"
+    if row.asked is not above.asked:
+        return "a smaller model"
     part, longer = row.prediction.longest_beside(above.prediction)
     if longer < NOISE / 10 * above.prediction.step_s:
         return "equally fast, more techniques"
@@ -95,8 +122,10 @@ def _origin(machine: Machine) -> str:
     return f"numbers of the machine: {counts}; not modelled: reading of data, saves, evaluations, slow nodes"
 
 
-def as_json(row: Row, line: CommandLine) -> dict[str, Any]:
+def as_json(row: Row, machine: Machine) -> dict[str, Any]:
     return {
+        "model": row.asked.model or None,
+        "parameters": row.asked.parameters,
         "gpus": row.candidate.devices,
         "nodes": row.candidate.nodes,
         **row.candidate.to_json(),
@@ -104,8 +133,10 @@ def as_json(row: Row, line: CommandLine) -> dict[str, Any]:
         "mfu": row.prediction.mfu,
         "seconds": row.seconds,
         "gpu_hours": row.gpu_hours,
+        "kwh": row.kwh,
         "cost": row.cost,
+        "currency": row.prices.currency or None,
         "starts": None if row.start is None else row.start.at,
         "done": row.done,
-        "command": command_of(row, line),
+        "command": full_command(row.asked.line, row.asked.command(row.candidate, machine)),
     }

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpc_train.commands.plan.asked import Asked
 from hpc_train.config.schema import Config
-from hpc_train.planner.candidates import Candidate, distinct, fastest
+from hpc_train.errors import UserError
+from hpc_train.planner.calibration import Calibration, read_calibration
+from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest
+from hpc_train.planner.cost import Prices
+from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
 from hpc_train.slurm.queue_estimate import Start
+from hpc_train.units import format_bytes, format_duration
 
 ROWS = 10
 NOISE = 0.02  # layouts closer than this are equally fast; the simplest of them is first
-ORDERS = ("time", "gpu-hours")
+ORDERS = ("time", "gpus", "gpu-hours", "cost")
+_OFFLOAD = "strategy.offload"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with what the whole training takes; None where the number of steps is unknown."""
+    """A layout with what the whole training takes; None where the number of steps is unknown.
 
+    Attributes:
+        watts: the power of a device.
+        start: in the queue; None for a config that does not submit to Slurm.
+    """
+
+    asked: Asked
     candidate: Candidate
-    steps: int | None
-    price: float | None
-    start: Start | None = None  # in the queue; None for a config that does not submit to Slurm
+    prices: Prices
+    watts: float
+    start: Start | None = None
 
     @property
     def prediction(self) -> Prediction:
@@ -31,7 +45,8 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        return None if self.steps is None else self.steps * self.prediction.step_s
+        steps = total_steps(self.asked.config)
+        return None if steps is None else steps * self.prediction.step_s
 
     @property
     def refused(self) -> bool:
@@ -49,19 +64,127 @@ class Row:
         return None if self.seconds is None else self.seconds * self.candidate.devices / 3600
 
     @property
+    def kwh(self) -> float | None:
+        """Returns the energy of the devices with their share of the nodes, in kilowatt-hours."""
+        return None if self.gpu_hours is None else self.gpu_hours * self.watts / 1000
+
+    @property
     def cost(self) -> float | None:
-        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
+        price = self.prices.gpu_hour
+        return None if self.gpu_hours is None or price is None else self.gpu_hours * price
 
 
-def rows_of(config: Config, found: Sequence[Candidate], options: argparse.Namespace) -> list[Row]:
-    """Returns the best layout first: of each number of GPUs the same number of layouts, each technique once."""
-    steps = config.train.steps if config.train.epochs is None else None
-    share = max(1, options.rows // len(options.gpus))
-    best = [each for devices in options.gpus for each in distinct(fastest(_of(found, devices), NOISE))[:share]]
-    rows = [Row(each, steps, options.price) for each in best]
-    by_devices = options.sort == "gpu-hours"
-    return sorted(rows, key=lambda row: row.prediction.step_s * (row.candidate.devices if by_devices else 1))
+def total_steps(config: Config) -> int | None:
+    return config.train.steps if config.train.epochs is None else None
+
+
+@dataclass(frozen=True)
+class Search:
+    """Finds the rows of a plan.
+
+    Attributes:
+        rows: how many rows the table has at most, if each number of GPUs has one.
+        sort: one of ``ORDERS``.
+        also: further keys whose values are compared.
+    """
+
+    machine: Machine
+    gpus: Sequence[int]
+    prices: Prices
+    rows: int
+    sort: str
+    also: frozenset[str]
+
+    def calibration(self, config: Config) -> Calibration:
+        return read_calibration(Path(config.run.root), config, self.machine)
+
+    def find(self, asked: Asked) -> tuple[list[Row], int]:
+        """Returns the best row first, of each number of GPUs as many rows, and how many layouts were compared.
+
+        The optimizer state is offloaded only if nothing fits without it, unless ``also`` or the user names the key.
+
+        Raises:
+            UserError: no layout is possible, or none fits.
+        """
+        found = self._candidates(asked, self.also)
+        if found and not any(each.prediction.fits for each in found) and _OFFLOAD not in {*asked.kept, *self.also}:
+            found = self._candidates(asked, self.also | {_OFFLOAD})
+        share = max(1, self.rows // len(self.gpus))
+        best = [each for count in self.gpus for each in distinct(fastest(_of(found, count), NOISE))[:share]]
+        if not best:
+            raise _does_not_fit(found, self.machine)
+        watts = {count: self._watts(count) for count in self.gpus}
+        rows = [Row(asked, each, self.prices, watts[each.devices]) for each in best]
+        return self.ordered(rows), len(found)
+
+    def ordered(self, rows: Sequence[Row]) -> list[Row]:
+        """Returns the rows in the order of ``sort``."""
+        power = {"time": 0, "gpus": 0}.get(self.sort, 1)
+        ordered = sorted(rows, key=lambda row: row.prediction.step_s * row.candidate.devices**power)
+        return sorted(ordered, key=lambda row: row.candidate.devices) if self.sort == "gpus" else ordered
+
+    def _candidates(self, asked: Asked, also: frozenset[str]) -> list[Candidate]:
+        learned = self.calibration(asked.config)
+        return [
+            replace(each, prediction=learned.corrected(each.prediction, self.machine))
+            for count in self.gpus
+            for each in candidates(asked.config, self.machine, count, asked.kept, also)
+        ]
+
+    def _watts(self, count: int) -> float:
+        return self.machine.shared_by(min(count, self.machine.devices_per_node)).rates.watts
 
 
 def _of(found: Sequence[Candidate], devices: int) -> list[Candidate]:
     return [each for each in found if each.devices == devices]
+
+
+def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
+    if not found:
+        return UserError(
+            "no layout is possible with these settings",
+            where="the command line",
+            fix="set fewer keys of strategy and batch, or give another number of --gpus",
+        )
+    nearest = min(found, key=lambda each: each.prediction.needed_bytes)
+    needed = format_bytes(nearest.prediction.needed_bytes)
+    offloads = nearest.values.get(_OFFLOAD, "none") != "none"
+    return UserError(
+        f"no layout fits: {nearest.layout}{' with its optimizer state in host memory' if offloads else ''} needs the "
+        f"least memory, {needed} of the {format_bytes(nearest.prediction.device_bytes)} of a GPU ({machine.device})",
+        where="--gpus, --machine",
+        fix="more GPUs, a machine with more memory, or a shorter data.sequence_length",
+    )
+
+
+def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
+    """Returns the rows that are done by ``deadline``, in seconds since 1970; without a queue they start now.
+
+    Raises:
+        UserError: none is done by then, or the number of steps is unknown.
+    """
+    ends = [_end(row) for row in rows]
+    if all(end is None for end in ends):
+        raise UserError(
+            "plan cannot tell when the training is done: its number of steps, or its start, is unknown",
+            where="train.epochs, --by, --within",
+            fix="train.steps=N instead of train.epochs, and a queue that responds",
+        )
+    kept = [row for row, end in zip(rows, ends, strict=True) if end is not None and end <= deadline]
+    if kept:
+        return kept
+    end, first = min((end, number) for number, end in enumerate(ends) if end is not None)
+    row = rows[first]
+    late = format_duration(end - deadline)
+    raise UserError(
+        f"no layout is done in time: the fastest, {row.candidate.layout} on {row.candidate.devices} GPUs, takes "
+        f"{format_duration(row.seconds or 0)} and is done {late} later",
+        where="--by, --within",
+        fix="more --gpus, fewer train.steps, or a later time",
+    )
+
+
+def _end(row: Row) -> float | None:
+    if row.start is not None or row.seconds is None:
+        return row.done
+    return time.time() + row.seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hpc_train.config.schema.cluster import ClusterConfig, ContainerConfig, FabricConfig
+from hpc_train.config.schema.cluster import ClusterConfig, ContainerConfig, FabricConfig, PriceConfig
 from hpc_train.config.schema.data import (
     CIFAR100DataConfig,
     CustomDataConfig,
@@ -45,9 +45,10 @@ __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
     "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MessagesConfig", "MixtureDataConfig",
-    "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "ProfileConfig", "PrometheusConfig",
-    "RunConfig", "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig", "SyntheticDataConfig",
-    "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+    "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "PriceConfig", "ProfileConfig",
+    "PrometheusConfig", "RunConfig", "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig",
+    "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig",
+    "ViTConfig", "WandbConfig",
 ]  # fmt: skip
 
 

@@ -43,6 +43,48 @@ class FabricConfig:
 
 
 @dataclass
+class PriceConfig:
+    """Holds what a GPU costs, for the costs in ``plan``, ``status`` and the page of a run."""
+
+    per_gpu_hour: float | None = key(
+        None, "The price of a rented GPU for an hour, or what the site charges. null uses that of purchase.", at_least=0
+    )
+    currency: str = key("", "The currency of all prices, such as EUR.")
+    purchase: float | None = key(
+        None, "The purchase price of a GPU of your own, with its share of the node and the network.", above=0
+    )
+    years: float = key(
+        4.0,
+        "The time over which purchase is written off.",
+        above=0,
+        unit="years",
+        when=unless("cluster.price.purchase", None),
+    )
+    use: float = key(
+        0.7,
+        "The share of the time in which a GPU of your own computes.",
+        above=0,
+        at_most=1,
+        when=unless("cluster.price.purchase", None),
+    )
+    upkeep: float = key(
+        0.0,
+        "What a GPU of your own costs per year besides: power, cooling, space, staff.",
+        at_least=0,
+        when=unless("cluster.price.purchase", None),
+    )
+    spot: float | None = key(
+        None, "The price of a spot GPU, which the provider may take back, for an hour.", at_least=0
+    )
+    preemptions_per_day: float = key(
+        0.0,
+        "How often a day the provider takes GPUs back from a job on spot GPUs.",
+        at_least=0,
+        when=unless("cluster.price.spot", None),
+    )
+
+
+@dataclass
 class ClusterConfig:
     """Where a run is executed."""
 
@@ -166,3 +208,4 @@ class ClusterConfig:
     )
     fabric: FabricConfig = group(FabricConfig)
     container: ContainerConfig = group(ContainerConfig)
+    price: PriceConfig = group(PriceConfig)

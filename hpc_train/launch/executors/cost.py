@@ -12,6 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.sbatch import cores, memory
+from hpc_train.planner.cost import Prices
 from hpc_train.slurm.site import Association, Site, seconds
 
 
@@ -39,6 +40,9 @@ def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     first, starts = jobs[0].config, max(map(_starts, jobs))
     how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with up to {starts - 1} requeues"
     total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
+    prices = Prices.of_config(first.cluster.price)
+    if prices.gpu_hour is not None:
+        total += f", {prices.money(sum(map(_gpu_hours, jobs)) * prices.gpu_hour)}"
     notes = sorted({note for job in jobs for note in _notes(job, site)})
     if _is_much(jobs):
         notes.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")

@@ -11,6 +11,7 @@ from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.launch.job_status import TO_BE_REQUEUED
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
+from hpc_train.planner.cost import Prices
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.telemetry.progress import spent_line
 from hpc_train.telemetry.tracebacks import STACK, own_frames
@@ -182,6 +183,7 @@ def _figures(facts_of_run: RunFacts) -> Html:
             ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s else None),
             ("time held", format_duration(spent.held_s) if spent.held_s else None),
             ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
+            ("cost", Prices.of(facts_of_run.config.get("cluster", {}).get("price")).bill(spent.gpu_hours)),
             ("rank-hours, no GPU", format_hours(spent.rank_s / 3600) if spent.rank_s else None),
             ("started", None if began is None else clock(began)),
             ("ended", None if ended is None else clock(ended)),

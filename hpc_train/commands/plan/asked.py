@@ -1,0 +1,100 @@
+"""What a plan is asked for: a composed config, the keys that the user has set, and commands for chosen values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+
+from hpc_train.config.arguments import CommandLine
+from hpc_train.config.compose import typed
+from hpc_train.config.jobs import JobComposer
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.memory import parameter_count
+from hpc_train.plan.validate import checked_layout
+from hpc_train.planner.candidates import Candidate, with_values
+from hpc_train.planner.machine import Machine
+
+STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d")  # the simplest first
+_OF_LAYOUT = ("strategy.", "batch.")
+
+
+class Asked:
+    """One training that is planned. Its composer must be open while a command is looked for.
+
+    Args:
+        model: its name in a plan that compares models, otherwise empty.
+    """
+
+    def __init__(self, line: CommandLine, compose: JobComposer, model: str = "") -> None:
+        self.line, self.model, self._compose = line, model, compose
+        self.config: Config = typed(compose(list(line.overrides)))
+        self.kept = {override.partition("=")[0].lstrip("+") for override in line.overrides}
+
+    @property
+    def parameters(self) -> int | None:
+        return parameter_count(self.config.model)
+
+    def with_models(self) -> Iterator[Asked]:
+        """Yields this training with each model of ``conf/model`` that is of the same kind."""
+        others = [override for override in self.line.overrides if not override.lstrip("+").startswith("model=")]
+        for name in GlobalHydra.instance().config_loader().get_group_options("model"):
+            try:
+                found = Asked(replace(self.line, overrides=(f"model={name}", *others)), self._compose, name)
+            except UserError:  # a model that needs more keys, or has none of those that are set
+                continue
+            if found.config.model.kind == self.config.model.kind and found.parameters is not None:
+                yield found
+
+    def command(self, candidate: Candidate, machine: Machine) -> list[str]:
+        """Returns the words after the user's overrides of the shortest command that trains with ``candidate``."""
+        workers = candidate.devices // candidate.nodes
+        values = {**candidate.values, "cluster.nodes": candidate.nodes}
+        if not machine.rates.cores and workers < machine.devices_per_node:
+            values["cluster.gpus_per_node"] = workers
+        chosen = {name: value for name, value in values.items() if name not in self.kept}
+        counts = {name: len(_different(chosen, base)) for name, base in self._bases.items()}
+        strategy = min(counts, key=lambda name: counts[name])
+        base = self._bases[strategy]
+        needed = _needed(base, _different(chosen, base), candidate.layout, (candidate.nodes, workers))
+        named = [f"+strategy={strategy}"] if strategy else []
+        return [*named, *(f"{name}={value}" for name, value in needed.items())]
+
+    @cached_property
+    def _bases(self) -> Mapping[str, Config]:
+        """Returns the config with each strategy by its name, or as it is if the user has named one."""
+        if "strategy" in self.kept:
+            return {"": self.config}
+        return {name: typed(self._compose([*self.line.overrides, f"+strategy={name}"])) for name in STRATEGIES}
+
+
+def full_command(line: CommandLine, words: Collection[str]) -> str:
+    return shlex.join(["python", "-m", "hpc_train", *line.overrides, *words, "-m"])
+
+
+def _different(values: Mapping[str, Any], base: Config) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if _value(base, name) != value}
+
+
+def _value(config: Config, name: str) -> Any:
+    group, _, key = name.partition(".")
+    return getattr(getattr(config, group), key)
+
+
+def _needed(base: Config, values: dict[str, Any], layout: Layout, places: tuple[int, int]) -> dict[str, Any]:
+    """Returns ``values`` without those that do not change the layout on ``places``, which are nodes and workers."""
+    for name in [name for name in values if name.startswith(_OF_LAYOUT) and not name.endswith((".offload", "sion"))]:
+        fewer = {other: value for other, value in values.items() if other != name}
+        try:
+            found = checked_layout(with_values(base, fewer), *places)
+        except UserError:
+            continue
+        if replace(found, notes=layout.notes) == layout:
+            values = fewer
+    return values

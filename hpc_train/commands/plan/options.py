@@ -1,0 +1,175 @@
+"""The options of ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from hpc_train.commands.plan.rows import ORDERS, ROWS
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.planner.candidates import FURTHER
+from hpc_train.planner.cost import Prices
+from hpc_train.planner.machine import Machine, shipped
+
+_PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
+_WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+_MOST_GPUS = 512  # that a plan with a deadline compares
+_DEFAULT_GPUS = 8
+_DEFAULT_MACHINE = "h100"
+
+
+@dataclass(frozen=True)
+class GpuCounts:
+    """Numbers of GPUs, and ranges of them, in which only numbers that fill whole nodes count."""
+
+    counts: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def on(self, machine: Machine) -> list[int]:
+        """Returns the numbers, of each range its ends, the powers of two and their multiples by 1.5."""
+        per_node = machine.devices_per_node
+        between = {
+            count
+            for first, last in self.ranges
+            for count in (first, last, *_steps(last))
+            if first <= count <= last and (count <= per_node or count % per_node == 0)
+        }
+        return sorted({*self.counts, *between})
+
+
+def _steps(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield from (size, size * 3 // 2)
+        size *= 2
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="python -m hpc_train plan",
+        description="Predicts the time of a step, the memory, the time to the end and the cost of a training for each "
+        "layout that fits a machine, the fastest first. Keys that are set stay as they are; the other keys of the "
+        "layout, the micro-batch and activation checkpointing are chosen.",
+    )
+    found.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="config overrides, as for training")
+    found.add_argument(
+        "--gpus",
+        type=_counts,
+        metavar="N[,N...]|N..M",
+        help=f"numbers of GPUs to compare (default: {_DEFAULT_GPUS}; with --by and --within up to {_MOST_GPUS})",
+    )
+    found.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"{', '.join(shipped())}, or a machine file of your own (default: cluster.machine, or {_DEFAULT_MACHINE})",
+    )
+    found.add_argument(
+        "--price", type=_price, metavar="X[EUR]", help="the price of a GPU-hour (default: cluster.price)"
+    )
+    deadline = found.add_mutually_exclusive_group()
+    deadline.add_argument(
+        "--by", type=_by, dest="deadline", metavar="TIME", help="only layouts that are done by 2027-01-31T08:00"
+    )
+    deadline.add_argument(
+        "--within", type=_within, dest="deadline", metavar="TIME", help="only layouts that are done in 30m, 24h or 7d"
+    )
+    found.add_argument("--largest", action="store_true", help="compare all models of the same kind, the largest first")
+    found.add_argument(
+        "--also", type=_also, default=frozenset(), metavar="KEY[,KEY...]", help=f"also compare {', '.join(FURTHER)}"
+    )
+    found.add_argument(
+        "--sort", choices=ORDERS, help="what the first row needs least of (default: time, with a deadline gpus)"
+    )
+    found.add_argument("--rows", type=int, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})")
+    found.add_argument("--json", action="store_true", help="print one JSON object per row")
+    return found
+
+
+def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
+    """Returns the numbers of GPUs to compare. Raises UserError if a range has no number that fills nodes."""
+    if options.gpus is not None:
+        found: list[int] = options.gpus.on(machine)
+    elif options.deadline is not None:
+        found = GpuCounts((), ((1, _MOST_GPUS if not machine.rates.cores else machine.devices_per_node),)).on(machine)
+    else:
+        found = [_DEFAULT_GPUS]
+    if not found:
+        per_node = machine.devices_per_node
+        what = f"no number of --gpus fills nodes of {per_node}"
+        raise UserError(what, where="--gpus", fix=f"a range with a multiple of {per_node}")
+    return found
+
+
+def machine_of(options: argparse.Namespace, config: Config) -> str:
+    if options.machine is not None:
+        return str(options.machine)
+    return _DEFAULT_MACHINE if config.cluster.machine == "auto" else config.cluster.machine
+
+
+def prices_of(options: argparse.Namespace, config: Config) -> Prices:
+    """Returns the prices. Raises UserError if the rows are to be sorted by cost and no price is known."""
+    found = Prices.of_config(config.cluster.price)
+    if options.price is not None:
+        amount, currency = options.price
+        found = replace(found, per_gpu_hour=amount, currency=currency or found.currency)
+    if options.sort == "cost" and found.gpu_hour is None:
+        raise UserError(
+            "the cost is unknown without a price",
+            where="--sort",
+            fix="--price 2.5EUR, or cluster.price.per_gpu_hour, or cluster.price.purchase for GPUs of your own",
+        )
+    return found
+
+
+def _counts(text: str) -> GpuCounts:
+    counts, ranges = list[int](), list[tuple[int, int]]()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        if dots:
+            ranges.append((int(first), int(last)))
+        else:
+            counts.append(int(part))
+    smallest = min([*counts, *(first for first, _ in ranges)])
+    if smallest < 1:
+        raise argparse.ArgumentTypeError(f"{smallest} is not a number of GPUs")
+    for least, most in ranges:
+        if least > most:
+            raise argparse.ArgumentTypeError(f"the range {least}..{most} is empty")
+    return GpuCounts(tuple(counts), tuple(ranges))
+
+
+def _price(text: str) -> tuple[float, str]:
+    found = _PRICE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a price, such as 2.5 or 2.5EUR")
+    return float(found[1]), found[2]
+
+
+def _by(text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a time, such as 2027-01-31T08:00") from error
+    if found <= time.time():
+        raise argparse.ArgumentTypeError(f"{text} is in the past")
+    return found
+
+
+def _within(text: str) -> float:
+    found = _WITHIN.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a time, such as 30m, 24h or 7d")
+    return time.time() + float(found[1]) * _SECONDS[found[2]]
+
+
+def _also(text: str) -> frozenset[str]:
+    names = frozenset(name if "." in name else f"strategy.{name}" for name in text.split(","))
+    for name in sorted(names - {*FURTHER}):
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(FURTHER)}")
+    return names

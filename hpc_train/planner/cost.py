@@ -1,0 +1,124 @@
+"""What a GPU-hour costs, rented or on GPUs of your own, and from when buying is cheaper than renting.
+
+The prices are those of ``cluster.price``. The sums leave out interest and what the GPUs are sold for in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hpc_train.config.schema import PriceConfig
+from hpc_train.planner.failures import Saves, shares
+from hpc_train.units import format_hours
+
+HOURS_PER_YEAR = 8766
+ON_SPOT = Saves(every_s=600.0, blocked_s=5.0, durable_s=30.0, restart_s=300.0)  # of a training on spot GPUs
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The values of ``cluster.price``, where they are explained; those of a GPU are None if unknown."""
+
+    per_gpu_hour: float | None = None
+    currency: str = ""
+    purchase: float | None = None
+    years: float = 4.0
+    use: float = 0.7
+    upkeep: float = 0.0
+    spot: float | None = None
+    preemptions_per_day: float = 0.0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> Prices:
+        """Returns the prices of the config of a run, which may be older than the keys."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in (values or {}).items() if name in known})
+
+    @classmethod
+    def of_config(cls, price: PriceConfig) -> Prices:
+        own = {} if price.purchase is None else {"years": price.years, "use": price.use, "upkeep": price.upkeep}
+        spot = {} if price.spot is None else {"preemptions_per_day": price.preemptions_per_day}
+        return cls(price.per_gpu_hour, price.currency, price.purchase, spot=price.spot, **own, **spot)
+
+    @property
+    def gpu_hour(self) -> float | None:
+        """Returns the price of a GPU-hour: of a rented GPU, or else of one of your own; None if both are unknown."""
+        return self.own_gpu_hour if self.per_gpu_hour is None else self.per_gpu_hour
+
+    @property
+    def own_gpu_hour(self) -> float | None:
+        """Returns the price of an hour in which a GPU of your own computes."""
+        return None if self.purchase is None else self._per_year(self.purchase) / (HOURS_PER_YEAR * self.use)
+
+    @property
+    def spot_gpu_hour(self) -> float | None:
+        """Returns the price of a GPU-hour on spot GPUs, with the work that preemptions lose; None if it is unknown.
+
+        The share of useful time follows ``failures.shares`` for a training that saves every ten minutes and takes five
+        to restart.
+        """
+        if self.spot is None:
+            return None
+        between = 86400 / self.preemptions_per_day if self.preemptions_per_day else math.inf
+        useful = shares(ON_SPOT, between).useful / shares(ON_SPOT, math.inf).useful
+        return self.spot / useful if useful else math.inf
+
+    @property
+    def break_even_use(self) -> float | None:
+        """Returns the share of the time that a GPU must compute for buying to cost as much as renting.
+
+        None without both prices. Above 1, renting is cheaper whatever the use.
+        """
+        if self.purchase is None or not self.per_gpu_hour:
+            return None
+        return self._per_year(self.purchase) / (HOURS_PER_YEAR * self.per_gpu_hour)
+
+    @property
+    def break_even_years(self) -> float | None:
+        """Returns after how many years of ``use`` a purchase has cost less than renting; None if never or unknown."""
+        if self.purchase is None or not self.per_gpu_hour:
+            return None
+        saved = HOURS_PER_YEAR * self.use * self.per_gpu_hour - self.upkeep  # per year
+        return self.purchase / saved if saved > 0 else None
+
+    def _per_year(self, purchase: float) -> float:
+        return purchase / self.years + self.upkeep
+
+    def money(self, amount: float) -> str:
+        """Returns an amount with its currency: ``1,234 EUR``."""
+        return f"{format_hours(amount)} {self.currency}".strip()
+
+    def bill(self, gpu_hours: float) -> str | None:
+        """Returns what ``gpu_hours`` have cost; None if the price is unknown."""
+        price = self.gpu_hour
+        if price is None or not gpu_hours:
+            return None
+        return f"{self.money(gpu_hours * price)} ({format_hours(gpu_hours)} GPU-hours at {self.money(price)})"
+
+    def compared(self, gpu_hours: float) -> list[str]:
+        """Returns lines that compare what ``gpu_hours`` cost rented, on GPUs of your own and on spot GPUs."""
+        known = {
+            "rented": self.per_gpu_hour,
+            f"on GPUs of your own, written off over {self.years:g} years, {self.use:.0%} in use": self.own_gpu_hour,
+            f"on spot GPUs, with {self.preemptions_per_day:g} preemptions a day": self.spot_gpu_hour,
+        }
+        found = [
+            f"{self.money(gpu_hours * price)} {how} ({self.money(price)} per GPU-hour)"
+            for how, price in known.items()
+            if price is not None and math.isfinite(price)
+        ]
+        lines = [f"row 1 costs {'; '.join(found)}"] if len(found) > 1 else []
+        return lines if self.break_even_use is None else [*lines, self._break_even(self.break_even_use)]
+
+    def _break_even(self, use: float) -> str:
+        if use > 1:
+            return "renting is cheaper than buying, even if the GPUs compute all the time"
+        years = self.break_even_years
+        after = f"after {years:.1f} years" if years is not None else "never"
+        return (
+            f"buying costs less than renting if the GPUs compute more than {use:.0%} of the time; at {self.use:.0%} it "
+            f"has paid for itself {after}"
+        )
