@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 
 import pytest
 
+from hpc_train.planner.scaling import ERRORS
 from tests.planning.comparison import compared, group, ranking, rows
 
 # source: rows, mean absolute error in %, median error in %. The numbers of docs/howto/plan.md.
@@ -67,3 +68,15 @@ def test_the_best_layout_is_predicted_but_in_known_cases() -> None:
     assert len(told) == 19
     right, pairs = sum(each.right for each in told), sum(each.pairs for each in told)
     assert right / pairs == pytest.approx(0.77, abs=0.03), (right, pairs)
+
+
+def test_the_intervals_of_a_simulation_hold_four_of_five_published_step_times() -> None:
+    measured: dict[int, list[float]] = defaultdict(list)
+    for row in rows("published"):
+        comparable = row["held_out"] == "0" and row["oom"] == "0" and "other" not in group(row)
+        if comparable and (each := compared(row)) and each.time is not None:
+            measured[next(most for most, _, _ in ERRORS if int(row["gpus"]) <= most)].append(1 / (1 + each.time))
+    assert {most: len(found) for most, found in measured.items()} == {64: 295, 256: 43, 1024: 24}
+    for most, low, high in ERRORS:
+        tenths = quantiles(measured[most], n=10)
+        assert (tenths[0], tenths[-1]) == pytest.approx((low, high), abs=0.02), most

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from hpc_train.commands.plan.asked import Asked
-from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of
+from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of, with_figures
 from hpc_train.commands.plan.printed import as_json, print_commands, print_table
 from hpc_train.commands.plan.rows import Row, Search, in_time
+from hpc_train.commands.plan.simulated import simulate
 from hpc_train.config.arguments import CommandLine
 from hpc_train.errors import UserError
 from hpc_train.planner.machine import read_machine
@@ -26,7 +27,9 @@ def main(arguments: list[str]) -> int:
     line = CommandLine.parse(options.overrides)
     with line.composer() as compose:
         asked = Asked(line, compose)
-        machine = read_machine(machine_of(options, asked.config))
+        machine = with_figures(read_machine(machine_of(options, asked.config)), options)
+        if options.simulate is not None:
+            return simulate(asked, machine, gpus_of(options, machine), options)
         sort = options.sort or ("time" if options.deadline is None else "gpus")
         prices = prices_of(options, asked.config)
         search = Search(machine, gpus_of(options, machine), prices, options.rows, sort, options.also)

@@ -8,13 +8,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
 from hpc_train.commands.plan.rows import ORDERS, ROWS
+from hpc_train.commands.plan.simulated import KINDS, simulated_counts
 from hpc_train.config.schema import Config
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, nearest
 from hpc_train.planner.candidates import FURTHER
 from hpc_train.planner.cost import Prices
-from hpc_train.planner.machine import Machine, shipped
+from hpc_train.planner.machine import NAMES, Figure, Machine, shipped
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
 _WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
@@ -87,6 +89,22 @@ def parser() -> argparse.ArgumentParser:
         "--sort", choices=ORDERS, help="what the first row needs least of (default: time, with a deadline gpus)"
     )
     found.add_argument("--rows", type=int, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})")
+    found.add_argument(
+        "--figure", type=_figure, action="append", default=[], metavar="NAME=X", help="another number of the machine"
+    )
+    simulation = found.add_argument_group("how the training scales")
+    simulation.add_argument(
+        "--simulate",
+        nargs="?",
+        choices=KINDS,
+        const=KINDS[0],
+        help="simulate up to 10,000 GPUs that fail: with weak scaling the batch grows with the GPUs, with strong not",
+    )
+    simulation.add_argument("--failures", type=_positive, metavar="X", help="failures per GPU-hour")
+    simulation.add_argument(
+        "--storage", type=_positive, default=100.0, metavar="GB/S", help="bandwidth of the file system (default: 100)"
+    )
+    simulation.add_argument("-o", "--out", type=Path, metavar="FILE", help="draw a .png, .svg or .pdf")
     found.add_argument("--json", action="store_true", help="print one JSON object per row")
     return found
 
@@ -95,6 +113,8 @@ def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
     """Returns the numbers of GPUs to compare. Raises UserError if a range has no number that fills nodes."""
     if options.gpus is not None:
         found: list[int] = options.gpus.on(machine)
+    elif options.simulate is not None:
+        return simulated_counts(machine)
     elif options.deadline is not None:
         found = GpuCounts((), ((1, _MOST_GPUS if not machine.rates.cores else machine.devices_per_node),)).on(machine)
     else:
@@ -125,6 +145,28 @@ def prices_of(options: argparse.Namespace, config: Config) -> Prices:
             fix="--price 2.5EUR, or cluster.price.per_gpu_hour, or cluster.price.purchase for GPUs of your own",
         )
     return found
+
+
+def with_figures(machine: Machine, options: argparse.Namespace) -> Machine:
+    """Returns the machine with the numbers that ``--figure`` gives. Raises UserError if a name is unknown."""
+    given = dict(options.figure)
+    for name in given:
+        if name not in machine.figures:
+            raise UserError(f"the machine has no number {name}", where="--figure", fix=nearest(name, NAMES))
+    replaced = {name: Figure(value, "assumed", "--figure") for name, value in given.items()}
+    return replace(machine, figures={**machine.figures, **replaced})
+
+
+def _figure(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    return name, _positive(value)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
 
 
 def _counts(text: str) -> GpuCounts:

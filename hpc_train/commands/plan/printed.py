@@ -60,7 +60,7 @@ def _cells(row: Row) -> list[str]:
     further = [f", {words}" for name, words in _FURTHER.items() if values.get(name, "none") != "none"]
     cells = [
         str(row.candidate.devices),
-        _split(layout) + "".join(further).format(**{name.partition(".")[2]: value for name, value in values.items()}),
+        split(layout) + "".join(further).format(**{name.partition(".")[2]: value for name, value in values.items()}),
         f"{layout.micro_batches} x {layout.micro_size}",
         str(values["train.activation_checkpointing"]),
         format_bytes(prediction.needed_bytes),
@@ -92,7 +92,7 @@ def _clock(seconds: float | None) -> str:
     return time.strftime("%H:%M" if today else "%m-%d %H:%M", at)
 
 
-def _split(layout: Layout) -> str:
+def split(layout: Layout) -> str:
     """Returns the layout in few words: ``dp 8 x pp 2, zero1, 1f1b``."""
     sizes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
     split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 device"

@@ -1,0 +1,175 @@
+"""Extrapolates a training to many devices: speed-up, failures, the interval of checkpoints, and the time to the end.
+
+The speed of many devices is that of the step and the share of the time that failures and saves leave. Each value is
+an interval: the step time has the errors that published measurements show, and the rate of failures is that of the most
+and the least reliable clusters of which one is published. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.plan.memory import state_bytes
+from hpc_train.planner.candidates import Candidate, candidates, fastest, with_values
+from hpc_train.planner.failures import (
+    LLAMA_3,
+    RECOVERY_S,
+    RSC_1,
+    RSC_2,
+    Saves,
+    best_interval,
+    between_failures,
+    shares,
+)
+from hpc_train.planner.machine import Machine
+
+EQUAL = 0.02  # layouts closer than this are equally fast
+# Measured by predicted step times up to so many GPUs: the quantiles of 10 % and 90 % of the published rows that
+# docs/howto/plan.md compares. No published row is of more than 1,024 GPUs.
+ERRORS = ((64, 0.94, 1.14), (256, 0.94, 1.20), (1024, 0.95, 1.41))
+MOST_COMPARED = ERRORS[-1][0]
+AGREE_S = 1.0  # for which a save blocks besides the copy; an estimate
+RATES = (RSC_2.per_gpu_hour, LLAMA_3.per_gpu_hour, RSC_1.per_gpu_hour)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A value with the ends of its interval."""
+
+    low: float
+    middle: float
+    high: float
+
+    def times(self, other: Range) -> Range:
+        return Range(self.low * other.low, self.middle * other.middle, self.high * other.high)
+
+    def inverse(self, numerator: float) -> Range:
+        return Range(numerator / self.high, numerator / self.middle, numerator / self.low)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What is assumed about failures and the file system.
+
+    Attributes:
+        failures_per_gpu_hour: from few to many.
+        storage_bytes_per_s: the bandwidth of the file system for all nodes together.
+        grows: whether the global batch grows with the devices (weak scaling) or stays as it is (strong scaling).
+    """
+
+    failures_per_gpu_hour: tuple[float, float, float]
+    storage_bytes_per_s: float
+    grows: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """The training on one number of devices.
+
+    Attributes:
+        batch: samples of a step.
+        step_s: seconds of a step.
+        failures_per_day: of the whole training.
+        save_every_s: the best interval of checkpoints at the middle rate of failures.
+        useful: the share of the time in steps whose work is kept.
+        samples_per_s: with that share.
+        speedup: of ``samples_per_s`` over the first point, of the middles.
+        efficiency: ``speedup`` by that of the number of devices.
+        seconds: of the whole training; None if its number of steps is unknown.
+    """
+
+    candidate: Candidate
+    batch: int
+    step_s: Range
+    failures_per_day: Range
+    save_every_s: float
+    useful: Range
+    samples_per_s: Range
+    speedup: float
+    efficiency: float
+    seconds: Range | None
+
+
+def scale(
+    config: Config,
+    machine: Machine,
+    counts: Sequence[int],
+    kept: Collection[str],
+    assumed: Assumed,
+    also: Collection[str] = (),
+) -> Iterator[Point]:
+    """Yields a point for each number of devices on which the training fits, with its fastest layout.
+
+    Args:
+        kept: the config keys whose values stay those of ``config``.
+
+    Raises:
+        UserError: the training fits on none of the numbers.
+    """
+    steps = config.train.steps if config.train.epochs is None else None
+    samples = None if steps is None else steps * config.batch.global_size
+    first: tuple[int, float] | None = None
+    for count in counts:
+        batch = config.batch.global_size * count // counts[0] if assumed.grows else config.batch.global_size
+        scaled = with_values(config, {"batch.global_size": batch, **_data(config, batch)})
+        found = fastest(candidates(scaled, machine, count, kept, also), EQUAL)
+        if not found:
+            continue
+        best = found[0]
+        step, failing = _step(best), _failing(scaled, machine, best, assumed)
+        useful = Range(*(shares(failing.saves, between).useful for between in reversed(failing.between)))
+        speed = step.inverse(batch).times(useful)
+        first = first or (count, speed.middle)
+        speedup = speed.middle / first[1]
+        yield Point(
+            candidate=best,
+            batch=batch,
+            step_s=step,
+            failures_per_day=Range(*(86400 / between for between in failing.between)),
+            save_every_s=failing.saves.every_s,
+            useful=useful,
+            samples_per_s=speed,
+            speedup=speedup,
+            efficiency=speedup * first[0] / count,
+            seconds=None if samples is None else speed.inverse(samples),
+        )
+    if first is None:
+        raise UserError(
+            f"the training fits on none of {', '.join(map(str, counts))} devices ({machine.device})",
+            where="--gpus, --machine",
+            fix="a smaller batch.global_size or more --gpus; `plan` without --simulate says how much memory it needs",
+        )
+
+
+def _data(config: Config, batch: int) -> dict[str, int]:
+    """Returns as many samples of synthetic data as a step takes."""
+    samples = getattr(config.data, "samples", None)
+    return {"data.samples": max(batch, samples)} if isinstance(samples, int) else {}
+
+
+def _step(best: Candidate) -> Range:
+    step, devices = best.prediction.step_s, best.devices
+    low, high = next(((low, high) for most, low, high in ERRORS if devices <= most), ERRORS[-1][1:])
+    return Range(low * step, step, high * step)
+
+
+@dataclass(frozen=True)
+class _Failing:
+    saves: Saves
+    between: tuple[float, float, float]  # seconds between failures, from few to many failures
+
+
+def _failing(config: Config, machine: Machine, best: Candidate, assumed: Assumed) -> _Failing:
+    """Returns what saves and failures take. A save blocks while ranks agree and copy their shares to host memory."""
+    size, rates = float(state_bytes(config) or 0), machine.rates
+    blocked = AGREE_S + size / best.devices / rates.host_bytes_per_s
+    durable = blocked + size / assumed.storage_bytes_per_s
+    rare, usual, often = (between_failures(rate, best.devices) for rate in assumed.failures_per_gpu_hour)
+    every = best_interval(blocked, durable, assumed.failures_per_gpu_hour[1], best.devices)
+    every = max(every, best.prediction.step_s)
+    return _Failing(
+        Saves(every, blocked, durable, RECOVERY_S + size / assumed.storage_bytes_per_s), (rare, usual, often)
+    )
