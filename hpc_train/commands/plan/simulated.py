@@ -124,8 +124,8 @@ def _assumptions(points: Sequence[Point], assumed: Assumed) -> list[str]:
     rates = f"{low:.2g}" if low == high else f"{low:.2g} (RSC-2) to {high:.2g} (RSC-1)"
     lines = [
         f"assumed: {rates} failures per GPU-hour; a file system of {assumed.storage_bytes_per_s / 1e9:g} GB/s; two "
-        "minutes to detect a failure and restart, and the time to read the checkpoint; a second for which a save blocks, "
-        "and the copy to host memory",
+        "minutes to detect a failure and restart, and the time to read the checkpoint; one second for which a save "
+        "blocks, and the copy to host memory",
         "intervals: 80 % of published step times lie in those of the step; the failures add theirs",
     ]
     beyond = [point for point in points if point.candidate.devices > MOST_COMPARED]
