@@ -21,7 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import notices_of, prepare
-from hpc_train.plan.memory import estimate, host_copy_bytes
+from hpc_train.plan.memory import estimate, host_copy_bytes, needed_bytes
 from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -153,9 +153,11 @@ def _memory(job: Job) -> list[str]:
     there = executor.device_bytes(cluster) if job.gpus else None
     if there is None and job.gpus and (cluster.gpu_type is not None or executor.name == "this machine"):
         there = gpu_memory(cluster.gpu_type)
-    fits = (
-        "" if there is None else f", {'more than' if needed.total > there else 'of'} the {format_bytes(there)} of a GPU"
-    )
+    fits = ""
+    if there is not None:
+        whole = needed_bytes(needed.total)
+        fits = f", with context and buffers {format_bytes(whole)} {'>' if whole > there else 'of'} the "
+        fits += f"{format_bytes(there)} of a GPU"
     assumed = describe_values(job.config.optim)
     note = [] if assumed is None else [f"  memory: the estimate assumes {assumed}"]
     return [f"  memory: a rank needs about {needed}{fits}", *note]

@@ -34,13 +34,13 @@ from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision import autocast, hidden_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.memory import usable_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_json, write_json
 from hpc_train.units import format_bytes
 
-USABLE = 0.9  # of a GPU's memory; the rest is for workspaces and fragmentation
 _WHERE = "strategy.pp_split"
 
 
@@ -169,7 +169,7 @@ def _memory_cap(mesh: Mesh) -> int | None:
         return None
     smallest = torch.tensor(torch.cuda.get_device_properties(mesh.device).total_memory)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=mesh.control)
-    return int(USABLE * int(smallest)) // mesh.layout.stages_per_rank
+    return int(usable_bytes(int(smallest))) // mesh.layout.stages_per_rank
 
 
 def _plan(

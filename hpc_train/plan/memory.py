@@ -1,8 +1,8 @@
 """Estimates from the config the memory of each rank, and the size of the model and its optimizer state, without torch.
 
 Activations are counted for the built-in transformers as autograd keeps them (a test counts the bytes): a layer's normed
-inputs, projections, attention and feed-forward products. The estimate leaves out the CUDA context (about half a GiB),
-memory that the allocator keeps unused, and buffers of collectives.
+inputs, projections, attention and feed-forward products. ``Memory`` leaves out what is not in tensors; ``needed_bytes``
+adds it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,26 @@ from hpc_train.units import format_bytes
 
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
+
+
+ALLOCATOR_SHARE = 0.05  # what the allocator reserves beyond the bytes in use, as a share of them; an estimate
+RESERVED_BYTES = 2.0e9  # of a GPU, for the context, libraries and buffers of collectives; an estimate
+
+
+def needed_bytes(
+    held: float, allocator_share: float = ALLOCATOR_SHARE, reserved_bytes: float = RESERVED_BYTES
+) -> float:
+    """Returns the bytes that a GPU must have for ``held`` bytes of tensors.
+
+    Args:
+        allocator_share: of the machine file, like ``reserved_bytes``, if it is known which one describes the GPU.
+    """
+    return held * (1 + allocator_share) + reserved_bytes
+
+
+def usable_bytes(device_bytes: float) -> float:
+    """Returns the bytes of tensors for which a GPU of ``device_bytes`` has room: the inverse of ``needed_bytes``."""
+    return (device_bytes - RESERVED_BYTES) / (1 + ALLOCATOR_SHARE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +153,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     count = family_of(config.model).activations
     assert count is not None
     kept = count(config.model, config.data)
-    every, checkpointed = _layer_bytes(config, kept, narrow)
+    every, checkpointed = _layer_bytes(config, layout, kept, narrow)
     of_stages = _layers_of_rank(config, layout, pp_rank)
     layers = sum(of_stages.values())
     recomputed = _recomputed_layers(config, layers)
@@ -142,16 +162,28 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     # only one recomputed layer is complete at a time
     of_layers = in_flight * of_layer + (every if recomputed else 0)
     logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
-    return layout.micro_size * kept.tokens * (of_layers / layout.tp + logits)
+    return layout.micro_size * kept.tokens * (of_layers + logits)
 
 
-def _layer_bytes(config: Config, kept: Activations, narrow: int) -> tuple[float, float]:
-    """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing."""
+def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int) -> tuple[float, float]:
+    """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing.
+
+    Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
+    family does not split the sequence, the ranks also share the hidden states and the inputs of norms.
+    """
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
     of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
     every = kept.norm_inputs * normed + kept.layer * narrow + kept.scores * of_scores
     keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    return every, kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
+    checkpointed = kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
+    if layout.tp == 1:
+        return every, checkpointed
+    split = family_of(config.model).tensor_parallel
+    gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
+    whole, whole_checkpointed = gathered, gathered if keeps else 0.0
+    if split is None or not split.shards_sequence:
+        whole, whole_checkpointed = whole + kept.norm_inputs * normed, whole_checkpointed + kept.layer_input * normed
+    return whole + (every - whole) / layout.tp, whole_checkpointed + (checkpointed - whole_checkpointed) / layout.tp
 
 
 def _recomputed_layers(config: Config, layers: int) -> int:
@@ -160,9 +192,11 @@ def _recomputed_layers(config: Config, layers: int) -> int:
 
 
 def _logit_bytes(config: Config, kept: Activations, narrow: int) -> float:
-    """Returns the bytes per token of logits and their gradient, in fp32 for the softmax, which keeps its result."""
-    widened = 3 * max(4, narrow) + (2 * narrow if narrow < 4 else 0)
-    return kept.logits * widened / config.train.loss_chunks
+    """Returns the bytes per token of the result of the softmax and of two gradients, all in at least fp32.
+
+    Narrower logits are freed before the backward begins.
+    """
+    return kept.logits * 3 * max(4, narrow) / config.train.loss_chunks
 
 
 def _trained_share(model: ModelConfig) -> float:

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.plan.memory import estimate
+from hpc_train.plan.memory import estimate, needed_bytes
 from hpc_train.units import format_bytes
 
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses this choice
-
-MARGIN = 0.25  # of the estimate, which leaves out the CUDA context, fragmentation and buffers of collectives
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,15 @@ def _fewest_that_fit(
         if memory is None or device_bytes is None:
             notes.append(_unknown(pp, "of the model" if memory is None else "of a rank's device"))
             return pp
-        needed[pp] = memory.total
-        if memory.total * (1 + MARGIN) <= device_bytes:
+        needed[pp] = needed_bytes(memory.total)
+        if needed[pp] <= device_bytes:
             notes.append(_fit(pp, needed, device_bytes))
             return pp
     if not needed:
         return candidates[0]  # its error explains why there is no layout
     best = min(needed, key=lambda pp: needed[pp])
     notes.append(
-        f"no number of pipeline ranks fits with a margin of {MARGIN:.0%}: {best} are used, whose stages need about "
+        f"the stages of no number of pipeline ranks fit: {best} are used, whose stages need about "
         f"{format_bytes(needed[best])} of the {format_bytes(device_bytes or 0)} of a GPU"
     )
     return best
@@ -138,7 +136,7 @@ def _fit(pp: int, needed: dict[int, float], device_bytes: float) -> str:
     small = [f"{fewer} need {format_bytes(size)}" for fewer, size in needed.items() if fewer != pp]
     more = f" ({', '.join(small)})" if small else ""
     return (
-        f"{pp} pipeline ranks are the fewest whose stages fit with a margin of {MARGIN:.0%}: about "
+        f"{pp} pipeline ranks are the fewest whose stages fit: about "
         f"{format_bytes(needed[pp])} of the {format_bytes(device_bytes)} of a GPU{more}"
     )
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from hpc_train.config.schema import Config
 from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import Memory, estimate
+from hpc_train.plan.memory import Memory, estimate, needed_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import layer_counts
 from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message, scatter
@@ -103,7 +103,7 @@ class _Step:
         layout = self.layout
         memory = estimate(self.config, layout)
         held = memory.total if memory else 0.0
-        needed = held * (1 + self.rates.allocator_share) + self.rates.reserved_bytes
+        needed = needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
         busy, waiting = self._passes(simulated)
         communication, optimizer = self._exposed(busy), self._optimizer()
         samples = self.config.batch.global_size / (busy + waiting + communication + optimizer)

@@ -66,11 +66,11 @@ def _measure(
     for _ in range(rounds):
         for name, bench in benches.items():
             seconds[name].append(_seconds(bench, steps))
+    dist.barrier()  # rank 0's result ends the other processes
     if rank == 0:
         results.put(seconds)
         results.close()
         results.join_thread()
-    dist.barrier()
     os._exit(0)
 
 

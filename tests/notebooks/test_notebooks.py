@@ -17,6 +17,8 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SHORT = {
     "NOTEBOOK_STEPS": "4",
     "NOTEBOOK_CASES": "zero3:2",
+    "NOTEBOOK_GPUS": "8,16",
+    "NOTEBOOK_SIMULATED": "8,64",
     # without snapshots the runs use this code, which the warm parents have imported
     "NOTEBOOK_OVERRIDES": "batch.global_size=8 cluster.gpus_per_node=0 cluster.cpu_workers=2 run.snapshot=false",
     "NOTEBOOK_TEXT": "data.sequence_length=32 data.pattern=json/*.py",
