@@ -7,7 +7,7 @@ and the least reliable clusters of which one is published. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hpc_train.config.schema import Config
@@ -96,7 +96,7 @@ class Point:
 def scale(
     config: Config,
     machine: Machine,
-    counts: Sequence[int],
+    counts: Iterable[int],
     kept: Collection[str],
     assumed: Assumed,
     also: Collection[str] = (),
@@ -112,8 +112,10 @@ def scale(
     steps = config.train.steps if config.train.epochs is None else None
     samples = None if steps is None else steps * config.batch.global_size
     first: tuple[int, float] | None = None
+    compared = list[int]()
     for count in counts:
-        batch = config.batch.global_size * count // counts[0] if assumed.grows else config.batch.global_size
+        compared.append(count)
+        batch = config.batch.global_size * count // compared[0] if assumed.grows else config.batch.global_size
         scaled = with_values(config, {"batch.global_size": batch, **_data(config, batch)})
         found = fastest(candidates(scaled, machine, count, kept, also), EQUAL)
         if not found:
@@ -138,7 +140,7 @@ def scale(
         )
     if first is None:
         raise UserError(
-            f"the training fits on none of {', '.join(map(str, counts))} devices ({machine.device})",
+            f"the training fits on none of {', '.join(map(str, compared))} devices ({machine.device})",
             where="--gpus, --machine",
             fix="a smaller batch.global_size or more --gpus; `plan` without --simulate says how much memory it needs",
         )

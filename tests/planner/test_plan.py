@@ -173,6 +173,14 @@ def test_the_command_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cluster.gpus_per_node=4" in four["command"], "half of a node"
 
 
+def test_an_experiment_that_chooses_a_strategy_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["experiment=llama7b_4xa100", "data.path=tokens", "cluster=auto", "strategy.pp=1", "batch.micro_size=1"]
+    first = rows_of(capsys, *asked, "--gpus", "4", "--machine", "a100-80")[0]
+    words = shlex.split(first["command"])[3:-1]
+    assert any(word.startswith("strategy=") for word in words)
+    assert str(resolve_layout(typed(compose(words)), 1, 4)) == first["layout"]
+
+
 def test_a_deadline_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["strategy.pp=1", "batch.micro_size=1", "train.activation_checkpointing=full"]
     asked = [*SEVEN, *fixed, "train.steps=1000", "--gpus", "8..64"]
@@ -226,7 +234,7 @@ def test_offload_is_compared_if_nothing_fits_or_it_is_asked_for(capsys: pytest.C
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--by", "tomorrow"], ["--by", "2020-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"],
+    [["--by", "tomorrow"], ["--by", "2020-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"], ["--gpus", "x"], ["--figure", "watts=x"],
      ["--price", "cheap"], ["--also", "tp"], ["--by", "2099-01-01", "--within", "1h"]],
     ids=" ".join,
 )  # fmt: skip

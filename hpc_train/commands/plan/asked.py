@@ -22,6 +22,7 @@ from hpc_train.planner.candidates import Candidate, with_values
 from hpc_train.planner.machine import Machine
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d")  # the simplest first
+_RECOMPUTED = "train.activation_checkpointing"
 _OF_LAYOUT = ("strategy.", "batch.")
 
 
@@ -63,7 +64,7 @@ class Asked:
         strategy = min(counts, key=lambda name: counts[name])
         base = self._bases[strategy]
         needed = _needed(base, _different(chosen, base), candidate.layout, (candidate.nodes, workers))
-        named = [f"+strategy={strategy}"] if strategy else []
+        named = [self._chosen(strategy)] if strategy else []
         return [*named, *(f"{name}={value}" for name, value in needed.items())]
 
     @cached_property
@@ -71,7 +72,19 @@ class Asked:
         """Returns the config with each strategy by its name, or as it is if the user has named one."""
         if "strategy" in self.kept:
             return {"": self.config}
-        return {name: typed(self._compose([*self.line.overrides, f"+strategy={name}"])) for name in STRATEGIES}
+        return {name: typed(self._compose([*self.line.overrides, self._chosen(name)])) for name in STRATEGIES}
+
+    def _chosen(self, strategy: str) -> str:
+        """Returns the override that chooses ``strategy``; the config of an experiment may already choose one."""
+        return f"{'' if self._has_strategy else '+'}strategy={strategy}"
+
+    @cached_property
+    def _has_strategy(self) -> bool:
+        try:
+            self._compose([*self.line.overrides, f"strategy={STRATEGIES[0]}"])
+        except UserError:
+            return False
+        return True
 
 
 def full_command(line: CommandLine, words: Collection[str]) -> str:
@@ -84,7 +97,8 @@ def _different(values: Mapping[str, Any], base: Config) -> dict[str, Any]:
 
 def _value(config: Config, name: str) -> Any:
     group, _, key = name.partition(".")
-    return getattr(getattr(config, group), key)
+    value = getattr(getattr(config, group), key)
+    return "none" if name == _RECOMPUTED and value == "auto" else value  # a fixed strategy does not recompute
 
 
 def _needed(base: Config, values: dict[str, Any], layout: Layout, places: tuple[int, int]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpc_train.planner.machine import NAMES, Figure, Machine, shipped
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
 _WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
+_GPUS = re.compile(r"\d+(\.\.\d+)?(,\d+(\.\.\d+)?)*")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _MOST_GPUS = 512  # that a plan with a deadline compares
 _DEFAULT_GPUS = 8
@@ -163,13 +165,16 @@ def _figure(text: str) -> tuple[str, float]:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def _counts(text: str) -> GpuCounts:
+    if not _GPUS.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs, several such as 8,16, or a range 8..64")
     counts, ranges = list[int](), list[tuple[int, int]]()
     for part in text.split(","):
         first, dots, last = part.partition("..")

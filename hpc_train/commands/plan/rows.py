@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.commands.plan.asked import Asked
+from hpc_train.commands.plan.progress import shown
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration import Calibration, read_calibration
@@ -127,7 +128,7 @@ class Search:
         learned = self.calibration(asked.config)
         return [
             replace(each, prediction=learned.corrected(each.prediction, self.machine))
-            for count in self.gpus
+            for count in shown(self.gpus)
             for each in candidates(asked.config, self.machine, count, asked.kept, also)
         ]
 

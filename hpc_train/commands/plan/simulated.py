@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hpc_train.commands.plan.asked import Asked
 from hpc_train.commands.plan.printed import split
+from hpc_train.commands.plan.progress import shown
 from hpc_train.planner.candidates import Candidate
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
@@ -42,13 +43,7 @@ def simulate(asked: Asked, machine: Machine, counts: Sequence[int], options: Nam
         check_scaling_plot(out)
     rates = RATES if options.failures is None else (options.failures,) * 3
     assumed = Assumed(rates, options.storage * 1e9, options.simulate == "weak")
-    points = []
-    for point in scale(asked.config, machine, counts, asked.kept, assumed, options.also):
-        points.append(point)
-        if sys.stderr.isatty():
-            print(f"\r{point.candidate.devices} of {counts[-1]} GPUs", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    points = [*scale(asked.config, machine, shown(counts), asked.kept, assumed, options.also)]
     if options.json:
         json.dump([_as_json(point) for point in points], sys.stdout, indent=1)
         print()
