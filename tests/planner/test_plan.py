@@ -174,7 +174,7 @@ def test_the_command_is_short(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_experiment_that_chooses_a_strategy_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["experiment=llama7b_4xa100", "data.path=tokens", "cluster=auto", "strategy.pp=1", "batch.micro_size=1"]
+    asked = ["+experiment=llama7b_4xa100", "data.path=tokens", "cluster=auto", "strategy.pp=1", "batch.micro_size=1"]
     first = rows_of(capsys, *asked, "--gpus", "4", "--machine", "a100-80")[0]
     words = shlex.split(first["command"])[3:-1]
     assert any(word.startswith("strategy=") for word in words)
@@ -234,8 +234,9 @@ def test_offload_is_compared_if_nothing_fits_or_it_is_asked_for(capsys: pytest.C
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--by", "tomorrow"], ["--by", "2020-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"], ["--gpus", "x"], ["--figure", "watts=x"],
-     ["--price", "cheap"], ["--also", "tp"], ["--by", "2099-01-01", "--within", "1h"]],
+    [["--by", "tomorrow"], ["--by", "2020-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"],
+     ["--gpus", "x"], ["--figure", "watts=x"], ["--price", "cheap"], ["--also", "tp"],
+     ["--by", "2099-01-01", "--within", "1h"]],
     ids=" ".join,
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

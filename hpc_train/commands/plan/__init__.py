@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hpc_train.commands.plan.asked import Asked
+from hpc_train.commands.plan.asked import Asked, strategy_key
 from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of, with_figures
 from hpc_train.commands.plan.printed import as_json, print_commands, print_table
 from hpc_train.commands.plan.rows import Row, Search, in_time
 from hpc_train.commands.plan.simulated import simulate
-from hpc_train.config.arguments import CommandLine
+from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
 from hpc_train.planner.machine import read_machine
 from hpc_train.run.exits import Exit
@@ -24,9 +24,10 @@ def main(arguments: list[str]) -> int:
         UserError: the config is wrong, the machine is unknown, no layout fits, or none is done in time.
     """
     options = parser().parse_intermixed_args(arguments)
-    line = CommandLine.parse(options.overrides)
+    line = CommandLine.parse(with_right_plus(options.overrides))
+    strategy = strategy_key(line)
     with line.composer() as compose:
-        asked = Asked(line, compose)
+        asked = Asked(line, compose, strategy)
         machine = with_figures(read_machine(machine_of(options, asked.config)), options)
         if options.simulate is not None:
             return simulate(asked, machine, gpus_of(options, machine), options)

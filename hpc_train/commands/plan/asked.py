@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
-from hpc_train.config.arguments import CommandLine
+from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config
@@ -30,11 +30,12 @@ class Asked:
     """One training that is planned. Its composer must be open while a command is looked for.
 
     Args:
+        strategy: what chooses a strategy: ``+strategy`` or ``strategy``.
         model: its name in a plan that compares models, otherwise empty.
     """
 
-    def __init__(self, line: CommandLine, compose: JobComposer, model: str = "") -> None:
-        self.line, self.model, self._compose = line, model, compose
+    def __init__(self, line: CommandLine, compose: JobComposer, strategy: str = "+strategy", model: str = "") -> None:
+        self.line, self.model, self._compose, self._strategy = line, model, compose, strategy
         self.config: Config = typed(compose(list(line.overrides)))
         self.kept = {override.partition("=")[0].lstrip("+") for override in line.overrides}
 
@@ -47,7 +48,9 @@ class Asked:
         others = [override for override in self.line.overrides if not override.lstrip("+").startswith("model=")]
         for name in GlobalHydra.instance().config_loader().get_group_options("model"):
             try:
-                found = Asked(replace(self.line, overrides=(f"model={name}", *others)), self._compose, name)
+                found = Asked(
+                    replace(self.line, overrides=(f"model={name}", *others)), self._compose, self._strategy, name
+                )
             except UserError:  # a model that needs more keys, or has none of those that are set
                 continue
             if found.config.model.kind == self.config.model.kind and found.parameters is not None:
@@ -64,7 +67,7 @@ class Asked:
         strategy = min(counts, key=lambda name: counts[name])
         base = self._bases[strategy]
         needed = _needed(base, _different(chosen, base), candidate.layout, (candidate.nodes, workers))
-        named = [self._chosen(strategy)] if strategy else []
+        named = [f"{self._strategy}={strategy}"] if strategy else []
         return [*named, *(f"{name}={value}" for name, value in needed.items())]
 
     @cached_property
@@ -72,19 +75,15 @@ class Asked:
         """Returns the config with each strategy by its name, or as it is if the user has named one."""
         if "strategy" in self.kept:
             return {"": self.config}
-        return {name: typed(self._compose([*self.line.overrides, self._chosen(name)])) for name in STRATEGIES}
+        return {name: typed(self._compose([*self.line.overrides, f"{self._strategy}={name}"])) for name in STRATEGIES}
 
-    def _chosen(self, strategy: str) -> str:
-        """Returns the override that chooses ``strategy``; the config of an experiment may already choose one."""
-        return f"{'' if self._has_strategy else '+'}strategy={strategy}"
 
-    @cached_property
-    def _has_strategy(self) -> bool:
-        try:
-            self._compose([*self.line.overrides, f"strategy={STRATEGIES[0]}"])
-        except UserError:
-            return False
-        return True
+def strategy_key(line: CommandLine) -> str:
+    """Returns ``+strategy``, or ``strategy`` if the config of an experiment or the user already chooses one."""
+    if any(STRATEGY.match(override) for override in line.overrides):
+        return "strategy"
+    words = with_right_plus([*line.overrides, f"+strategy={STRATEGIES[0]}"])
+    return next(word.partition("=")[0] for word in words if STRATEGY.match(word))
 
 
 def full_command(line: CommandLine, words: Collection[str]) -> str:
