@@ -109,6 +109,7 @@ class SuggestedSetting:
     Attributes:
         loader_workers: number of loader workers of this rank.
         cores: number of cores for this rank and its loader workers.
+        in_job: whether the run is in a Slurm job, which may ask for more cores.
     """
 
     config: Config
@@ -117,6 +118,7 @@ class SuggestedSetting:
     workers_per_node: int
     loader_workers: int
     cores: int
+    in_job: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
     workers = max(1, 2 * setting.loader_workers)
     if workers <= setting.cores:
         yield Suggestion({"batch.loader_workers": workers}, "more processes read samples")
-    elif setting.config.cluster.cpus_per_gpu == "auto":
+    elif setting.in_job and setting.config.cluster.cpus_per_gpu == "auto":
         yield Suggestion({"cluster.cpus_per_gpu": 2 * setting.cores}, "more cores for processes that read samples")
 
 

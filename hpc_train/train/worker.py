@@ -280,7 +280,8 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
         return None
     cores = max(1, len(os.sched_getaffinity(0)) // spec.local_world_size)
     workers = loader_workers(config.batch, dataset, spec.local_world_size)
-    return AdviceWatch(SuggestedSetting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores))
+    in_job = "SLURM_JOB_ID" in os.environ
+    return AdviceWatch(SuggestedSetting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores, in_job))
 
 
 def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:

@@ -35,9 +35,9 @@ def test_the_limit_of_a_line(line: dict[str, float], limit: str | None) -> None:
     assert find_limit(line) == limit
 
 
-def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4) -> SuggestedSetting:
+def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4, in_job: bool = True) -> SuggestedSetting:
     config = config_of("cluster.gpus_per_node=0", *arguments)
-    return SuggestedSetting(config, validate(config, nodes, workers), nodes, workers, loader_workers=1, cores=cores)
+    return SuggestedSetting(config, validate(config, nodes, workers), nodes, workers, 1, cores, in_job)
 
 
 def test_advice_comes_after_several_lines_and_once() -> None:
@@ -99,3 +99,8 @@ def test_the_fix_of_a_config_can_be_pasted(
     for fix in fixes(limit, asked):
         arguments: list[Any] = [f"{key}={value}" for key, value in fix.overrides.items()]
         CommandLine.parse(arguments)
+
+
+def test_cores_are_only_asked_for_in_a_job_of_slurm() -> None:
+    given = ("+strategy=dp", "data=synthetic")
+    assert fixes("data", setting(*given, cores=1)) and not fixes("data", setting(*given, cores=1, in_job=False))

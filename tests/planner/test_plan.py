@@ -182,7 +182,7 @@ def test_an_experiment_that_chooses_a_strategy_is_planned(capsys: pytest.Capture
 
 
 def test_a_deadline_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = ["strategy.pp=1", "batch.micro_size=1", "train.activation_checkpointing=full"]
+    fixed = ["strategy.pp=1", "strategy.tp=1", "batch.micro_size=1", "train.activation_checkpointing=full"]
     asked = [*SEVEN, *fixed, "train.steps=1000", "--gpus", "8..64"]
     all_rows = {row["gpus"]: row for row in rows_of(capsys, *asked)}
     assert sorted(all_rows) == [8, 16, 24, 32, 48, 64]
@@ -204,6 +204,7 @@ def test_the_largest_model_is_first_and_the_others_say_why(capsys: pytest.Captur
     asked += [
         "train.activation_checkpointing=full",
         "strategy.pp=1",
+        "strategy.tp=1",
         "strategy.data_parallel=zero3",
         "batch.micro_size=1",
         "--gpus",
