@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,17 @@ def test_an_experiment_that_chooses_a_strategy_is_planned(capsys: pytest.Capture
     words = shlex.split(first["command"])[3:-1]
     assert any(word.startswith("strategy=") for word in words)
     assert str(resolve_layout(typed(compose(words)), 1, 4)) == first["layout"]
+
+
+def test_a_site_of_the_users_own_has_a_machine_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster").mkdir()
+    site = "defaults: [local, _self_]\nmachine: v100\nprice: {per_gpu_hour: 2.0, currency: CHF}\n"
+    (tmp_path / "cluster" / "here.yaml").write_text(site)
+    asked = ["-cd", str(tmp_path), "cluster=here", *TINY, "strategy.pp=1", "strategy.tp=1", "precision=fp16"]
+    first = rows_of(capsys, *asked, "train.steps=1000")[0]
+    assert first["device_bytes"] == read_machine("v100").rates.memory_bytes
+    assert (first["cost"], first["currency"]) == (pytest.approx(2 * first["gpu_hours"]), "CHF")
+    assert f"hpc_train -cd {tmp_path} cluster=here" in first["command"]
 
 
 def test_a_deadline_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:

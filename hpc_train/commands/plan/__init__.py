@@ -24,7 +24,8 @@ def main(arguments: list[str]) -> int:
         UserError: the config is wrong, the machine is unknown, no layout fits, or none is done in time.
     """
     options = parser().parse_intermixed_args(arguments)
-    line = CommandLine.parse(with_right_plus(options.overrides))
+    directory = [] if options.config_dir is None else ["-cd", options.config_dir]
+    line = CommandLine.parse(with_right_plus([*options.overrides, *directory]))
     strategy = strategy_key(line)
     with line.composer() as compose:
         asked = Asked(line, compose, strategy)

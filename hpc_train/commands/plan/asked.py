@@ -82,12 +82,16 @@ def strategy_key(line: CommandLine) -> str:
     """Returns ``+strategy``, or ``strategy`` if the config of an experiment or the user already chooses one."""
     if any(STRATEGY.match(override) for override in line.overrides):
         return "strategy"
-    words = with_right_plus([*line.overrides, f"+strategy={STRATEGIES[0]}"])
+    words = with_right_plus([*line.overrides, f"+strategy={STRATEGIES[0]}", *_directory(line)])
     return next(word.partition("=")[0] for word in words if STRATEGY.match(word))
 
 
 def full_command(line: CommandLine, words: Collection[str]) -> str:
-    return shlex.join(["python", "-m", "hpc_train", *line.overrides, *words, "-m"])
+    return shlex.join(["python", "-m", "hpc_train", *_directory(line), *line.overrides, *words, "-m"])
+
+
+def _directory(line: CommandLine) -> list[str]:
+    return [] if line.config_directory is None else ["-cd", str(line.config_directory)]
 
 
 def _different(values: Mapping[str, Any], base: Config) -> dict[str, Any]:

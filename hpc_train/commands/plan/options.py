@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "layout, the micro-batch and activation checkpointing are chosen.",
     )
     found.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="config overrides, as for training")
+    found.add_argument("-cd", "--config-dir", metavar="DIR", help="a directory with your own config groups")
     found.add_argument(
         "--gpus",
         type=_counts,
