@@ -23,7 +23,8 @@ from hpc_train.planner.machine import Machine
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d")  # the simplest first
 _RECOMPUTED = "train.activation_checkpointing"
-_OF_LAYOUT = ("strategy.", "batch.")
+_OF_LAYOUT = ("strategy.", "batch.")  # groups whose keys make up the layout, but for those below
+_BESIDE_LAYOUT = ("strategy.offload", "strategy.compression")
 
 
 class Asked:
@@ -106,7 +107,7 @@ def _value(config: Config, name: str) -> Any:
 
 def _needed(base: Config, values: dict[str, Any], layout: Layout, places: tuple[int, int]) -> dict[str, Any]:
     """Returns ``values`` without those that do not change the layout on ``places``, which are nodes and workers."""
-    for name in [name for name in values if name.startswith(_OF_LAYOUT) and not name.endswith((".offload", "sion"))]:
+    for name in [name for name in values if name.startswith(_OF_LAYOUT) and name not in _BESIDE_LAYOUT]:
         fewer = {other: value for other, value in values.items() if other != name}
         try:
             found = checked_layout(with_values(base, fewer), *places)

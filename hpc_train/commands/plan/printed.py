@@ -12,6 +12,7 @@ from rich.console import Console
 from hpc_train.commands.plan.asked import full_command
 from hpc_train.commands.plan.rows import NOISE, Row
 from hpc_train.plan.layout import Layout
+from hpc_train.planner.candidates import Values
 from hpc_train.planner.machine import Machine
 from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
@@ -57,10 +58,9 @@ def _model(row: Row) -> list[str]:
 
 def _cells(row: Row) -> list[str]:
     prediction, layout, values = row.prediction, row.candidate.layout, row.candidate.values
-    further = [f", {words}" for name, words in _FURTHER.items() if values.get(name, "none") != "none"]
     cells = [
         str(row.candidate.devices),
-        split(layout) + "".join(further).format(**{name.partition(".")[2]: value for name, value in values.items()}),
+        split(layout) + _further(values),
         f"{layout.micro_batches} x {layout.micro_size}",
         str(values["train.activation_checkpointing"]),
         format_bytes(prediction.needed_bytes),
@@ -74,7 +74,12 @@ def _cells(row: Row) -> list[str]:
     return [*cells, "unknown" if row.cost is None else format_hours(row.cost)]
 
 
-_FURTHER = {"strategy.offload": "{offload} in host memory", "strategy.compression": "{compression} gradients"}
+def _further(values: Values) -> str:
+    """Returns what the layout does not say: ``, optimizer in host memory``."""
+    offload, sent = (values.get(f"strategy.{name}", "none") for name in ("offload", "compression"))
+    return (f", {offload} in host memory" if offload != "none" else "") + (
+        f", {sent} gradients" if sent != "none" else ""
+    )
 
 
 def _in_queue(row: Row) -> list[str]:

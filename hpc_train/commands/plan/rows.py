@@ -76,6 +76,7 @@ class Row:
 
 
 def total_steps(config: Config) -> int | None:
+    """Returns the number of steps; None if it follows from the length of the data."""
     return config.train.steps if config.train.epochs is None else None
 
 
@@ -120,9 +121,10 @@ class Search:
 
     def ordered(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the rows in the order of ``sort``."""
-        power = {"time": 0, "gpus": 0}.get(self.sort, 1)
-        ordered = sorted(rows, key=lambda row: row.prediction.step_s * row.candidate.devices**power)
-        return sorted(ordered, key=lambda row: row.candidate.devices) if self.sort == "gpus" else ordered
+        if self.sort == "gpus":
+            return sorted(rows, key=lambda row: (row.candidate.devices, row.prediction.step_s))
+        held = self.sort in ("gpu-hours", "cost")  # of GPUs
+        return sorted(rows, key=lambda row: row.prediction.step_s * (row.candidate.devices if held else 1))
 
     def _candidates(self, asked: Asked, also: frozenset[str]) -> list[Candidate]:
         learned = self.calibration(asked.config)
