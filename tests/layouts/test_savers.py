@@ -134,16 +134,18 @@ def kept_by_split(rank: int, world_size: int, cases: list[tuple[str, int, str]])
 
 @pytest.mark.parametrize("family", ["gpt", "vit"])
 def test_the_estimate_counts_what_tensor_parallel_ranks_gather(family: str) -> None:
-    modes = ("none", "full", "ops")
-    cases = [(family, layers, mode) for mode in modes for layers in (LAYERS, 2 * LAYERS)]
+    """A collective may hold a tensor of hidden states a little longer than the layer that made it."""
+    modes, few, many = ("none", "full", "ops"), LAYERS, 4 * LAYERS
+    cases = [(family, layers, mode) for mode in modes for layers in (few, many)]
     found, _ = run_ranks(2, kept_by_split, cases)
     configs = [split_config(*case) for case in cases]
     estimates = [estimate(config, resolve_layout(config, 1, 2)) for config in configs]
     stated = [each.activations for each in estimates if each is not None]
+    hidden = 2 * SEQUENCE * DIM * 4
     for place, mode in enumerate(modes):
-        few, many = 2 * place, 2 * place + 1
-        kept = found[many] - found[few]  # with the statistics of norms, which are not in the estimate
-        assert stated[many] - stated[few] == pytest.approx(kept, rel=0.04), mode
+        kept = found[2 * place + 1] - found[2 * place]  # with the statistics of norms, which are not in the estimate
+        growth = stated[2 * place + 1] - stated[2 * place]
+        assert growth == pytest.approx(kept, rel=0.04, abs=1.1 * hidden), (mode, growth, kept)
 
 
 def averaged_bytes(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> int:
