@@ -32,12 +32,12 @@ from hpc_train.launch.submission import with_layout
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
 from hpc_train.plan.without_effect import Place, notices, without_effect
-from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
+from hpc_train.run.snapshot import snapshot_code
 from hpc_train.run.streams import stdout_for_results
 
 JSON = "--json"

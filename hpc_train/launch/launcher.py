@@ -36,11 +36,12 @@ from hpc_train.launch.job_status import View
 from hpc_train.launch.monitor import Display, hand_over, report, wait
 from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
 from hpc_train.launch.submission import JobQueue, notices_of, prepare
-from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
+from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
+from hpc_train.run.snapshot import snapshot_code, unfrozen_note
 
 T = TypeVar("T")
 
