@@ -26,7 +26,7 @@ from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
 from hpc_train.launch.job_status import outcome, view_at_end
-from hpc_train.launch.launcher import Ended, register_launcher
+from hpc_train.launch.launcher import Ended, collect_garbage, register_launcher
 from hpc_train.launch.search import JobFailed
 from hpc_train.launch.submission import with_layout
 from hpc_train.plan.user_keys import user_keys
@@ -62,6 +62,7 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     if len(others) == 1 and RunDirectory(Path(others[0])).config.is_file():
         from hpc_train.commands.agent import start_agent
 
+        collect_garbage()
         return start_agent(arguments, begun)
     ended = Ended()
     if JSON not in arguments:
@@ -134,6 +135,7 @@ class Training:
 
     def __call__(self, node: DictConfig) -> None:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
+        collect_garbage()
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
         exit_code = task(node, run, self.line, self.begun)
         self.ended.runs.append((run, view_at_end(run, exit_code)))
