@@ -128,7 +128,7 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
     }
-    answers: dict[str, str | None] = {}
+    answers: dict[str, str | None] = dict.fromkeys(commands)
 
     def answer(name: str, command: Sequence[str]) -> None:
         answers[name] = ask(command)
