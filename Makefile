@@ -98,6 +98,7 @@ ifneq ($(TORCH_INDEX),)
 	$(INSTALL) --index-url $(TORCH_INDEX) torch
 endif
 	$(INSTALL) -e .
+	$(PY) -m compileall -q hpc_train hydra_plugins
 	@touch $@
 
 $(STAMPS)/.hpc_train-installed-dev: $(STAMPS)/.hpc_train-installed

@@ -43,13 +43,13 @@ from hpc_train.launch.sbatch import NO_SITE, options, short_lead, stop_note, sur
 from hpc_train.launch.script import Script, by_hand, freezing, render
 from hpc_train.launch.submission import with_layout
 from hpc_train.plan.validate import validate
-from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import warn_if_open
+from hpc_train.run.snapshot import snapshot_code
 from hpc_train.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script

@@ -26,18 +26,18 @@ from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
 from hpc_train.launch.job_status import outcome, view_at_end
-from hpc_train.launch.launcher import Ended, register_launcher
+from hpc_train.launch.launcher import Ended, collect_garbage, register_launcher
 from hpc_train.launch.search import JobFailed
 from hpc_train.launch.submission import with_layout
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
 from hpc_train.plan.without_effect import Place, notices, without_effect
-from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
+from hpc_train.run.snapshot import snapshot_code
 from hpc_train.run.streams import stdout_for_results
 
 JSON = "--json"
@@ -62,6 +62,7 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     if len(others) == 1 and RunDirectory(Path(others[0])).config.is_file():
         from hpc_train.commands.agent import start_agent
 
+        collect_garbage()
         return start_agent(arguments, begun)
     ended = Ended()
     if JSON not in arguments:
@@ -134,6 +135,7 @@ class Training:
 
     def __call__(self, node: DictConfig) -> None:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
+        collect_garbage()
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
         exit_code = task(node, run, self.line, self.begun)
         self.ended.runs.append((run, view_at_end(run, exit_code)))

@@ -14,8 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from fnmatch import fnmatchcase
-from pathlib import PurePath
+from fnmatch import translate
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -41,6 +40,7 @@ SECRET_FILES = (
     *("credentials.ini", "secrets.ini", "credentials.csv", "client_secret*.json", "service[-_]account*.json"),
     *("application_default_credentials.json", "kaggle.json"),
 )
+SECRET_FILE = re.compile("|".join(map(translate, SECRET_FILES)))
 NO_SECRET_FILES = (".env.example", ".env.sample", ".env.template", ".env.dist")  # examples without values
 FIX = "remove it from the config, which is stored in clear text; workers inherit it from the environment"
 
@@ -70,12 +70,10 @@ def contains_secret(value: str, environment: Mapping[str, str] = os.environ) -> 
 
 def is_secret_file(name: str) -> bool:
     """Returns whether a file (relative to the work tree) has a name that tools use for keys, tokens or passwords."""
-    path = PurePath(name.lower())
-    if path.name in NO_SECRET_FILES or path.suffix == ".py":
+    *directories, file = name.lower().split("/")
+    if file in NO_SECRET_FILES or file.endswith(".py"):
         return False
-    return any(fnmatchcase(path.name, pattern) for pattern in SECRET_FILES) or not SECRET_DIRECTORIES.isdisjoint(
-        path.parts[:-1]
-    )
+    return SECRET_FILE.match(file) is not None or not SECRET_DIRECTORIES.isdisjoint(directories)
 
 
 def file_mode(config: Config) -> int:

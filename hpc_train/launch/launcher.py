@@ -3,6 +3,7 @@ watches them or leaves."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import re
 import sys
@@ -36,11 +37,12 @@ from hpc_train.launch.job_status import View
 from hpc_train.launch.monitor import Display, hand_over, report, wait
 from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
 from hpc_train.launch.submission import JobQueue, notices_of, prepare
-from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
+from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
+from hpc_train.run.snapshot import snapshot_code, unfrozen_note
 
 T = TypeVar("T")
 
@@ -99,6 +101,7 @@ class HpcTrainLauncher(Launcher):
             UserError: a job is wrong or was refused.
             SystemExit: the user stopped the jobs.
         """
+        collect_garbage()
         if self._trials is not None:
             return self._trials.launch(job_overrides, initial_job_idx)
         jobs = self._jobs(job_overrides, initial_job_idx)
@@ -158,6 +161,12 @@ class HpcTrainLauncher(Launcher):
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
+
+
+def collect_garbage() -> None:
+    """Switches the garbage collector on, which ``commands.early`` has stopped for imports and composition."""
+    gc.freeze()  # what they have made stays until the end of the process
+    gc.enable()
 
 
 def tell_without_effect(

@@ -17,7 +17,7 @@ from hpc_train.launch.job_status import attempt_end, outcome
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.monitor import hand_over, report, wait, worst
 from hpc_train.launch.submission import JobQueue
-from hpc_train.run.code import FrozenCode, frozen_code, has_changed, snapshot_code
+from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -27,6 +27,7 @@ from hpc_train.run.freeze import claim_run
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.requests import stop_was_requested
+from hpc_train.run.snapshot import has_changed, snapshot_code
 
 LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first
 POLL_LIVE_S = 3.0

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import getpass
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 
@@ -100,6 +101,24 @@ class Site:
 
 def read_site(ask: Query = query) -> Site:
     """Queries the controller and accounting. A query that fails leaves its part of the site unknown."""
+    return begin_site(ask)()
+
+
+@cache
+def begun_site(path: str | None, conf: str | None) -> Callable[[], Site]:
+    """Returns what waits for the site of this machine; the first call asks Slurm. Cached per process.
+
+    Args:
+        path, conf: PATH and SLURM_CONF, which select the commands and the controller.
+    """
+    return begin_site()
+
+
+def begin_site(ask: Query = query) -> Callable[[], Site]:
+    """Starts the queries of ``read_site``, all at once; returns what waits for their answers.
+
+    A process that ends before that does not wait for them.
+    """
     user = getpass.getuser()
     commands = {
         "config": ["scontrol", "show", "config"],
@@ -109,8 +128,25 @@ def read_site(ask: Query = query) -> Site:
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
     }
-    with ThreadPoolExecutor(len(commands)) as pool:
-        answers = dict(zip(commands, pool.map(ask, commands.values()), strict=True))
+    answers: dict[str, str | None] = dict.fromkeys(commands)
+
+    def answer(name: str, command: Sequence[str]) -> None:
+        answers[name] = ask(command)
+
+    threads = [threading.Thread(target=answer, args=item, daemon=True) for item in commands.items()]
+    for thread in threads:
+        thread.start()
+
+    def wait() -> Site:
+        for thread in threads:
+            thread.join()
+        return _site(answers)
+
+    return wait
+
+
+def _site(answers: Mapping[str, str | None]) -> Site:
+    """Returns the site that Slurm's answers describe."""
     text = {name: answer or "" for name, answer in answers.items()}
     config = dict(_pairs(text["config"].splitlines()))
     kinds = _node_kinds(text["nodes"])

@@ -13,12 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import ARCHIVE
@@ -28,6 +25,10 @@ from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
 from hpc_train.telemetry.notices import Event, Notices, saves
 from hpc_train.telemetry.sinks.tracking import TRACKING
 from hpc_train.units import format_duration, format_hours
+
+if TYPE_CHECKING:  # workers import this module and print no live line
+    from rich.console import Console
+    from rich.live import Live
 
 LOOK_EVERY_S = 0.5
 LOOK_S = 1.0  # the agent waits at most this long for the file system
@@ -123,6 +124,9 @@ class Progress:
         return list(deque(self._lines.read(), WINDOW)), events  # no more lines are shown
 
     def _update_live(self) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)  # without a thread, since this process forks
             self._live.start()

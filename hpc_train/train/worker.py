@@ -112,6 +112,8 @@ def _train_joined(
     events: EventLog,
     heartbeat: Heartbeat,
 ) -> Exit:
+    if mesh.rank == 0:  # before the build, which may take minutes
+        print("\n  note: ".join([f"layout: {mesh.layout} on {mesh.device.type}", *mesh.layout.notes]))
     with explained(config, mesh):
         trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
         check_imports(run)  # at this point the user's model and data have been imported
@@ -294,11 +296,8 @@ def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedul
 def _log_settings(
     config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, length: Length, restored: RestoredState | None
 ) -> None:
-    """Prints the layout, learning rate, number of steps and the checkpoint that the run resumes from."""
+    """Prints the learning rate, number of steps and the checkpoint that the run resumes from."""
     events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
-    print(f"layout: {mesh.layout} on {mesh.device.type}")
-    for note in mesh.layout.notes:
-        print(f"  note: {note}")
     print(f"learning rate: {describe_rates(config.optim, config.batch.global_size)}")
     size = config.batch.global_size
     print(f"steps: {length.total_steps}, {length.steps_per_epoch} per epoch, {size} samples each")

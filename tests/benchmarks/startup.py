@@ -4,13 +4,16 @@
 
 prints a table in Markdown, with medians in seconds, and the imports that take most of the time. CPU seconds are those
 of the command and of its children that have ended. The sweep goes to stand-ins for the commands of Slurm, which answer
-at once. With ``--slurm`` the first line of a worker is also measured in a job of the cluster of this machine, against a
-job that only prints.
+at once. With ``--slurm`` the first line of a worker is also measured in a job of the cluster of this machine, in turns
+with a trivial job, whose batch script only prints: from the call of ``sbatch`` to the line in the file.
+
+Bytecode is compiled before and kept, as after an installation by pip or ``make install``.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -57,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1, help="of the run whose start is measured")
     parser.add_argument("--slurm", action="store_true", help="measure a job of the cluster of this machine, too")
     options = parser.parse_args(arguments)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for package in ("hpc_train", "hydra_plugins"):
+        compileall.compile_dir(package, quiet=1)
     with tempfile.TemporaryDirectory(prefix="startup-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         os.environ["HPC_TRAIN_ROOT"] = str(folder / "runs")
@@ -83,7 +89,10 @@ def _rows(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     if options.slurm:
         yield _median("`srun true`", repeats, lambda: _timed(["srun", "--nodes=1", "--ntasks=1", "true"]))
         slurm = ["cluster=slurm", "cluster.gpus_per_node=0", f"cluster.cpu_workers={options.workers}", "-m"]
-        yield _median("first line of a worker in a job", repeats, lambda: _first_line(folder, next(numbers), slurm))
+        names = ("`import torch`, in turns with the next two", "first line of a trivial job")
+        names = (*names, "first line of a worker in a job")
+        turns = [_turn(folder, next(numbers), slurm) for _ in range(repeats)]
+        yield from (Row(name, median(turn[index] for turn in turns)) for index, name in enumerate(names))
     yield _median(f"submission of {options.jobs} jobs", 1, lambda: _sweep(folder, options.jobs))
 
 
@@ -107,6 +116,25 @@ def _first_line(folder: Path, number: int, where: Sequence[str]) -> tuple[float,
     with _running(folder, number, where) as run:
         _wait(lambda: any(path.stat().st_size for path in (run / "logs").glob("*.log")), "a line of a worker")
         return time.perf_counter() - began, None
+
+
+def _turn(folder: Path, number: int, where: Sequence[str]) -> tuple[float, float, float]:
+    """Returns the seconds of an import of torch, of a trivial job, and until the first line of a worker in a job."""
+    return (
+        _timed([sys.executable, "-c", "import torch"])[0],
+        _trivial(folder, number),
+        _first_line(folder, number, where)[0],
+    )
+
+
+def _trivial(folder: Path, number: int) -> float:
+    """Returns the seconds from ``sbatch`` to the line that a batch script prints."""
+    script, output = folder / "trivial.sbatch", folder / f"trivial-{number}.out"
+    script.write_text("#!/bin/sh\necho here\n")
+    began = time.perf_counter()
+    subprocess.run(["sbatch", f"--output={output}", script], check=True, stdout=subprocess.DEVNULL)
+    _wait(lambda: output.exists() and output.stat().st_size, "the line of a trivial job")
+    return time.perf_counter() - began
 
 
 def _restart(folder: Path, number: int, where: Sequence[str]) -> tuple[float, float, float]:

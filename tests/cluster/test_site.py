@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import getpass
+import threading
 from collections.abc import Sequence
 
 import pytest
 
-from hpc_train.slurm.site import NodeKind, PartitionLimits, Site, gpus_of, parse_features, read_site, seconds
+from hpc_train.slurm.site import (
+    NodeKind,
+    PartitionLimits,
+    Site,
+    begin_site,
+    gpus_of,
+    parse_features,
+    read_site,
+    seconds,
+)
 
 CONFIG = """Configuration data as of 2026-01-01T00:00:00
 AccountingStorageEnforce = associations,limits,qos
@@ -56,6 +66,18 @@ def test_partitions_and_nodes() -> None:
     assert gpu.kinds[1].gpus_of(None) == 8
     assert gpu.kinds[1].gpus_of("a100") == 0
     assert found.partitions["cpu"].max_time_s is None
+
+
+def test_all_queries_run_at_once_and_nobody_waits_before_the_answer_is_needed() -> None:
+    all_began = threading.Barrier(7)  # six queries and this test
+
+    def ask(command: Sequence[str]) -> str | None:
+        all_began.wait(60)
+        return next((text for word, text in answers().items() if word in command), None)
+
+    wait = begin_site(ask)
+    all_began.wait(60)
+    assert wait() == site(answers())
 
 
 def test_nodes_that_differ_are_not_summed_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.run import code
-from hpc_train.run.code import FrozenCode, check_imports, frozen_code, reexec_from_snapshot, snapshot_code
+from hpc_train.run import snapshot as snapshots
+from hpc_train.run.code import FrozenCode, check_imports, frozen_code, reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.snapshot import snapshot_code
 from tests.config.composing import config_of
 
 
@@ -170,6 +172,29 @@ def test_equal_trees_share_a_copy_and_runs_are_no_part_of_it(tree: Path) -> None
     assert (Path(first.snapshot) / "untracked.py").read_text() == "value = 3\n"
 
 
+def bytecode_that_says(module: Path, text: str) -> None:
+    """Writes bytecode for ``module`` that sets another value than its source."""
+    source, original = module.stat(), module.read_text()
+    module.write_text(f"value = {text!r}".ljust(source.st_size - 1) + "\n")
+    os.utime(module, ns=(source.st_mtime_ns, source.st_mtime_ns))
+    py_compile.compile(str(module), doraise=True)
+    module.write_text(original)
+    os.utime(module, ns=(source.st_mtime_ns, source.st_mtime_ns))
+
+
+def test_bytecode_that_is_up_to_date_is_used_in_the_copy(tree: Path) -> None:
+    for name in ("fresh.py", "stale.py"):
+        (tree / name).write_text("value = 'source'\n")
+        bytecode_that_says(tree / name, "cached")
+    os.utime(tree / "stale.py", (0, 0))
+    code = taken(tree)
+    call = [sys.executable, "-c", "import fresh, stale; print(fresh.value, stale.value, fresh.__file__)"]
+    environment = code.environment({}) | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(call, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cached", "source", f"{code.snapshot}/fresh.py"]
+    assert [path.name for path in Path(code.snapshot).rglob("*.pyc")] == [f"fresh.{sys.implementation.cache_tag}.pyc"]
+
+
 def test_the_current_directory_comes_first_on_the_path(tree: Path) -> None:
     code = taken(tree, directory=tree / "package")
     assert code.paths[0] == f"{code.snapshot}/package"
@@ -185,7 +210,7 @@ def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
 
 
 def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(snapshots, "LIMIT_BYTES", 2**20)
     (tree / "weights.bin").write_bytes(bytes(2**20))
     with pytest.raises(UserError, match=r"the limit is 1 MiB; the largest entries are weights\.bin \(1 MiB\)"):
         taken(tree)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.environment import threads_per_rank
-from hpc_train.commands.early import threads_of_worker, trains_here
+from hpc_train.commands.early import submits, threads_of_worker, trains_here
 from hpc_train.run.processes import process_state
 
 REPOSITORY = Path(__file__).parents[2]
@@ -145,6 +145,24 @@ def test_the_warm_parent_is_as_a_new_process_would_be(
 def test_no_import_starts_for_a_submission_or_a_look(tmp_path: Path, words: list[str], expected: bool) -> None:
     (tmp_path / "sbatch").touch(mode=0o755)
     assert trains_here(words, {"PATH": str(tmp_path)}) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "expected"),
+    [
+        (["+strategy=dp", "-m"], {}, True),
+        (["+strategy=dp", "cluster=slurm", "--multirun"], {}, True),
+        (["+strategy=dp"], {}, False),
+        (["+strategy=dp", "cluster=local", "-m"], {}, False),
+        (["+strategy=dp", "-m"], {"SLURM_JOB_ID": "7"}, False),
+        (["+strategy=dp", "-m"], {"PATH": ""}, False),
+    ],
+)
+def test_slurm_is_asked_early_only_for_a_submission_to_it(
+    tmp_path: Path, words: list[str], more: dict[str, str], expected: bool
+) -> None:
+    (tmp_path / "sbatch").touch(mode=0o755)
+    assert submits(words, {"PATH": str(tmp_path), **more}) is expected
 
 
 def test_the_node_of_a_job_and_a_machine_without_slurm_train(tmp_path: Path) -> None:

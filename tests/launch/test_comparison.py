@@ -23,7 +23,7 @@ from hpc_train.launch.job_status import View
 from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import find_run
 from hpc_train.launch.resubmission import notes_on_changed_code, take_code_again
-from hpc_train.run.code import FrozenCode, frozen_code, snapshot_code, unfrozen_note
+from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
@@ -31,6 +31,7 @@ from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
+from hpc_train.run.snapshot import snapshot_code, unfrozen_note
 from tests.launch.jobs import make_job
 
 

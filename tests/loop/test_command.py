@@ -13,9 +13,9 @@ import pytest
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.script import FOLDER_EVERY_S, FolderProgress, ScriptProgress, StepLog
 from hpc_train.elastic.workers import class_of_script_end
-from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure, end_of_script
+from hpc_train.run.snapshot import snapshot_code
 from tests.config.composing import config_of
 from tests.elastic.test_agent import alive
 from tests.loop.runs import failures, frozen, run_agent

@@ -173,6 +173,28 @@ def test_a_failure_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert [(name, word in outcome["problem"]) for name, outcome in recorded] == [("wandb", True)]
 
 
+def test_a_file_of_the_user_with_the_name_of_the_client_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own" / "wandb.py"
+    own.parent.mkdir()
+    own.write_text("")
+    monkeypatch.syspath_prepend(str(own.parent))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    del sys.modules["wandb"]  # what is imported instead is removed after the test
+    monkeypatch.setattr(follow, "FIRST_EVERY_S", 0.01)
+    told: list[str] = []
+    run = RunDirectory(tmp_path)
+    logged(run, 1, [1, 2, 3])
+    follower = follow.Follower(Replay(run, backend(tmp_path)), told.append, lambda *outcome: None)
+    follower.start()
+    follower.end()
+    follower.join(time.monotonic() + 60, 60)
+    assert len(told) == 1
+    assert f"{own} shadows the package wandb" in told[0] and f"rename {own}" in told[0]
+    assert "\n" not in told[0]
+
+
 @pytest.fixture
 def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):

@@ -52,7 +52,7 @@ from hpc_train.run.files import append_line, write_text
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Check, Problem, SlurmError, inherited_variables, on_clusters
 from hpc_train.slurm.queue_estimate import ESTIMATES, Estimate
-from hpc_train.slurm.site import Site, read_site
+from hpc_train.slurm.site import Site, begun_site
 
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
@@ -297,7 +297,7 @@ def _site(path: str | None, conf: str | None) -> Site:
     Args:
         path, conf: PATH and SLURM_CONF, which select the commands and the controller.
     """
-    return read_site()
+    return begun_site(path, conf)()
 
 
 def _waiting_for(asked: Options, job_id: str | None) -> Options:

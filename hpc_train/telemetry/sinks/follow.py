@@ -23,6 +23,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_or
 from hpc_train.run.freeze import load
 from hpc_train.run.processes import die_with_parent
+from hpc_train.shadowing import shadowing_file
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.table import BACKENDS, Session
 from hpc_train.telemetry.sinks.tracking import advice, tracking_events, wanted
@@ -91,7 +92,8 @@ class Follower:
             self._replay.finish()
             self._report()
         except BaseException as error:  # errors of clients derive from several bases, SystemExit among them
-            self.give_up(f"{type(error).__name__}: {error}")
+            shadowed = shadowing_file(error)
+            self.give_up(f"{type(error).__name__}: {error}" if shadowed is None else "; ".join(shadowed.split("\n  ")))
 
     def _report(self) -> None:
         outcome = self._replay.backend.outcome() | ({} if self._problem is None else {"problem": self._problem})

@@ -1,0 +1,369 @@
+"""Freezes code: copies the user's git work tree when a run is frozen; agents and workers start from the copy.
+
+The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
+tree, in a directory that only its owner can enter (``run.group`` lets the group in). Copies are named by their content,
+so the runs of a sweep share one and an unchanged tree is copied once. Outside a work tree nothing is copied.
+
+Bytecode of the work tree that is up to date is copied as well: without it, the first job would compile every module
+before its workers start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.extensions import is_extension
+from hpc_train.config.schema import Config
+from hpc_train.config.secrets import is_secret_file
+from hpc_train.config.values import command_words
+from hpc_train.errors import UserError
+from hpc_train.plan.optimizers import own_code
+from hpc_train.run.code import FrozenCode
+from hpc_train.run.files import concurrently
+from hpc_train.units import format_bytes
+
+LIMIT_BYTES = 50 * 2**20
+LISTED = 8  # files and folders named in a refusal
+NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
+CACHE = "__pycache__"  # the folder of bytecode, which is copied apart from the files that git lists
+SAMPLE = 20  # files that are written first, which tells how fast the file system is
+
+
+def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None = None) -> FrozenCode | None:
+    """Copies the work tree of ``directory`` (default: the current one) to ``into/<hash>``, for all of ``configs``.
+
+    Prints to standard error which files are left out because their names indicate secrets.
+
+    Returns:
+        None if ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
+
+    Raises:
+        UserError: the copy would exceed 50 MiB, or a ``_target_`` would not be in it. Nothing was written.
+    """
+    config = configs[0]  # run.* is the same for all jobs of a sweep
+    here = Path(os.path.realpath(directory or Path.cwd()))
+    root = _work_tree(here) if config.run.snapshot else None
+    if root is None:
+        return None
+    listed = _listed_code(root, config, into)
+    names = _without_secrets(listed)
+    _check_size(root, names)
+    for target in _own_targets(configs):
+        _check_target(target, root, names)
+    for each in configs:
+        _check_files(command_words(each), here, root, names)
+    entries = _entries(root, names)
+    digest = _digest(entries)
+    _make_private(into, config.run.group)
+    snapshot = into / digest
+    if not snapshot.exists():
+        _write(entries, snapshot)
+    commit = _git(root, "rev-parse", "--verify", "HEAD").strip() or None
+    changed = _changed(root) if commit else []
+    diff = _write_diff(root, changed, into / f"{digest}.patch")
+    if secrets := sorted({*listed.keys() - names.keys(), *filter(is_secret_file, changed)}):
+        print(_secrets_note(secrets), file=sys.stderr)
+    code = FrozenCode(str(root), str(snapshot), (), commit, diff)
+    copies = [code.copied_path(path) for path in _import_paths(here, root)]
+    return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
+
+
+def _listed_code(root: Path, config: Config, into: Path) -> dict[str, int]:
+    """Returns the files of a work tree with their sizes, sorted, without bytecode, runs and the copies in ``into``."""
+    runs = tuple(f"{os.path.realpath(path)}/" for path in (config.run.root, into))
+    found = ((name, size) for name, size in _listed(str(root)) if not f"{root}/{name}/".startswith(runs))
+    return dict(sorted((name, size) for name, size in found if f"/{CACHE}/" not in f"/{name}"))
+
+
+def _without_secrets(listed: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in listed.items() if not is_secret_file(name)}
+
+
+def _make_private(directory: Path, group: str | None) -> None:
+    """Creates the directory of the copies, which only its owner can enter; ``freeze`` gives it to ``run.group``."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if group is None and directory.stat().st_uid == os.geteuid():
+        directory.chmod(0o700)  # that of an earlier version
+
+
+def _work_tree(directory: Path) -> Path | None:
+    found = _git(directory, "rev-parse", "--show-toplevel").strip()
+    return Path(os.path.realpath(found)) if found else None
+
+
+def _listed(root: str) -> Iterator[tuple[str, int]]:
+    """Yields the files that are tracked or not ignored, including those of submodules, relative to ``root``, with their
+    sizes in bytes.
+    """
+
+    @cache
+    def is_below_link(directory: str) -> bool:
+        return os.path.realpath(directory) != directory
+
+    for name in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+        path = f"{root}/{name}".rstrip("/")
+        try:
+            found = os.lstat(path)
+        except OSError:
+            continue  # tracked but deleted
+        if not name or is_below_link(path.rpartition("/")[0]):
+            continue  # its directory was replaced by a link, which is listed itself
+        if not stat.S_ISDIR(found.st_mode):
+            yield name, found.st_size
+        elif os.path.lexists(f"{path}/.git"):
+            yield from ((f"{name.rstrip('/')}/{inner}", size) for inner, size in _listed(path))
+
+
+def _check_size(root: Path, sizes: Mapping[str, int]) -> None:
+    total = sum(sizes.values())
+    if total <= LIMIT_BYTES:
+        return
+    groups: dict[str, int] = {}
+    for name, size in sizes.items():
+        head = name if size > LIMIT_BYTES // 10 else "/".join(name.split("/")[:-1]) + "/"
+        groups[head] = groups.get(head, 0) + size
+    largest = sorted(groups.items(), key=lambda item: -item[1])[:LISTED]
+    listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest)
+    raise UserError(
+        f"the snapshot of {root} would have {format_bytes(total)}, and the limit is {format_bytes(LIMIT_BYTES)}; "
+        f"the largest entries are {listed}",
+        where="the git work tree of the current directory",
+        fix="add files that are not code to .gitignore, or set run.snapshot=false to train from the live work tree",
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, link or directory of the work tree.
+
+    Attributes:
+        mode: type and permissions.
+        content: of a file, or the target of a link.
+        modified_ns: of a file.
+        bytecode: of a Python file, from the cache of this interpreter; None if it is missing or out of date.
+    """
+
+    mode: int
+    content: bytes = b""
+    modified_ns: int = 0
+    bytecode: bytes | None = None
+
+
+def _entries(root: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Reads the files and the directories that contain them, outer directories first."""
+    directories = {"."}
+    for name in names:
+        parent = name.rpartition("/")[0]
+        while parent and parent not in directories:
+            directories.add(parent)
+            parent = parent.rpartition("/")[0]
+    found = {name: Entry(os.lstat(f"{root}/{name}").st_mode) for name in sorted(directories)}
+    return found | {name: _entry(f"{root}/{name}") for name in names}
+
+
+def _entry(path: str) -> Entry:
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        return Entry(mode, os.fsencode(Path(path).readlink()))
+    with os.fdopen(os.open(path, os.O_RDONLY), "rb") as file:
+        content, found = file.read(), os.fstat(file.fileno())
+    return Entry(mode, content, found.st_mtime_ns, _bytecode(path, found) if path.endswith(".py") else None)
+
+
+def _bytecode(path: str, source: os.stat_result) -> bytes | None:
+    """Returns the bytecode of a Python file if Python would use it, which compares time and size of the source."""
+    try:
+        cached = Path(importlib.util.cache_from_source(path)).read_bytes()
+    except (OSError, NotImplementedError):  # an interpreter may keep none
+        return None
+    flags = 0  # it is compared by time and not by hash
+    numbers = (flags, int(source.st_mtime), source.st_size)
+    head = importlib.util.MAGIC_NUMBER + b"".join((each & 0xFFFFFFFF).to_bytes(4, "little") for each in numbers)
+    return cached if cached.startswith(head) else None
+
+
+def _digest(entries: Mapping[str, Entry]) -> str:
+    whole = hashlib.sha256()
+    for name, entry in entries.items():
+        content = hashlib.sha256(entry.content).hexdigest()
+        whole.update(f"{entry.mode:o} {content} {name}\0".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()[:NAME_LENGTH]
+
+
+def _write(entries: Mapping[str, Entry], snapshot: Path) -> None:
+    """Writes the snapshot atomically, because jobs of another submission may be reading."""
+    partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))  # not readable by others yet
+    try:
+        for name, entry in entries.items():
+            if stat.S_ISDIR(entry.mode):
+                (partial / name).mkdir(mode=entry.mode & 0o777 | 0o700, exist_ok=True)
+        _write_files([(f"{partial}/{name}", entry) for name, entry in entries.items() if not stat.S_ISDIR(entry.mode)])
+        mode = entries["."].mode if "." in entries else 0o777
+        partial.chmod(snapshot.parent.stat().st_mode & (mode | 0o7700))
+        partial.rename(snapshot)
+    except OSError:
+        shutil.rmtree(partial)
+        if not snapshot.is_dir():  # otherwise another submission wrote the same content first
+            raise
+
+
+def _write_files(files: Sequence[tuple[str, Entry]]) -> None:
+    """Writes files and links, several at a time if the file system is a remote one: then the first ones mostly wait."""
+    began, cpu = time.perf_counter(), time.thread_time()
+    for each in files[:SAMPLE]:
+        _write_file(each)
+    if time.perf_counter() - began > 5 * (time.thread_time() - cpu):
+        for _ in concurrently(_write_file, files[SAMPLE:]):
+            pass
+        return
+    for each in files[SAMPLE:]:  # threads would only wait for each other
+        _write_file(each)
+
+
+def _write_file(file: tuple[str, Entry]) -> None:
+    """Writes a file or link with the permissions of its entry, reduced by the umask."""
+    path, entry = file
+    if stat.S_ISLNK(entry.mode):
+        Path(path).symlink_to(os.fsdecode(entry.content))
+        return
+    permissions = entry.mode & 0o777
+    _write_new(path, permissions, entry.content)
+    if entry.bytecode is not None:
+        os.utime(path, ns=(entry.modified_ns, entry.modified_ns))
+        cache = Path(path).with_name(CACHE)
+        cache.mkdir(exist_ok=True)
+        cached = Path(importlib.util.cache_from_source(path)).name
+        _write_new(f"{cache}/{cached}", permissions, entry.bytecode)
+
+
+def _write_new(path: str, permissions: int, content: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions), "wb") as file:
+        file.write(content)
+
+
+def _changed(root: Path) -> list[str]:
+    """Returns the files that differ from the commit, including those removed from the work tree or from git's index."""
+    return list(filter(None, _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0")))
+
+
+def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
+    """Writes the diff to the commit; ``changed`` names all files that differ, and those with secrets are left out."""
+    without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
+    text = _git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without) if changed else ""
+    if not text:
+        return None
+    path.touch(mode=0o600)  # it may contain lines of files that only their owner may read
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    return str(path)
+
+
+def _secrets_note(secrets: Sequence[str]) -> str:
+    more = f" and {len(secrets) - LISTED} more" if len(secrets) > LISTED else ""
+    return (
+        "note: files whose names indicate secrets are left out of the code snapshot: "
+        f"{', '.join(secrets[:LISTED])}{more}. Workers inherit the environment of the submission; "
+        "run.snapshot=false starts them from the work tree itself"
+    )
+
+
+def _import_paths(here: Path, root: Path) -> list[Path]:
+    """Returns the directories inside the work tree from which this process imports, the current directory first."""
+    found = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
+    return [path for path in found if path.is_relative_to(root) and path.is_dir()]
+
+
+def unfrozen_note(configs: Sequence[Config]) -> str | None:
+    """Returns a line for the user whose modules in the current directory no snapshot keeps; None without such."""
+    here = Path(os.path.realpath(Path.cwd()))
+    own = sorted({re.split(r"[.:]", target)[0] for target in _own_targets(configs)})
+    local = [name for name in own if (here / f"{name}.py").is_file() or (here / name).is_dir()]
+    if not local or not configs[0].run.snapshot or _work_tree(here) is not None:
+        return None
+    return (
+        f"note: {here} is not in a git work tree, so its code is not frozen: jobs import {', '.join(local)} from there "
+        "when they start (after git init, they start from a copy)"
+    )
+
+
+def _own_targets(configs: Sequence[Config]) -> set[str]:
+    """Returns all import paths of a user's code in ``configs``."""
+    owners = [owner for each in configs for owner in (each.model, each.data)]
+    rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
+    own = [path for each in configs for path in own_code(each.optim)]
+    own += [each._target_ for config in configs for each in (*config.metrics.values(), *config.hooks.values())]
+    own += [each.run.entry for each in configs if each.run.entry is not None]
+    own += [owner.kind.partition(":")[0] for owner in owners if is_extension(owner.kind)]
+    return {*rows, *own, *(name for owner in owners for name in _own_names(owner))}
+
+
+def _own_names(owner: Any) -> list[str]:
+    """Returns the import paths of a user's classes and functions in the config of a model or of data."""
+    sources = getattr(owner, "sources", {}).values()
+    found = [getattr(owner, name, None) for name in ("_target_", "collate")]
+    return [name for name in (*found, *(source.get("_target_") for source in sources)) if name is not None]
+
+
+def _check_target(target: str, root: Path, names: Collection[str]) -> None:
+    """Raises UserError if the user's module is in the work tree but would be missing from the snapshot."""
+    try:
+        spec = importlib.util.find_spec(re.split(r"[.:]", target)[0])
+    except (ImportError, ValueError):
+        return
+    origin = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+    if not origin or not Path(origin).is_relative_to(root) or "site-packages" in Path(origin).parts:
+        return
+    inside = str(Path(origin).relative_to(root))
+    if not any(name == inside or name.startswith(f"{inside}/") for name in names):
+        raise _ignored(origin, "_target_")
+
+
+def _check_files(words: Iterable[str], here: Path, root: Path, names: Collection[str]) -> None:
+    """Raises UserError if a Python file that ``run.command`` names would be missing from the snapshot."""
+    for word in words:
+        path = Path(os.path.realpath(here / word))
+        inside = word.endswith(".py") and path.is_file() and path.is_relative_to(root)
+        if inside and str(path.relative_to(root)) not in names:
+            raise _ignored(str(path), "run.command")
+
+
+def _ignored(path: str, where: str) -> UserError:
+    return UserError(
+        f"{path} is ignored by git, so it would be missing from the code snapshot that workers start from",
+        where=where,
+        fix="remove it from .gitignore, or set run.snapshot=false to train from the live work tree",
+    )
+
+
+def _git(directory: Path | str, *arguments: str) -> str:
+    """Returns git's output; "" if git fails, is absent, or finds no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "surrogateescape") if done.returncode == 0 else ""
+
+
+def has_changed(code: FrozenCode, config: Config) -> bool:
+    """Returns whether the work tree differs from the frozen code, whose run has ``config``."""
+    root, snapshot = Path(code.work_tree), Path(code.snapshot)
+    names = _without_secrets(_listed_code(root, config, snapshot.parent))
+    try:
+        _check_size(root, names)
+    except UserError:  # the frozen code did not exceed the limit
+        return True
+    return _digest(_entries(root, names)) != snapshot.name
