@@ -18,9 +18,9 @@ from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
 from hpc_train.errors import UserError
 from hpc_train.plan.open_keys import SIMPLEST, open_keys
-from hpc_train.plan.validate import check_values, checked_layout
+from hpc_train.plan.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
-from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, with_values
+from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal, with_values
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.work import count_work
 from hpc_train.units import counted, format_bytes
@@ -221,12 +221,9 @@ def _no_layout(config: Config, nodes: int, per_node: int, found: list[Candidate]
             fix="more nodes, a shorter data.sequence_length, strategy.offload=optimizer, or fewer keys of strategy, "
             "batch and train that are set",
         )
-    try:
-        checked_layout(
-            with_values(config, {name: SIMPLEST.get(name, 1) for name in open_keys(config)}), nodes, per_node
-        )
-    except UserError as error:
-        return error
+    refused = refusal(config, nodes, per_node, {name for name, _, _ in keys(config)} - {*open_keys(config)})
+    if refused is not None:
+        return refused
     return UserError(
         f"strategy=auto found no layout for {nodes} x {per_node} devices with the keys that are set",
         where="strategy",

@@ -16,6 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.counted import counted
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.open_keys import SIMPLEST
 from hpc_train.plan.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
@@ -29,6 +30,7 @@ FURTHER: Mapping[str, tuple[str, ...]] = {  # keys that are compared only if the
     "strategy.compression": ("none", "bf16"),
     "strategy.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
 }
+_FIRST = FURTHER["strategy.schedule"][0]
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)
 Values = Mapping[str, Any]  # by config key
 DERIVED: Values = {"strategy.schedule": "auto", "strategy.dp": "fill", "batch.micro_batches": "auto"}
@@ -158,6 +160,7 @@ def _choices(
     per_node = min(devices, machine.devices_per_node)
     kind_is_open = "strategy.data_parallel" not in kept
     splits = family_of(config.model).tensor_parallel is not None
+    sizes = [size for size in MICRO_SIZES if size <= config.batch.global_size]
     open_values: dict[str, Iterable[Any]] = {
         "strategy.tp": [tp for tp in _powers(per_node) if tp == 1 or splits],
         "strategy.pp": [pp for pp in _powers(devices) if pp <= most_stages],
@@ -165,7 +168,7 @@ def _choices(
         "strategy.data_parallel": KINDS,
         "strategy.shard": ("fill", "node"),
         "train.activation_checkpointing": CHECKPOINTING,
-        "batch.micro_size": [size for size in MICRO_SIZES if size <= config.batch.global_size],
+        "batch.micro_size": sizes if _splits_batch(config, kept) else ("auto",),
         **{name: values for name, values in FURTHER.items() if name in also},
     }
     for name in [*open_values]:
@@ -174,13 +177,18 @@ def _choices(
             open_values[name] = [getattr(getattr(config, group), key)]
     for values in product(*open_values.values()):
         chosen = dict(zip(open_values, values, strict=True))
-        if not _is_sensible(chosen, devices, per_node):
+        if not _is_sensible(chosen, devices, per_node, kept):
             continue
         if chosen["strategy.tp"] > 1 and chosen["strategy.data_parallel"] == "ddp" and kind_is_open:
             chosen["strategy.data_parallel"] = "allreduce"
         derived = {name: value for name, value in DERIVED.items() if name not in open_values}
         chosen |= {**derived, **({**ON_CPUS, "cluster.cpu_workers": per_node} if machine.rates.cores else {})}
         yield {name: value for name, value in chosen.items() if name in open_values or name not in kept}
+
+
+def _splits_batch(config: Config, kept: Collection[str]) -> bool:
+    """Returns whether the size of micro-batches is open: neither their number nor a reproducible sum determines it."""
+    return "batch.micro_batches" not in kept and config.train.reproducible is None
 
 
 def _most_stages(config: Config) -> int:
@@ -190,22 +198,30 @@ def _most_stages(config: Config) -> int:
     return 1 if why_not is not None and why_not(model) else max(1, getattr(model, "n_layers", 1))
 
 
-def _is_sensible(chosen: Values, devices: int, per_node: int) -> bool:
-    """Returns whether a choice differs from the simpler ones among the candidates."""
+def _is_sensible(chosen: Values, devices: int, per_node: int, kept: Collection[str]) -> bool:
+    """Returns whether the open keys of a choice make a difference that simpler candidates do not have."""
     tp, pp, kind = chosen["strategy.tp"], chosen["strategy.pp"], chosen["strategy.data_parallel"]
     if not isinstance(pp, int) or tp * pp > devices:
         return not isinstance(pp, int)
     dp = devices // (tp * pp)
-    hybrid = chosen["strategy.shard"] == "node"
-    compressed = chosen.get("strategy.compression", "none") != "none"
-    schedules = FURTHER["strategy.schedule"]
-    return (
-        (not compressed or dp > 1)
-        and (pp > 1 or chosen.get("strategy.schedule", schedules[0]) == schedules[0])
-        and (pp > 1 or chosen["strategy.stages_per_rank"] == 1)
-        and (dp > 1 or kind == "ddp")
-        and (not hybrid or (kind.startswith("zero") and dp * tp > per_node > tp))
-    )
+    differs = {
+        "strategy.compression": chosen.get("strategy.compression", "none") == "none" or dp > 1,
+        "strategy.schedule": chosen.get("strategy.schedule", _FIRST) == _FIRST or pp > 1,
+        "strategy.stages_per_rank": chosen["strategy.stages_per_rank"] == 1 or pp > 1,
+        "strategy.data_parallel": kind == "ddp" or dp > 1,
+        "strategy.shard": chosen["strategy.shard"] != "node" or (kind.startswith("zero") and dp * tp > per_node > tp),
+    }
+    return all(differs[name] for name in differs if name not in kept)
+
+
+def refusal(config: Config, nodes: int, per_node: int, kept: Collection[str]) -> UserError | None:
+    """Returns why the simplest layout with the values of the ``kept`` keys is refused; None if it is not."""
+    simplest = {**SIMPLEST, "strategy.dp": "fill", **({"batch.micro_size": 1} if _splits_batch(config, kept) else {})}
+    try:
+        checked_layout(with_values(config, {k: v for k, v in simplest.items() if k not in kept}), nodes, per_node)
+    except UserError as error:
+        return error
+    return None
 
 
 def _key(values: Values, layout: Layout) -> tuple[Any, ...]:

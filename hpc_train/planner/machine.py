@@ -100,6 +100,11 @@ _SHARED = (
     "fabric_bytes_per_s", "host_bytes_per_s", "watts",
 )  # fmt: skip
 _HOST_TIMES = ("launch_s", "node_latency_s", "fabric_latency_s")
+_MAY_BE_ZERO = {
+    *_HOST_TIMES, "reserved_bytes", "allocator_share", "overlap_share", "watts", "cores",
+    "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "half_rate_flops",
+}  # fmt: skip
+_OF_PEAK = ("matmul_share", "attention_share")
 
 
 @dataclass(frozen=True)
@@ -214,14 +219,29 @@ def parse_machine(content: Any, where: str) -> Machine:
 
 def _figure(content: Any, name: str, where: str) -> Figure:
     try:
-        figure = Figure(float(content["value"]), content["kind"], str(content["source"]))
+        value, figure = content["value"], Figure(float(content["value"]), content["kind"], str(content["source"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{name} is {content!r}", where=where, fix='{"value": a number, "kind": "measured", "source": "..."}'
-        ) from error
-    least_is_zero = name.endswith(("_flops", "_share", "reserved_bytes", "watts", "_s", "cores"))
-    if not 0 <= figure.value < float("inf") or (figure.value == 0 and not least_is_zero):
-        raise UserError(f"{name} is {figure.value:g}", where=where, fix="a number above 0")
+        raise _not_a_figure(content, name, where) from error
+    if isinstance(value, bool):
+        raise _not_a_figure(content, name, where)
+    check_figure(name, figure.value, where)
     if figure.kind not in get_args(Kind):
         raise UserError(f"the kind of {name} is {figure.kind!r}", where=where, fix=" or ".join(get_args(Kind)))
     return figure
+
+
+def _not_a_figure(content: Any, name: str, where: str) -> UserError:
+    fix = '{"value": a number, "kind": "measured", "source": "..."}'
+    return UserError(f"{name} is {content!r}", where=where, fix=fix)
+
+
+def check_figure(name: str, value: float, where: str) -> None:
+    """Raises UserError if the number ``name`` of a machine cannot be ``value``."""
+    may_be_zero = name in _MAY_BE_ZERO
+    if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
+        fix = f"a finite number {'of at least 0' if may_be_zero else 'above 0'}"
+        raise UserError(f"{name} is {value:g}", where=where, fix=fix)
+    if value > 1 and name in _OF_PEAK:
+        raise UserError(f"{name} is {value:g}", where=where, fix="a share of the peak, at most 1")
+    if name == "devices_per_node" and value != int(value):
+        raise UserError(f"{name} is {value:g}", where=where, fix="a whole number")

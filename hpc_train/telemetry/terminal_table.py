@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -34,3 +35,39 @@ def text_table(
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+def fitting_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    numbers: Collection[str],
+    folded: Mapping[str, int],
+    least_needed: Iterable[str],
+) -> tuple[Table, list[str]]:
+    """Returns a table of ``width`` columns of text at most, and the names of the columns that are left out of it.
+
+    Numbers are never cut or wrapped. What the table still lacks in width after columns are left out is cut by rich.
+
+    Args:
+        numbers: the columns that are aligned at the right.
+        folded: the columns whose cells continue in the next line, and the width that they need at least.
+        least_needed: the columns that may be left out, those that are needed least first.
+    """
+    longest = {name: max([len(name), *(len(row[number]) for row in rows)]) for number, name in enumerate(columns)}
+    needed = {name: min(length, folded.get(name, length)) for name, length in longest.items()}
+    left_out = list[str]()
+    for name in least_needed:
+        if sum(needed.values()) + len(needed) - 1 <= width:
+            break
+        if needed.pop(name, None) is not None:
+            left_out.append(name)
+    roomy = sum(longest[name] + 2 for name in needed) - 2 <= width
+    table = Table(box=None, pad_edge=False, collapse_padding=not roomy)
+    for name, least in needed.items():
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in folded, min_width=least)
+    shown = [number for number, name in enumerate(columns) if name in needed]
+    for row in rows:
+        table.add_row(*(Text(row[number]) for number in shown))
+    return table, left_out

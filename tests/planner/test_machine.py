@@ -78,6 +78,11 @@ def own_file(folder: Path, **changes: Any) -> str:
         ({"memory_bytes": {"value": 0, "kind": "table", "source": "x"}}, "memory_bytes is 0"),
         ({"memory_bytes": 34e9}, "memory_bytes is 34"),
         ({"watts": {"value": 300, "kind": "guessed", "source": "x"}}, "the kind of watts is 'guessed'"),
+        ({"watts": {"value": True, "kind": "table", "source": "x"}}, "watts is .*True"),
+        ({"fabric_bytes_per_s": {"value": 0, "kind": "table", "source": "x"}}, "fabric_bytes_per_s is 0"),
+        ({"attention_share": {"value": 0, "kind": "table", "source": "x"}}, "attention_share is 0"),
+        ({"matmul_share": {"value": 70, "kind": "table", "source": "x"}}, "matmul_share is 70"),
+        ({"devices_per_node": {"value": 7.5, "kind": "table", "source": "x"}}, "devices_per_node is 7.5"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_number(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hpc_train.commands import plan
+from hpc_train.commands.plan.printed import COLUMNS, FOLDED, LEAST_NEEDED, WHY, print_fitting
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -249,7 +251,7 @@ def test_offload_is_compared_if_nothing_fits_or_it_is_asked_for(capsys: pytest.C
     "arguments",
     [["--by", "tomorrow"], ["--by", "2020-01-01"], ["--within", "2 days"], ["--gpus", "16..8"], ["--gpus", "0"],
      ["--gpus", "x"], ["--figure", "watts=x"], ["--price", "cheap"], ["--also", "tp"],
-     ["--by", "2099-01-01", "--within", "1h"]],
+     ["--by", "2099-01-01", "--within", "1h"], ["--rows", "0"], ["--rows", "ten"]],
     ids=" ".join,
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,8 +268,47 @@ def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pyt
         ([*TINY, "strategy.tp=3", "--gpus", "8"], "no layout is possible"),
         ([*TINY, "--machine", "v100", "precision=bf16"], "do not compute in bf16"),
         ([*TINY, "--gpus", "9..15"], "no number of --gpus fills nodes of 8"),
+        ([*TINY, "--figure", "wats=1"], "the machine has no number wats"),
+        ([*TINY, "--figure", "matmul_share=3"], "matmul_share is 3"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan.main(arguments)
+
+
+def test_a_strategy_that_the_command_names_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*TINY, "train.steps=10", "--gpus", "8"]
+    for name in ("hsdp", "hybrid"):
+        (row,) = rows_of(capsys, *asked, f"+strategy={name}")
+        words = shlex.split(row["command"])[3:-1]
+        assert [word for word in words if "strategy" in word] == [f"+strategy={name}"]
+        assert str(resolve_layout(typed(compose(words)), 1, 8)) == row["layout"]
+    open_keys = [*asked, "strategy.pp=1", "strategy.tp=1"]
+    every = rows_of(capsys, *open_keys)
+    assert rows_of(capsys, *open_keys, "+strategy=auto") == every and len(every) > 2
+
+
+@pytest.mark.parametrize("key", ["batch.micro_batches=4", "train.reproducible=8", "strategy.shard=node"])
+def test_keys_that_determine_others_are_kept(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = rows_of(capsys, *TINY, "+strategy=zero1", key, "--gpus", "8")[0]
+    words = shlex.split(row["command"])[3:-1]
+    assert key in words
+    assert str(resolve_layout(typed(compose(words)), 1, 8)) == row["layout"]
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(80, True), (100, True), (200, False)])
+def test_the_table_fits_the_terminal(width: int, left_out: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [*COLUMNS, "cost, EUR", WHY]
+    row = ["10", "512", "dp 256 x pp 2, zero2 over 8, interleaved_1f1b", "128 x 2", "selective", "74.9 GiB", "53.7 s"]
+    row += ["45%", "149:16:36", "1,200", "1,170", "2,990", "communication +0.051 s"]
+    print_fitting(Console(width=width), columns, [row], {*columns} - {"layout", WHY}, FOLDED, LEAST_NEEDED)
+    text = capsys.readouterr().out
+    assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
+    assert {"2,990", "74.9", "GiB", "149:16:36", "interleaved_1f1b"} <= {*text.split()}
+    assert ("left out" in text) == left_out == ("1,170" not in text)
+
+
+def test_the_time_to_the_end_is_unknown_with_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*TINY, "train.steps=null", "train.epochs=1", "--gpus", "1"]) == 0
+    assert "set train.steps" in capsys.readouterr().out

@@ -6,10 +6,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hpc_train.commands.plan.asked import Asked, strategy_key
+from hpc_train.commands.plan.asked import Asked, strategy_key, without_auto
 from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of, with_figures
-from hpc_train.commands.plan.printed import as_json, print_commands, print_table
-from hpc_train.commands.plan.rows import Row, Search, in_time
+from hpc_train.commands.plan.printed import as_json, print_commands, print_parts, print_table
+from hpc_train.commands.plan.rows import Row, Search, in_time, total_steps
 from hpc_train.commands.plan.simulated import simulate
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     """
     options = parser().parse_intermixed_args(arguments)
     directory = [] if options.config_dir is None else ["-cd", options.config_dir]
-    line = CommandLine.parse(with_right_plus([*options.overrides, *directory]))
+    line = without_auto(CommandLine.parse(with_right_plus([*options.overrides, *directory])))
     strategy = strategy_key(line)
     with line.composer() as compose:
         asked = Asked(line, compose, strategy)
@@ -43,6 +43,8 @@ def main(arguments: list[str]) -> int:
             rows, in_queue = _with_starts(rows, asked, sort)
             notes += in_queue
             rows = rows if options.deadline is None else in_time(rows, options.deadline)
+        if total_steps(asked.config) is None:
+            notes.append("the time to the end is unknown, since the length of the data determines it: set train.steps")
         learned = search.calibration(asked.config)
         if options.json:
             more = {"calibration": learned.as_json(), "queue": notes}
@@ -50,6 +52,7 @@ def main(arguments: list[str]) -> int:
             print()
         else:
             print_table(rows, machine, compared)
+            print_parts(rows[0])
             print_commands(rows, machine)
             costs = prices.compared(rows[0].gpu_hours) if rows[0].gpu_hours else []
             for text in filter(None, [str(learned), *notes, *costs]):

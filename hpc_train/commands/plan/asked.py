@@ -17,6 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import parameter_count
+from hpc_train.plan.open_keys import NAME, SIMPLEST
 from hpc_train.plan.validate import checked_layout
 from hpc_train.planner.candidates import Candidate, with_values
 from hpc_train.planner.machine import Machine
@@ -25,10 +26,14 @@ STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d
 _RECOMPUTED = "train.activation_checkpointing"
 _OF_LAYOUT = ("strategy.", "batch.")  # groups whose keys make up the layout, but for those below
 _BESIDE_LAYOUT = ("strategy.offload", "strategy.compression")
+_SPLIT = {"strategy.dp", *(name for name in SIMPLEST if name.startswith("strategy."))}  # what a strategy chooses
 
 
 class Asked:
     """One training that is planned. Its composer must be open while a command is looked for.
+
+    Attributes:
+        kept: the config keys whose values are those of the command, with those of a strategy that it names.
 
     Args:
         strategy: what chooses a strategy: ``+strategy`` or ``strategy``.
@@ -38,7 +43,9 @@ class Asked:
     def __init__(self, line: CommandLine, compose: JobComposer, strategy: str = "+strategy", model: str = "") -> None:
         self.line, self.model, self._compose, self._strategy = line, model, compose, strategy
         self.config: Config = typed(compose(list(line.overrides)))
-        self.kept = {override.partition("=")[0].lstrip("+") for override in line.overrides}
+        self.kept = {_key(override) for override in line.overrides}
+        if "strategy" in self.kept:
+            self.kept |= _SPLIT
 
     @property
     def parameters(self) -> int | None:
@@ -77,6 +84,16 @@ class Asked:
         if "strategy" in self.kept:
             return {"": self.config}
         return {name: typed(self._compose([*self.line.overrides, f"{self._strategy}={name}"])) for name in STRATEGIES}
+
+
+def without_auto(line: CommandLine) -> CommandLine:
+    """Returns ``line`` without ``strategy=auto``, since a plan compares all strategies unless one is named."""
+    kept = (text for text in line.overrides if _key(text) != "strategy" or text.partition("=")[2] != NAME)
+    return replace(line, overrides=tuple(kept))
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
 
 
 def strategy_key(line: CommandLine) -> str:

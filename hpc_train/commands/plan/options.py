@@ -17,7 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.planner.candidates import FURTHER
 from hpc_train.planner.cost import Prices
-from hpc_train.planner.machine import NAMES, Figure, Machine, shipped
+from hpc_train.planner.machine import NAMES, Figure, Machine, check_figure, shipped
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
 _WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
@@ -91,7 +91,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--sort", choices=ORDERS, help="what the first row needs least of (default: time, with a deadline gpus)"
     )
-    found.add_argument("--rows", type=int, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})")
+    found.add_argument(
+        "--rows", type=_row_count, default=ROWS, metavar="N", help=f"rows of the table (default: {ROWS})"
+    )
     found.add_argument(
         "--figure", type=_figure, action="append", default=[], metavar="NAME=X", help="another number of the machine"
     )
@@ -151,18 +153,21 @@ def prices_of(options: argparse.Namespace, config: Config) -> Prices:
 
 
 def with_figures(machine: Machine, options: argparse.Namespace) -> Machine:
-    """Returns the machine with the numbers that ``--figure`` gives. Raises UserError if a name is unknown."""
+    """Returns the machine with the numbers that ``--figure`` gives. Raises UserError if one is unknown or wrong."""
     given = dict(options.figure)
-    for name in given:
+    for name, value in given.items():
         if name not in machine.figures:
             raise UserError(f"the machine has no number {name}", where="--figure", fix=nearest(name, NAMES))
+        check_figure(name, value, "--figure")
     replaced = {name: Figure(value, "assumed", "--figure") for name, value in given.items()}
     return replace(machine, figures={**machine.figures, **replaced})
 
 
 def _figure(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
-    return name, _positive(value)
+    with suppress(ValueError):
+        return name, float(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=X with a number X")
 
 
 def _positive(text: str) -> float:
@@ -171,6 +176,12 @@ def _positive(text: str) -> float:
         if 0 < value < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _row_count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
 
 
 def _counts(text: str) -> GpuCounts:

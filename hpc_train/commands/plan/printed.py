@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,13 +14,16 @@ from hpc_train.commands.plan.rows import NOISE, Row
 from hpc_train.plan.layout import Layout
 from hpc_train.planner.candidates import Values
 from hpc_train.planner.machine import Machine
-from hpc_train.telemetry.terminal_table import text_table, wide
+from hpc_train.telemetry.terminal_table import fitting_table, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
 
 COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours", "kWh")
 MODEL = ("model", "parameters")  # of a plan that compares models
 QUEUE = ("starts", "done")
 WHY = "more than the row above"
+FOLDED = {"layout": 16, WHY: 13}  # continue in the next line on a narrow terminal
+KINDS = {"measured": "measured", "table": "from tables", "assumed": "assumed"}  # of the numbers of a machine
+LEAST_NEEDED = ("kWh", "MFU", "recompute", "batches", "GPU-hours", "starts", "parameters", "time")  # the least first
 
 
 def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
@@ -38,7 +41,42 @@ def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
     best = "the largest model" if models else "the best"
     console.print(f"{compared} layouts on {machine.name} ({machine.device}), {best} first:", highlight=False)
     texts = {"layout", "recompute", "model", WHY}
-    console.print(text_table(columns, cells, numbers={*columns} - texts, folded={WHY}))
+    print_fitting(console, columns, cells, {*columns} - texts, FOLDED, LEAST_NEEDED)
+
+
+def print_fitting(
+    console: Console,
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    numbers: Collection[str],
+    folded: Mapping[str, int],
+    least_needed: Sequence[str],
+) -> None:
+    """Prints a table without the columns for which the terminal has no room, and their names."""
+    table, left_out = fitting_table(columns, cells, console.width, numbers, folded, least_needed)
+    console.print(table)
+    if left_out:
+        names = ", ".join(left_out)
+        console.print(f"left out of this narrow table, but in --json: {names}", markup=False, highlight=False)
+
+
+def print_parts(first: Row) -> None:
+    """Prints the speed of the first row, and the parts of its step and of its memory."""
+    prediction = first.prediction
+    parts = ", ".join(f"{name} {_seconds(value)}" for name, value in prediction.parts_s.items() if value)
+    speed = f"{prediction.samples_per_s:,.3g} samples/s"
+    if prediction.tokens_per_s > prediction.samples_per_s:
+        speed = f"{format_hours(prediction.tokens_per_s)} tokens/s"
+    lines = [f"row 1: {speed}; step: {parts}"]
+    if prediction.memory is not None:
+        beside = prediction.needed_bytes - prediction.memory.total
+        lines.append(f"row 1: tensors {prediction.memory}; context, libraries and allocator {format_bytes(beside)}")
+    for line in lines:
+        wide(Console()).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _seconds(value: float) -> str:
+    return format_duration(value) if value >= 60 else f"{value:.3g} s"
 
 
 def print_commands(rows: Sequence[Row], machine: Machine) -> None:
@@ -64,10 +102,10 @@ def _cells(row: Row) -> list[str]:
         f"{layout.micro_batches} x {layout.micro_size}",
         str(values["train.activation_checkpointing"]),
         format_bytes(prediction.needed_bytes),
-        format_duration(prediction.step_s) if prediction.step_s >= 60 else f"{prediction.step_s:.3g} s",
+        _seconds(prediction.step_s),
         f"{prediction.mfu:.0%}",
         "unknown" if row.seconds is None else format_duration(row.seconds),
-        *("unknown" if amount is None else f"{amount:,.1f}" for amount in (row.gpu_hours, row.kwh)),
+        *("unknown" if amount is None else format_hours(amount) for amount in (row.gpu_hours, row.kwh)),
     ]
     if row.prices.gpu_hour is None:
         return cells
@@ -123,7 +161,7 @@ def _why_slower(row: Row, above: Row | None) -> str:
 def _origin(machine: Machine) -> str:
     """Returns how many numbers of the machine were measured."""
     kinds = [figure.kind for figure in machine.figures.values()]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    counts = ", ".join(f"{kinds.count(kind)} {text}" for kind, text in KINDS.items() if kind in kinds)
     return f"numbers of the machine: {counts}; not modelled: reading of data, saves, evaluations, slow nodes"
 
 

@@ -12,7 +12,7 @@ from hpc_train.commands.plan.progress import shown
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration import Calibration, read_calibration
-from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest
+from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal
 from hpc_train.planner.cost import Prices
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
@@ -114,7 +114,7 @@ class Search:
         share = max(1, self.rows // len(self.gpus))
         best = [each for count in self.gpus for each in distinct(fastest(_of(found, count), NOISE))[:share]]
         if not best:
-            raise _does_not_fit(found, self.machine)
+            raise _does_not_fit(found, self.machine) if found else self._impossible(asked)
         watts = {count: self._watts(count) for count in self.gpus}
         rows = [Row(asked, each, self.prices, watts[each.devices]) for each in best]
         return self.ordered(rows), len(found)
@@ -134,6 +134,18 @@ class Search:
             for each in candidates(asked.config, self.machine, count, asked.kept, also)
         ]
 
+    def _impossible(self, asked: Asked) -> UserError:
+        """Returns why the keys that are set permit no layout on any number of GPUs."""
+        per_node = self.machine.devices_per_node
+        places = [(max(1, count // per_node), min(count, per_node)) for count in self.gpus]
+        refused = (refusal(asked.config, *place, asked.kept) for place in places)
+        why = next((f": {error.what}" for error in refused if error is not None), "")
+        return UserError(
+            f"no layout is possible with these settings{why}",
+            where="the command line",
+            fix="set fewer keys of strategy and batch, or give another number of --gpus",
+        )
+
     def _watts(self, count: int) -> float:
         return self.machine.shared_by(min(count, self.machine.devices_per_node)).rates.watts
 
@@ -143,12 +155,6 @@ def _of(found: Sequence[Candidate], devices: int) -> list[Candidate]:
 
 
 def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
-    if not found:
-        return UserError(
-            "no layout is possible with these settings",
-            where="the command line",
-            fix="set fewer keys of strategy and batch, or give another number of --gpus",
-        )
     nearest = min(found, key=lambda each: each.prediction.needed_bytes)
     needed = format_bytes(nearest.prediction.needed_bytes)
     offloads = nearest.values.get(_OFFLOAD, "none") != "none"

@@ -13,20 +13,21 @@ from typing import Any
 from rich.console import Console
 
 from hpc_train.commands.plan.asked import Asked
-from hpc_train.commands.plan.printed import split
+from hpc_train.commands.plan.printed import print_fitting, split
 from hpc_train.commands.plan.progress import shown
 from hpc_train.planner.candidates import Candidate
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.scaling_plot import check_scaling_plot, draw_scaling
-from hpc_train.telemetry.terminal_table import text_table, wide
+from hpc_train.telemetry.terminal_table import wide
 from hpc_train.units import format_duration
 
 COLUMNS = (
     "GPUs", "layout", "batch", "step, s", "samples/s", "speed-up", "efficiency", "failures a day", "save every",
     "useful time", "time",
 )  # fmt: skip
+LEAST_NEEDED = ("batch", "save every", "failures a day", "speed-up", "step, s", "useful time")  # the least first
 MOST = 10_000  # GPUs
 UNITS = (("days", 86400), ("h", 3600), ("min", 60))
 KINDS = ("weak", "strong")
@@ -70,9 +71,8 @@ def _print(points: Sequence[Point], machine: Machine, assumed: Assumed) -> None:
     console = wide(Console())
     kind = "the batch grows with the GPUs" if assumed.grows else "the batch stays the same"
     console.print(f"on {machine.name} ({machine.device}); {kind}:", highlight=False)
-    console.print(
-        text_table(COLUMNS, [_cells(point) for point in points], numbers={*COLUMNS} - {"layout"}, folded=set())
-    )
+    cells = [_cells(point) for point in points]
+    print_fitting(console, COLUMNS, cells, {*COLUMNS} - {"layout"}, {"layout": 16}, LEAST_NEEDED)
     for line in _assumptions(points, assumed):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
