@@ -289,9 +289,16 @@ def test_a_strategy_that_the_command_names_is_planned_as_it_is(capsys: pytest.Ca
     assert rows_of(capsys, *open_keys, "+strategy=auto") == every and len(every) > 2
 
 
-@pytest.mark.parametrize("key", ["batch.micro_batches=4", "train.reproducible=8", "strategy.shard=node"])
-def test_keys_that_determine_others_are_kept(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    row = rows_of(capsys, *TINY, "+strategy=zero1", key, "--gpus", "8")[0]
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [
+        ("zero1", "batch.micro_batches=4"),
+        ("dp", "train.reproducible=any_world_size"),
+        ("zero1", "strategy.shard=node"),
+    ],
+)
+def test_keys_that_determine_others_are_kept(strategy: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = rows_of(capsys, *TINY, f"+strategy={strategy}", key, "--gpus", "8")[0]
     words = shlex.split(row["command"])[3:-1]
     assert key in words
     assert str(resolve_layout(typed(compose(words)), 1, 8)) == row["layout"]
