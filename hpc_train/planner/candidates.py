@@ -168,7 +168,7 @@ def _choices(
         "strategy.data_parallel": KINDS,
         "strategy.shard": ("fill", "node"),
         "train.activation_checkpointing": CHECKPOINTING,
-        "batch.micro_size": sizes if _splits_batch(config, kept) else ("auto",),
+        "batch.micro_size": sizes if _splits_batch(config) else ("auto",),
         **{name: values for name, values in FURTHER.items() if name in also},
     }
     for name in [*open_values]:
@@ -186,9 +186,9 @@ def _choices(
         yield {name: value for name, value in chosen.items() if name in open_values or name not in kept}
 
 
-def _splits_batch(config: Config, kept: Collection[str]) -> bool:
+def _splits_batch(config: Config) -> bool:
     """Returns whether the size of micro-batches is open: neither their number nor a reproducible sum determines it."""
-    return "batch.micro_batches" not in kept and config.train.reproducible is None
+    return config.batch.micro_batches == "auto" and config.train.reproducible is None
 
 
 def _most_stages(config: Config) -> int:
@@ -216,7 +216,7 @@ def _is_sensible(chosen: Values, devices: int, per_node: int, kept: Collection[s
 
 def refusal(config: Config, nodes: int, per_node: int, kept: Collection[str]) -> UserError | None:
     """Returns why the simplest layout with the values of the ``kept`` keys is refused; None if it is not."""
-    simplest = {**SIMPLEST, "strategy.dp": "fill", **({"batch.micro_size": 1} if _splits_batch(config, kept) else {})}
+    simplest = {**SIMPLEST, "strategy.dp": "fill", **({"batch.micro_size": 1} if _splits_batch(config) else {})}
     try:
         checked_layout(with_values(config, {k: v for k, v in simplest.items() if k not in kept}), nodes, per_node)
     except UserError as error:
