@@ -98,7 +98,8 @@ def test_a_decoder_in_three_parts_computes_the_same(kind: str, tmp_path: Path) -
     documents = torch.tensor([[0] * 7 + [1] * 5] * 2)
     packed = ours(tokens, {"positions": positions, "document_ids": documents})
     apart = torch.cat((theirs(tokens[:, :7]).logits, theirs(tokens[:, 7:]).logits), 1)
-    torch.testing.assert_close(packed, apart)
+    # Gemma 2 computes norms and softmax in fp32, whose rounding depends on the processor
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-6)
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, 9:] = 0
     torch.testing.assert_close(ours(tokens, {"attention_mask": mask})[0, :9], theirs(tokens[:, :9]).logits[0])
