@@ -186,7 +186,7 @@ WITHOUT_USE = {
     "StrategyConfig.bucket_cap_mb": {"parallel.replicas", "parallel.bucket_search"},  # compared with auto
     "StrategyConfig.compression": {"parallel.compression.build"},  # compared with auto
     "StrategyConfig.pp_split": {"parallel.balance"},  # returns if there is one pipeline rank
-    "StrategyConfig.schedule": {"run.code"},  # looks for the import path of a row
+    "StrategyConfig.schedule": {"run.snapshot"},  # looks for the import path of a row
     "TelemetryConfig.gpu_idle_minutes": {"elastic.agent_session"},  # for each GPU
 }
 
