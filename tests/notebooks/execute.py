@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import linecache
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,11 @@ def execute(notebook: Path) -> None:
     for number, cell in enumerate(code_cells(notebook)):
         source, label = "".join(cell["source"]), f"{notebook.name}, code cell {number}"
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
-        exec(compile(source, label, "exec"), names)
+        try:
+            exec(compile(source, label, "exec"), names)
+        except subprocess.CalledProcessError as error:
+            print(error.stderr, file=sys.stderr)  # the traceback shows only its exit code
+            raise
 
 
 if __name__ == "__main__":
