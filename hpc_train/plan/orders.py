@@ -5,7 +5,7 @@ The planner simulates a step from these orders; tests compare them with the acti
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Literal, NamedTuple, TypeAlias
@@ -114,6 +114,50 @@ def _zero_bubble_v(ranks: int, micro_batches: int, rank: int) -> Iterator[Action
     for stage in (up, down):
         while counts[BACKWARD_WEIGHT, stage] < counts[BACKWARD_INPUT, stage]:
             yield act(BACKWARD_WEIGHT, stage)
+
+
+def dual_pipe_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
+    """Returns the order of DualPipeV, with the stages of ZB-V (arXiv:2412.19437, section 3.2; github.com/deepseek-ai/
+    DualPipe). In its middle, forwards of one stage alternate with whole backwards of the other.
+    """
+    return tuple(_dual_pipe_v(shape, rank))
+
+
+def _dual_pipe_v(shape: PipelineShape, rank: int) -> Iterator[Action]:
+    down, up = rank, 2 * shape.ranks - 1 - rank
+    following = shape.ranks - 1 - rank  # ranks
+    counts: Counter[tuple[bool, int]] = Counter()
+    waiting: deque[Action] = deque()  # gradients of weights
+
+    def act(work: Work, stage: int) -> Action:
+        key = work == FORWARD, stage
+        counts[key] += 1
+        action = Action(work, stage, counts[key] - 1)
+        if work == BACKWARD_INPUT:
+            waiting.append(Action(BACKWARD_WEIGHT, stage, action.micro_batch))
+        return action
+
+    for _ in range(2 * following):
+        yield act(FORWARD, down)
+    for _ in range(rank + 1):
+        yield act(FORWARD, down)
+        yield act(FORWARD, up)
+    for _ in range(following):
+        yield act(BACKWARD_INPUT, up)
+        yield waiting.popleft()
+        yield act(FORWARD, up)
+    while counts[True, up] < shape.micro_batches:
+        if counts[True, down] < shape.micro_batches:
+            yield act(FORWARD, down)
+        yield act(FULL_BACKWARD, up)
+        yield act(FORWARD, up)
+        yield act(FULL_BACKWARD, down)
+    for number in range(2 * (rank + 1)):
+        yield act(FULL_BACKWARD if number <= rank else BACKWARD_INPUT, down if number % 2 else up)
+    for _ in range(following):
+        yield waiting.popleft()
+        yield act(BACKWARD_INPUT, down)
+    yield from waiting
 
 
 def _round(shape: PipelineShape) -> int:

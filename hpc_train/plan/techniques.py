@@ -239,6 +239,16 @@ _ZERO_BUBBLE = replace(
     auto=None,
     order=orders.interleaved_zero_bubble,
 )
+_ZBV = replace(
+    _ZERO_BUBBLE,
+    name="zbv",
+    torch_class=f"{_TORCH}:ScheduleZBVZeroBubble",
+    stages_per_rank=(2, 2),
+    placement="v",
+    micro_batches="any",
+    in_flight=lambda shape, rank: (2 * shape.ranks - 1 - rank, 1 + rank),
+    order=orders.zero_bubble_v,
+)
 
 AUTO = "auto"
 CARRYING = ("powersgd", "topk", "auto")  # compressions that add the unsent part to the gradient of the next step
@@ -260,15 +270,13 @@ SCHEDULES: dict[str, PipelineSchedule] = {
         ),
         _INTERLEAVED,
         _ZERO_BUBBLE,
+        _ZBV,
         replace(
-            _ZERO_BUBBLE,
-            name="zbv",
-            torch_class=f"{_TORCH}:ScheduleZBVZeroBubble",
-            stages_per_rank=(2, 2),
-            placement="v",
-            micro_batches="any",
-            in_flight=lambda shape, rank: (2 * shape.ranks - 1 - rank, 1 + rank),
-            order=orders.zero_bubble_v,
+            _ZBV,
+            name="dualpipev",
+            torch_class=f"{_TORCH}:ScheduleDualPipeV",
+            in_flight=lambda shape, rank: (2 * shape.ranks - rank, 1 + rank),
+            order=orders.dual_pipe_v,
         ),
     )
 }

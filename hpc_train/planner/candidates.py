@@ -28,7 +28,7 @@ SIMULATED = 40  # the best candidates, whose pipelines are simulated; the others
 FURTHER: Mapping[str, tuple[str, ...]] = {  # keys that are compared only if they are asked for
     "strategy.offload": ("none", "optimizer"),
     "strategy.compression": ("none", "bf16"),
-    "strategy.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
+    "strategy.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
 }
 _FIRST = FURTHER["strategy.schedule"][0]
 MICRO_SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -33,7 +33,7 @@ from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.techniques import SCHEDULES as ROWS
 from tests.ranks import run_ranks
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 MICRO_BATCHES = 8
 
 

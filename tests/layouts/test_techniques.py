@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -54,13 +55,20 @@ def test_the_planner_simulates_the_order_of_the_schedule(schedule: str) -> None:
         for rank, planned in enumerate(recorded_actions(layout)):
             actions = order(shape, rank)
             assert [(action.work, action.stage) for action in actions] == planned, (layout, rank)
-            assert all(rising_by_one(actions, pass_) for pass_ in set(planned)), (layout, rank)
+            assert all(takes_micro_batches_in_order(actions, stage) for _, stage in set(planned)), (layout, rank)
 
 
-def rising_by_one(actions: tuple[orders.Action, ...], pass_: Action) -> bool:
-    """Whether the micro-batches of a pass of a stage are 0, 1, 2, ..."""
-    batches = [action.micro_batch for action in actions if (action.work, action.stage) == pass_]
-    return batches == [*range(len(batches))]
+def takes_micro_batches_in_order(actions: tuple[orders.Action, ...], stage: int) -> bool:
+    """Whether forwards and backwards of a stage take the micro-batches 0, 1, 2, ..., and each part of a backward its
+    other part."""
+    batches: dict[str, list[int]] = {work: [] for work in get_args(orders.Work)}
+    backwards = []
+    for action in actions:
+        if action.stage == stage:
+            batches[action.work].append(action.micro_batch)
+            backwards += [action.micro_batch] if action.work in ("FULL_BACKWARD", "BACKWARD_INPUT") else []
+    whole = [*range(len(backwards))]
+    return batches["FORWARD"] == backwards == whole and batches["BACKWARD_INPUT"] == batches["BACKWARD_WEIGHT"]
 
 
 def waiting_share(ranks: list[list[Action]], stages: int) -> float:
