@@ -19,12 +19,17 @@ REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if that is not None."""
+    """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if that is not None.
+
+    Attributes:
+        profile_gap: whether a profile names what the step loses against the peak rate.
+    """
 
     steps: int
     pairs: int
     warmup: int
     raw: str | None
+    profile_gap: bool = False
 
     def write(self, run: RunDirectory) -> None:
         write_json(run.path / REQUEST, asdict(self))

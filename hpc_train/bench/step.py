@@ -16,6 +16,7 @@ from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps of each loop before the first block
+LISTED = 5  # losses
 
 _EPILOG = """\
 examples:
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
     nodes = current_allocation().nodes
     layout = validate(config, nodes, workers_per_node(config.cluster)[1])
     raw = bare_loop(config, layout) if options.against else None
-    request = StepRequest(options.steps, options.pairs, WARMUP, raw)
+    request = StepRequest(options.steps, options.pairs, WARMUP, raw, options.profile_gap)
     code, result = run_benchmark(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
     if result is not None:
         print(json.dumps(result) if options.json else report(result))
@@ -47,7 +48,8 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train bench step",
-        usage="python -m hpc_train bench step [overrides] [--against raw] [--steps N] [--pairs N] [--json]",
+        usage="python -m hpc_train bench step [overrides] [--against raw] [--steps N] [--pairs N]"
+        " [--profile-gap] [--json]",
         description="Times training steps on this node, without saves, evaluation and logging. It takes the same"
         " overrides as a training.",
         epilog=_EPILOG,
@@ -59,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps per block (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="blocks per loop (default: %(default)s)")
+    parser.add_argument(
+        "--profile-gap", action="store_true", help="name what the step loses against the peak matrix rate"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -83,6 +88,8 @@ def report(result: dict[str, Any]) -> str:
         shares = _shares(result["communication_share"])
         lines.append(f"communication  {shares}, not overlapped with computation (profiler)")
     lines.append(f"MFU            {_utilisation(result['mfu'])}")
+    if result["gap"]:
+        lines.append(f"gap            {_gap(result['gap'])}")
     lines.append(f"measuring      {_measurement(result['measurement'])}")
     if result["against"]:
         against = result["against"]
@@ -106,6 +113,18 @@ def _memory(memory: dict[str, Any]) -> str:
         return text
     device = ", ".join(map(format_bytes, memory["device_peak_bytes"]))
     return f"peak {device} allocated on the GPU, {text}"
+
+
+def _gap(gap: dict[str, Any]) -> str:
+    lost = gap["step_s"] - gap["ideal_s"]
+    lines = [
+        f"{1e3 * lost:.1f} ms of the step are not the model's FLOPs at the peak rate; the largest losses "
+        "(mean of the ranks, profiler):"
+    ]
+    for loss in gap["losses"][:LISTED]:
+        part = f"{1e3 * loss['seconds']:9.1f} ms {100 * loss['seconds'] / lost:5.1f} %"
+        lines.append(f"{'':15}{part}  {loss['kind']}: {loss['advice']}")
+    return "\n".join(lines)
 
 
 def _shares(shares: list[float]) -> str:

@@ -21,6 +21,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.measure.step_gap import advice, losses, mean_losses, profiled
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
 from hpc_train.measure.utilisation import (
     count_flops,
@@ -139,6 +140,7 @@ def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[
             return None
     speeds = [[config.batch.global_size / value for value in values] for values in seconds]
     ratio = paired_ratio(speeds[0], speeds[1]) if request.raw is not None else None
+    utilisation = _utilisation(bench, Spread.of(speeds[0]).median)
     return {
         **_setting(config, mesh),
         "samples": bench.samples,
@@ -150,7 +152,8 @@ def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[
         "ideal_bubble_share": mesh.layout.bubble_share if mesh.layout.pp > 1 else None,
         "communication_share": _communication(bench),
         "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
-        "mfu": _utilisation(bench, Spread.of(speeds[0]).median),
+        "mfu": utilisation,
+        "gap": _gap(bench, Spread.of(seconds[0]).median, utilisation) if request.profile_gap else None,
         "against": ratio and {"loop": request.raw, **_ratio(ratio), **_rates(seconds[1], bench)},
     }
 
@@ -259,6 +262,20 @@ def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     count = count_flops(model, torch.empty((1, *bench.inputs_shape), device="meta"), config.train)
     found = count.utilisation(samples_per_s, sum(peaks))
     return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}
+
+
+def _gap(bench: StepBench, step_s: float, utilisation: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns what a step loses to each kind of work, the largest first; None if the FLOPs are not known."""
+    if utilisation is None:
+        return None
+    ideal_s = utilisation["value"] * step_s
+    recomputed_s = max(0.0, utilisation.get("hfu", utilisation["value"]) * step_s - ideal_s)
+    own = losses(profiled(bench.step, bench.mesh.device), step_s, ideal_s, recomputed_s)
+    rows = [
+        {"kind": kind, "seconds": value, "advice": advice(kind, bench.config)}
+        for kind, value in mean_losses(_gather(own, bench.mesh)).items()
+    ]
+    return {"step_s": step_s, "ideal_s": ideal_s, "losses": rows}
 
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:
