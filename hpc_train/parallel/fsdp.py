@@ -8,8 +8,8 @@ zero2: gradients are reduce-scattered after the backward pass of every micro-bat
 zero3: gradients are as in zero2. Parameters are gathered for one layer at a time, again for its backward pass. Stem
     and head stay unsharded within a micro-batch, whose backward pass begins with them.
 
-With fewer ``dp_shard`` than ``dp_cp`` ranks (HSDP) the shard groups are replicas of each other, and gradients are all-reduced
-between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
+With fewer ``dp_shard`` than ``dp_cp`` ranks (HSDP) the shard groups are replicas of each other, and gradients are
+all-reduced between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     """Turns ``model`` (whole or a pipeline stage) in place into the part that this rank trains, without DDP's wrapper.
 
     Args:
-        model: a model on ``meta`` that initialises itself, or a user's module. Of such a module the values of the first rank
-            are used, so the other ranks may have it on ``meta`` if it is sharded.
+        model: a model on ``meta`` that initialises itself, or a user's module. Of such a module the values of the first
+            rank are used, so the other ranks may have it on ``meta`` if it is sharded.
     """
     dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
     home = torch.device("cpu") if offload else mesh.device

@@ -97,7 +97,8 @@ def own_code_notes(config: Config) -> list[str]:
 def check_own_layout(config: Config, layout: Layout) -> None:
     """
     Raises:
-        UserError: ``run.command`` is to have pipeline, context-parallel or tensor-parallel ranks, which only a mesh tells apart.
+        UserError: ``run.command`` is to have pipeline, context-parallel or tensor-parallel ranks, which only a mesh
+            tells apart.
     """
     if config.run.command is not None and layout.pp * layout.cp * layout.tp > 1:
         raise UserError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of an attempt. Each tensor-parallel group has ``tp`` of them, and each context-parallel group ``cp``."""
+    """The ranks of an attempt. A tensor-parallel group has ``tp`` of them, and a context-parallel group ``cp``."""
 
     nodes: int
     per_node: int

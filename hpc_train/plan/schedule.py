@@ -206,8 +206,7 @@ def check_reproducible(config: Config, pp: int, tp: int, cp: int) -> None:
     if pp > 1 or tp > 1 or cp > 1:
         split = "a pipeline" if pp > 1 else "tensor parallelism" if tp > 1 else "context parallelism"
         raise UserError(
-            f"train.reproducible does not support {split}, where the order "
-            "of sums depends on the number of ranks",
+            f"train.reproducible does not support {split}, where the order of sums depends on the number of ranks",
             where=f"strategy.pp={pp}, strategy.cp={cp}, strategy.tp={tp}, {_REPRODUCIBLE}",
             fix="strategy=single or dp, or train.reproducible=null",
         )

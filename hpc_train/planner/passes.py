@@ -1,7 +1,8 @@
 """The time of the forward and the backward of a block on one rank for one micro-batch. Imports no torch.
 
 A pass takes the time of its matrix products and its attention, that of moving its activations, and that of its
-tensor-parallel and context-parallel traffic, which nothing covers. On GPUs it takes at least as long as the host starts its kernels.
+tensor-parallel and context-parallel traffic, which nothing covers. On GPUs it takes at least as long as the host starts
+its kernels.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_what_is_not_supported_is_refused(refused: Cell, reason: str) -> None:
         refused = replace(refused, batch={})
     with pytest.raises(UserError, match=reason) as error:
         refused.layout()
-    assert "strategy.cp" in f"{error.value.where} {error.value.fix}"
+    assert "strategy.cp" in str(error.value)
 
 
 def test_shared_heads_that_no_group_of_ranks_divides_are_refused() -> None:

@@ -22,8 +22,7 @@ class StrategyConfig:
     )
     dp: int | str = key(
         1,
-        "The number of data-parallel replicas or ZeRO ranks. fill uses all ranks that pp, cp and tp "
-        "leave.",
+        "The number of data-parallel replicas or ZeRO ranks. fill uses all ranks that pp, cp and tp leave.",
         choices=("fill",),
         at_least=1,
     )
@@ -53,8 +52,8 @@ class StrategyConfig:
     )
     shard: int | str = key(
         "fill",
-        "The number of ranks over which ZeRO shards its state. fill uses all of dp x cp; node uses the ranks of a node. "
-        "auto: strategy=auto chooses.",
+        "The number of ranks over which ZeRO shards its state. fill uses all of dp x cp; node uses the ranks of a "
+        "node. auto: strategy=auto chooses.",
         choices=("fill", "node", "auto"),
         at_least=1,
         when=when("shards"),
