@@ -65,7 +65,7 @@ def _groups(mesh: Mesh) -> dict[str, Ranks]:
     all_ranks = dist.group.WORLD
     assert all_ranks is not None, "join() has initialised it"
     world = Ranks(all_ranks, mesh.device)
-    axes = {axis: Ranks(mesh.group(axis), mesh.device) for axis in ("pp", "dp", "tp")}
+    axes = {axis: Ranks(mesh.group(axis), mesh.device) for axis in ("pp", "dp", "cp", "tp")}
     return {"world": world} | {axis: ranks for axis, ranks in axes.items() if 1 < ranks.size < world.size}
 
 

@@ -231,7 +231,7 @@ def _memory(peaks: tuple[int, int | None], mesh: Mesh) -> dict[str, Any]:
 
 def _communication(bench: StepBench) -> list[float] | None:
     layout = bench.mesh.layout
-    if layout.dp * layout.tp == 1:
+    if layout.stage_ranks == 1:
         return None
     return _gather(communication_share(bench.gradients, bench.mesh.device), bench.mesh)
 

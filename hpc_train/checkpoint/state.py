@@ -76,7 +76,7 @@ def training_state(engine: ModelState, optimizer: OptimizerState) -> dict[str, T
 def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
     """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
     state = training_state(engine, optimizer) | compression_state(engine)
-    if mesh.dp_rank == 0 and mesh.tp_rank == 0:
+    if mesh.dp_cp_rank == 0 and mesh.tp_rank == 0:
         return state
     buffers = {f"model.{name}" for name in engine.named_buffers()}
     return {name: tensor for name, tensor in state.items() if name not in buffers}
@@ -116,7 +116,7 @@ def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
 def gather_shapes(own: Mapping[str, TensorShape], mesh: Mesh, group: dist.ProcessGroup) -> dict[str, TensorShape]:
     """Collects the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
     found: dict[str, TensorShape] = {}
-    for first in range(0, mesh.layout.world_size, mesh.layout.dp * mesh.layout.tp):
+    for first in range(0, mesh.layout.world_size, mesh.layout.stage_ranks):
         found |= from_rank(first, own, group)
     return found
 

@@ -1,8 +1,8 @@
 """The placement of ranks on nodes: the order of the nodes, and whether the network between them suits the layout.
 
-Nodes are ordered so that neighbours in rank are neighbours in the network. The global rank counts tp fastest, then dp,
-then pp, and a node holds consecutive ranks. So tp stays inside a node, data-parallel groups are as close as possible,
-and mostly the light traffic between pipeline stages crosses switches.
+Nodes are ordered so that neighbours in rank are neighbours in the network. The global rank counts tp fastest, then cp,
+then dp, then pp, and a node holds consecutive ranks. So tp stays inside a node, and cp if it fits; data-parallel groups
+are as close as possible, and mostly the light traffic between pipeline stages crosses switches.
 
 Slurm describes the position of a node in SLURM_TOPOLOGY_ADDR (get_node_addr in the plugins of Slurm 26.05):
 ``spine.rack1.n1`` in a tree of switches, ``b8.n1`` in a block, ``t1:0:3:2.n1`` in a 3D torus.
@@ -85,8 +85,9 @@ def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list
         if not ranks:
             continue
         axes = {
-            "pp": {rank // (layout.dp * layout.tp) for rank in ranks},
-            "dp": {rank // layout.tp % layout.dp for rank in ranks},
+            "pp": {rank // layout.stage_ranks for rank in ranks},
+            "dp": {rank // (layout.cp * layout.tp) % layout.dp for rank in ranks},
+            **({"cp": {rank // layout.tp % layout.cp for rank in ranks}} if layout.cp > 1 else {}),
             "tp": {rank % layout.tp for rank in ranks},
         }
         split = ", ".join(f"{axis} {_span(values)}" for axis, values in axes.items())
@@ -158,7 +159,7 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
     if not problems:
         return []
     if blocks:
-        group = -(-layout.dp * layout.tp // workers_per_node)
+        group = -(-layout.stage_ranks // workers_per_node)
         fix = f"+cluster.extra.segment={min(group, network.size)} requests that many nodes of one block at a time"
     elif asked is None:
         fewer = min(network.needed, len(used) - 1) if network.size > 1 else 1
@@ -173,10 +174,10 @@ def _straddling(network: Network, layout: Layout, workers_per_node: int) -> list
     """Returns a line for each data-parallel group that one switch could hold, but that is on several."""
     found = []
     for stage in range(layout.pp):
-        first, last = stage * layout.dp * layout.tp, (stage + 1) * layout.dp * layout.tp - 1
+        first, last = stage * layout.stage_ranks, (stage + 1) * layout.stage_ranks - 1
         group = network.switches[first // workers_per_node : last // workers_per_node + 1]
         names = list(dict.fromkeys(group))
-        if len(names) > 1 and len(group) <= network.size and layout.dp > 1:
+        if len(names) > 1 and len(group) <= network.size and layout.dp_cp > 1:
             of_stage = f" of pipeline rank {stage}" if layout.pp > 1 else ""
             found.append(
                 f"the data-parallel group{of_stage} ({len(group)} nodes) straddles {' and '.join(names)}, so its "

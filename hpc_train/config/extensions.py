@@ -55,6 +55,8 @@ class Activations:
         logits: logits per token.
         scores: attention scores per token and layer, if attention keeps them: twice in fp32, and with half precision
             once more in that.
+        mixed: the result of attention per token and layer, which context-parallel ranks keep before and after its
+            exchange.
     """
 
     tokens: int
@@ -64,6 +66,7 @@ class Activations:
     layer_input: int
     logits: int
     scores: int = 0
+    mixed: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ class ModelFamily:
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
         tensor_parallel: None refuses ``strategy.tp`` above 1.
+        context_heads: the keys of the schema with the numbers of query heads and of key and value heads, if all
+            attention is ``models.attention.Attention`` and ``prepare`` follows ``Model.context_shards``. None refuses
+            ``strategy.cp`` above 1.
         hugging_face: None refuses ``checkpoint export --format hf``.
         chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``).
         why_not_stages: takes the config and returns why the model cannot be cut into pipeline stages; an empty string
@@ -130,6 +136,7 @@ class ModelFamily:
     tensor_parallel: TensorParallel | None = _MISSING
     hugging_face: HuggingFaceFormat | None = _MISSING
     chunked_loss: bool = False
+    context_heads: tuple[str, str] | None = None
     layer_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None

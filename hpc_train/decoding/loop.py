@@ -15,6 +15,7 @@ from torch import Tensor
 from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.decoding.sampling import Sampling
 from hpc_train.errors import UserError
+from hpc_train.models.model import Model
 from hpc_train.parallel.engine import Engine, stream_seed
 from hpc_train.parallel.mesh import Mesh
 
@@ -88,7 +89,8 @@ class Decoder:
 
     @property
     def _sequence_shards(self) -> int:
-        return getattr(self.engine.parts[0], "sequence_shards", 1)
+        part = self.engine.parts[0]
+        return part.sequence_shards * part.context_shards if isinstance(part, Model) else 1
 
     def _agreed(self, tokens: list[int]) -> list[int]:
         if self.mesh.layout.world_size == 1:

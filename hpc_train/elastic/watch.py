@@ -41,7 +41,7 @@ LEAST_SHARE = 0.2  # minimum share of the time for which the others wait for the
 LEAST_BLAME = 0.75  # minimum share of all waiting: on a busy machine every rank is late at times
 FEWEST = 20  # minimum number of collectives
 IN_A_ROW = 2  # windows that must agree
-SAME_WORK = ("mesh_dp", "mesh_tp")  # prefixes of the descriptions of such groups
+SAME_WORK = ("mesh_dp", "mesh_cp", "mesh_tp")  # prefixes of the descriptions of such groups
 WORLD = "default_pg"  # replaces a group that contains all ranks
 FROM_OR_TO_ONE = ("broadcast", "reduce", "gather", "scatter")  # ranks may leave these at different times
 

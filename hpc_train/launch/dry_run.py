@@ -168,6 +168,6 @@ def _host_memory(job: Job) -> list[str]:
     config = job.config
     if not saves_asynchronously(config.checkpoint, job.gpus > 0):
         return []
-    needed = host_copy_bytes(config, job.layout.dp, node_range(config.cluster)[0])
+    needed = host_copy_bytes(config, job.layout.dp_cp, node_range(config.cluster)[0])
     asked = f"checkpoint.asynchronous={str(config.checkpoint.asynchronous).lower()}"
     return [] if needed is None else [f"  host memory: saves copy about {format_bytes(needed)} per node ({asked})"]

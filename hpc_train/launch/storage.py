@@ -39,7 +39,7 @@ class Checkpoints:
     def of(cls, job: Job) -> Checkpoints | None:
         """Estimates the size from the newest checkpoint of the run, else from the config; None if both fail."""
         sizes = _sizes(job)
-        size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp)
+        size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp_cp)
         return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
 
 

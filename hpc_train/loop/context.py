@@ -59,7 +59,8 @@ class Context:
         config: the whole frozen config. Only the loop itself reads its model, data, optim, precision, batch and train.
         args: ``run.args``.
         device: the GPU of this rank, or the CPU. The process group of ``torch.distributed`` is initialized.
-        mesh: the axes ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` that ``strategy`` describes.
+        mesh: the axes ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` that ``strategy`` describes; the second and the
+            third one together are ``dp`` x ``cp``.
         seed: ``train.seed``.
         step: the completed steps.
         directory: the run directory, for files of the loop's own.
@@ -98,7 +99,12 @@ class Context:
         self._last_save = LastSave(self._mesh, self._heartbeat, self._stop, self._report, wait_s, grace_s)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Returns the process group of this rank along ``pp``, ``dp``, ``dp_replicate``, ``dp_shard`` or ``tp``."""
+        """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
+        ``dp_shard`` or ``tp``.
+
+        Ranks of ``dp`` read different samples, and ranks of ``cp`` different tokens of the same samples. Gradients are
+        averaged over ``dp_cp``, the ranks of both, which is ``dp`` if ``strategy.cp`` is 1.
+        """
         return self._mesh.group(axis)
 
     def resume(self, **objects: Registered) -> int:

@@ -153,7 +153,7 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
     for kind in KINDS.values() if "parameters" in shards else ():
         if kind.shards == shards - {"parameters"}:
             yield Suggestion({"strategy.data_parallel": kind.name}, "parameters stay gathered; needs more memory")
-    if shards and setting.nodes > 1 and layout.shard == layout.dp:
+    if shards and setting.nodes > 1 and layout.shard == layout.dp_cp:
         yield Suggestion({"strategy.shard": "node"}, "state is sharded only within a node; needs more memory")
     if layout.kind.bucket_search != "never":
         yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "finds the fastest size of gradient buckets")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hpc_train.models.packed_attention import Scores
 from hpc_train.models.rotary import rotate
 from hpc_train.models.transformer import widened
 
+Exchange = Callable[[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor, Tensor, Tensor], Tensor]
 LOCAL = "local_"  # begins the names of what only layers with a sliding window read in the context
 
 
@@ -36,7 +38,13 @@ class Attention(nn.Module):
         head_dim: the width of a head; None divides ``dim`` by ``n_heads``.
         norm: returns a norm for heads of the given width, for queries and keys; None: there is none.
         scores: how scores are computed.
+
+    Attributes:
+        exchange: set by context parallelism. It is called with a function that computes attention for whole sequences
+            of some of the heads, and with queries, keys and values of all heads for this rank's tokens.
     """
+
+    exchange: Exchange | None = None
 
     def __init__(
         self,
@@ -80,7 +88,9 @@ class Attention(nn.Module):
         if "rotary_cosine" in context:
             cosine, sine = (self._from(context, name) for name in ("rotary_cosine", "rotary_sine"))
             query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        return self.wo(self._attend(query, key, value, context).flatten(2))
+        attend = partial(self._attend, context)
+        mixed = attend(query, key, value) if self.exchange is None else self.exchange(attend, query, key, value)
+        return self.wo(mixed.flatten(2))
 
     def _from(self, context: Mapping[str, Tensor], name: str) -> Any:
         """Returns the tensor ``name``, that of layers with a sliding window if this is one; None if there is none."""
@@ -91,7 +101,7 @@ class Attention(nn.Module):
         """Returns how the scores of ``length`` tokens are computed: a window that holds all of them is none."""
         return self.scores if packed.is_narrow(self.scores, length) else self._without_window
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+    def _attend(self, context: Mapping[str, Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns ``[micro, seq, heads, head_dim]``, the shape of ``query``."""
         mask, boundaries = self._from(context, "attention_mask"), self._from(context, packed.BOUNDARIES)
         scores = self._scores_within(query.shape[1])

@@ -25,6 +25,7 @@ GPT_FAMILY = ModelFamily(
     ),
     hugging_face=HuggingFaceFormat(hf_name, hf_config),
     chunked_loss=True,
+    context_heads=("n_heads", "n_kv_heads"),
     check=check_gpt,
 )
 

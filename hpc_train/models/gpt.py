@@ -147,13 +147,15 @@ class GPT(Model):
         ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0. ``context["document_ids"]``
         ``[micro, seq]`` limits attention to tokens of the same document.
         """
-        length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
+        own_length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
+        length, first = own_length * self.context_shards, own_length * self.context_rank
         added: dict[str, Tensor] = {}
         for name, rotary in self._rotary.items():
             if "positions" in context:
-                tables = rotary.compute(context["positions"])
+                tables = rotary.compute(context["positions"].narrow(1, first, own_length))
             else:
-                tables = rotary.tables(length, hidden.device)
+                cosine, sine = rotary.tables(length, hidden.device)
+                tables = cosine.narrow(0, first, own_length), sine.narrow(0, first, own_length)
             added |= {f"{name}rotary_cosine": tables[0], f"{name}rotary_sine": tables[1]}
         if "document_ids" in context:
             added |= document_context(context)

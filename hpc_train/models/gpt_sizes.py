@@ -75,6 +75,7 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
         layer_input=dim,
         logits=model.vocab_size if model.logit_softcap is None else 4 * model.vocab_size // 3,
         scores=model.n_heads * tokens if capped else 0,
+        mixed=queries,
     )
 
 

@@ -93,6 +93,8 @@ class Model(nn.Module):
     # whether checkpoints contain the parameters that do not train; False if their values are read from files again
     saves_frozen: bool = True
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
+    context_shards: int = 1  # set by context parallelism: inputs and hidden states are 1/context_shards of the sequence
+    context_rank: int = 0  # which of them this rank holds; the context of a batch is that of the whole sequence
     gather: Gather = staticmethod(alone)  # set by the engine, for a loss that compares samples
 
     @property

@@ -28,6 +28,7 @@ from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_hidden_shape
+from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.plain_objects import broadcast_plain
@@ -245,11 +246,12 @@ def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> 
         model: the whole model on ``meta``; it is not changed.
         example: a micro-batch on the device, with the shapes of a training step.
     """
-    blocks, columns = len(model.layers) + 2, mesh.layout.world_size // mesh.layout.tp
+    together = mesh.layout.cp * mesh.layout.tp  # ranks that communicate inside a block
+    blocks, columns = len(model.layers) + 2, mesh.layout.world_size // together
     visits = []
     for number in range(math.ceil(VISITS * blocks / columns)):
         dist.barrier(group=mesh.control)
-        visits.append(_visit(config, mesh, model, (number * columns + mesh.rank // mesh.layout.tp) % blocks, example))
+        visits.append(_visit(config, mesh, model, (number * columns + mesh.rank // together) % blocks, example))
     gathered: list[list[_Visit]] = [[]] * mesh.layout.world_size
     dist.all_gather_object(gathered, visits, group=mesh.control)
     return tuple(
@@ -265,6 +267,7 @@ def _merged(name: str, visits: list[_Visit]) -> BlockCost:
 
 def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch) -> _Visit:
     part = _build_block(config, mesh, model, block)
+    example = own_tokens(example, part, mesh)
     hidden = example.inputs
     if block > 0:
         micro, tokens, *rest = part.hidden_shape(example.inputs)

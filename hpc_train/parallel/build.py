@@ -36,7 +36,7 @@ def build_engine(
     Raises:
         UserError: the model cannot be distributed as the layout requires.
     """
-    needs_values = mesh.dp_rank == 0 or sharder_of(mesh.layout) is None
+    needs_values = mesh.dp_cp_rank == 0 or sharder_of(mesh.layout) is None
     model = build_model(config.model, config.train.seed, needs_values)
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, config.data, mesh.layout)

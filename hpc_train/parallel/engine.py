@@ -112,7 +112,7 @@ class Replicas(Protocol):
 
     Attributes:
         module: the module whose forward pass is called in training.
-        loss_factor: the factor of the loss with which the gradients become sums over the dp ranks.
+        loss_factor: the factor of the loss with which the gradients become sums over the ``dp_cp`` ranks.
         compression: the compression of the gradients; None without compression.
     """
 
@@ -223,9 +223,11 @@ def stream_seed(*key: object) -> int:
 def seed_step(seed: int, step: int, mesh: Mesh) -> None:
     """Seeds the default generators of the CPU and of this rank's device for ``step``.
 
-    Tensor-parallel ranks share one seed, so that they drop the same elements of replicated tensors.
+    Tensor-parallel ranks share one seed, so that they drop the same elements of replicated tensors. Context-parallel
+    ranks hold different tokens, so each has its own.
     """
-    _seed_all(stream_seed("step", seed, step, mesh.dp_rank, mesh.pp_rank), mesh.device)
+    own = (mesh.dp_rank, mesh.pp_rank, *((mesh.cp_rank,) if mesh.layout.cp > 1 else ()))
+    _seed_all(stream_seed("step", seed, step, *own), mesh.device)
 
 
 def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -> None:

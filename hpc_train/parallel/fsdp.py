@@ -8,8 +8,8 @@ zero2: gradients are reduce-scattered after the backward pass of every micro-bat
 zero3: gradients are as in zero2. Parameters are gathered for one layer at a time, again for its backward pass. Stem
     and head stay unsharded within a micro-batch, whose backward pass begins with them.
 
-With fewer ``dp_shard`` than dp ranks (HSDP) the shard groups are replicas of each other, and gradients are all-reduced
-between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
+With fewer ``dp_shard`` than ``dp_cp`` ranks (HSDP) the shard groups are replicas of each other, and gradients are
+all-reduced between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpc_train.plan.techniques import DataParallelKind
 def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:
     """Shards ``model`` in place. Each layer or block is one group, and the rest of the model another.
 
-    The gradients are averaged over the dp ranks, so scale the loss by their number for a sum.
+    The gradients are averaged over the ``dp_cp`` ranks, so scale the loss by their number for a sum.
 
     Args:
         model: the model or stage before it is materialised, with wrapped and compiled layers or blocks.
@@ -39,7 +39,7 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
         offload: whether to keep shards of parameters and gradients in host memory.
     """
     layout = mesh.layout
-    axes = ("dp_shard",) if layout.shard == layout.dp else ("dp_replicate", "dp_shard")
+    axes = ("dp_shard",) if layout.shard == layout.dp_cp else ("dp_replicate", "dp_shard")
     dtype = compute_dtype(precision)
     # inputs are not cast, since autocast does that where appropriate, and rotary tables stay fp32
     policy = MixedPrecisionPolicy(

@@ -26,7 +26,7 @@ def clip_(
 ) -> Tensor:
     """Divides all gradients by ``loss_scale`` and scales them so that their global norm is at most ``max_norm``.
 
-    Collective over all ranks. The gradients must be reduced over dp before; None gradients are ignored.
+    Collective over all ranks. The gradients must be reduced over ``dp_cp`` before; None gradients are ignored.
 
     Args:
         parameters: canonical name -> parameter of this rank; a DTensor counts with its local shard.
@@ -56,7 +56,7 @@ def clip_(
 
 def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
     """Returns the number of ranks of this pipeline stage that hold the same elements of ``parameter``."""
-    ranks = mesh.layout.dp * mesh.layout.tp
+    ranks = mesh.layout.stage_ranks
     if not isinstance(parameter, DTensor):
         return ranks
     sizes = parameter.device_mesh.shape  # is_shard() is false for a strided shard (ZeRO over tensor parallelism)

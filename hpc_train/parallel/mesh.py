@@ -1,12 +1,17 @@
 """Arranges the ranks of an attempt in a device mesh with the axes pp, dp_replicate, dp_shard and tp.
 
+Ranks of ``dp`` read different samples, and ranks of ``cp`` different tokens of the same samples. Both hold the same
+parameters, so the axes dp_replicate and dp_shard together arrange all ranks of dp x cp, the group ``dp_cp``.
+
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
-same ranks share a group, and axes of one rank share a group that does not communicate.
+same ranks share a group, and axes of one rank share a group that does not communicate. Only ``cp`` has a group of its
+own: layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,7 +31,7 @@ class Mesh:
 
     Attributes:
         device_mesh: the mesh with all axes of ``AXES``, including those of size 1.
-        dp: the group of the ranks that read different samples of a batch (``dp_replicate`` x ``dp_shard``).
+        groups: by name, the groups of ``AXES``, ``dp``, ``cp`` and ``dp_cp``.
         control: a gloo group of all ranks, for small CPU collectives besides those of the training. It is the only
             group for tensors on the CPU if ``device`` is a GPU.
     """
@@ -35,28 +40,39 @@ class Mesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh
-    dp: dist.ProcessGroup
+    groups: Mapping[str, dist.ProcessGroup]
     control: dist.ProcessGroup
 
     @property
     def pp_rank(self) -> int:
-        return self.rank // (self.layout.dp * self.layout.tp)
+        return self.rank // self.layout.stage_ranks
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // self.layout.tp % self.layout.dp
+        return self.dp_cp_rank // self.layout.cp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.dp_cp_rank % self.layout.cp
+
+    @property
+    def dp_cp_rank(self) -> int:
+        """Returns the position of this rank among those that hold the same parameters."""
+        return self.rank // self.layout.tp % self.layout.dp_cp
 
     @property
     def tp_rank(self) -> int:
         return self.rank % self.layout.tp
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Returns the process group of this rank along ``pp``, ``dp``, ``dp_replicate``, ``dp_shard`` or ``tp``.
+        """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
+        ``dp_shard`` or ``tp``.
 
+        Ranks of ``dp`` read different samples. Gradients are summed over ``dp_cp``, which is ``dp`` x ``cp``.
         The group of an axis of one rank does not communicate. Do not call reduce_scatter on it, which leaves the
         output unset before torch 2.13.
         """
-        return self.dp if axis == "dp" else self.device_mesh.get_group(axis)
+        return self.groups[axis]
 
 
 def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
@@ -65,36 +81,43 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     Args:
         timeout: the timeout of the collectives of the new groups; None uses torch's default.
     """
-    sizes = (layout.pp, layout.dp // layout.shard, layout.shard, layout.tp)
+    sizes = (layout.pp, layout.dp_cp // layout.shard, layout.shard, layout.tp)
     ranks = torch.arange(layout.world_size, device="cpu").view(sizes)
     groups = _axis_groups(layout, ranks, device, timeout)
     # All ranks are in this group: with a GPU bound to the default group, the ranks outside a gloo group would wait for
     # its members to split NCCL's communicator, which they do not.
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     device_mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, mesh=ranks, mesh_dim_names=AXES)
-    return Mesh(layout, rank, device, device_mesh, groups["dp"], control)
+    return Mesh(layout, rank, device, device_mesh, groups, control)
 
 
 def _axis_groups(
     layout: Layout, ranks: torch.Tensor, device: torch.device, timeout: timedelta | None
 ) -> dict[str, dist.ProcessGroup]:
-    """Returns the groups of this rank along ``dp`` and ``AXES``. Collective.
+    """Returns the groups of this rank along ``dp``, ``cp``, ``dp_cp`` and ``AXES``. Collective.
 
     Args:
         ranks: the global ranks, of the shape of the mesh.
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None, "init_process_group was called"
-    partitions = {"dp": _lines(ranks.flatten(1, 2), 1)} | {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
+    apart = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp)
+    partitions = {"dp": _lines(apart, 1), "dp_cp": _lines(apart.flatten(1, 2), 1), "cp": _lines(apart, 2)}
+    partitions |= {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
     silent = _silent_group(rank) if layout.world_size > 1 else world
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}
     for axis, partition in partitions.items():
         own = tuple(next(line for line in partition if rank in line))
         is_used = len(own) > 1 or (axis == "dp_shard" and layout.shards_state)  # fully_shard uses an axis of one rank
-        if is_used and own not in made:
-            made[own] = _split_world(partition, device, timeout, f"mesh_{axis}")
-        groups[axis] = made[own] if is_used else silent
+        if not is_used:
+            groups[axis] = silent
+        elif axis == "cp":
+            groups[axis] = _split_world(partition, device, timeout, "mesh_cp")
+        else:
+            if own not in made:
+                made[own] = _split_world(partition, device, timeout, f"mesh_{axis}")
+            groups[axis] = made[own]
     return groups
 
 

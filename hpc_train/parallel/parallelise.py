@@ -35,6 +35,7 @@ from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
@@ -47,8 +48,8 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     """Turns ``model`` (whole or a pipeline stage) in place into the part that this rank trains, without DDP's wrapper.
 
     Args:
-        model: a model on ``meta`` that initialises itself, or a user's module. Of such a module the values of dp rank 0
-            are used, so the other ranks may have it on ``meta`` if it is sharded.
+        model: a model on ``meta`` that initialises itself, or a user's module. Of such a module the values of the first
+            rank are used, so the other ranks may have it on ``meta`` if it is sharded.
     """
     dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
     home = torch.device("cpu") if offload else mesh.device
@@ -77,7 +78,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
 
 def sharder_of(layout: Layout) -> str | None:
     """Returns the import path of the function that shards a model; None if every rank holds all parameters."""
-    return layout.kind.sharder if layout.dp > 1 else None
+    return layout.kind.sharder if layout.dp_cp > 1 else None
 
 
 def _put_aside(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -91,13 +92,13 @@ def _put_aside(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: torch.device) -> None:
-    """Allocates a sharded module and fills it with the ``values`` of dp rank 0, one tensor at a time.
+    """Allocates a sharded module and fills it with the ``values`` of the first rank, one tensor at a time.
 
     The other ranks hold one full tensor at most, and rank 0 the module in host memory until this function ends.
     """
     with keep_shared(model):
         model.to_empty(device=home)
-    group, first = mesh.group("dp"), mesh.dp_rank == 0
+    group, first = mesh.group("dp_cp"), mesh.dp_cp_rank == 0
     source = dist.get_global_rank(group, 0)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
@@ -123,11 +124,13 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor parallelism, the dtype of hidden states, chunked loss, activation checkpointing and compilation
-    in place, without sharding."""
+    """Applies tensor and context parallelism, the dtype of hidden states, chunked loss, activation checkpointing and
+    compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
+    if mesh.layout.cp > 1 and isinstance(model, Model):
+        apply_context_parallel(model, mesh)
     apply_chunked_loss(model, config.train.loss_chunks)
     apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
@@ -150,10 +153,10 @@ def check_no_scalars(model: nn.Module, kind: str) -> None:
 
 
 def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
-    """Broadcasts parameters and buffers of dp rank 0, since a user's module may differ between ranks."""
-    if mesh.layout.dp == 1:
+    """Broadcasts parameters and buffers of the first rank, since a user's module may differ between ranks."""
+    if mesh.layout.dp_cp == 1:
         return
-    group = mesh.group("dp")
+    group = mesh.group("dp_cp")
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), dist.get_global_rank(group, 0), group=group)
 

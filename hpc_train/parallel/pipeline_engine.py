@@ -28,6 +28,7 @@ from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
@@ -138,12 +139,13 @@ class PipelineEngine:
         self._tied.refresh()
         for parameter in self._parameters.values():
             parameter.grad = None
-        schedule = self._schedule_for(batch.micro_batches)
+        micro_batches = self._own(batch)
+        schedule = self._schedule_for(micro_batches, batch.micro_batches[0])
         factor = next(iter(self._replicas.values())).loss_factor
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
-            replicas.begin(step, len(batch.micro_batches))
-        schedule.step(batch.micro_batches)
+            replicas.begin(step, len(micro_batches))
+        schedule.step(micro_batches)
         result = self._result(self._loss.sums, self._loss.counts)
         self._finish(result, batch.target_count)
         self._tied.add_gradients()
@@ -168,7 +170,7 @@ class PipelineEngine:
         self._tied.refresh()
         for part in self.parts:
             part.eval()
-        sums = self._forward.run(batch.micro_batches)
+        sums = self._forward.run(self._own(batch))
         for replicas in self._replicas.values():
             replicas.evaluated()
         for part in self.parts:
@@ -191,13 +193,22 @@ class PipelineEngine:
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale, self._tied.copies)
 
-    def _schedule_for(self, micro_batches: tuple[Batch, ...]) -> Schedule:
-        """Returns the schedule for this number and shape of micro-batches, which usually stay the same during a run."""
+    def _own(self, batch: StepBatch) -> tuple[Batch, ...]:
+        """Returns the micro-batches with the tokens that this rank computes."""
+        model = self._parts[0].model
+        return tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)
+
+    def _schedule_for(self, micro_batches: tuple[Batch, ...], whole: Batch) -> Schedule:
+        """Returns the schedule for this number and shape of micro-batches, which usually stay the same during a run.
+
+        Args:
+            whole: the first one with all tokens of its samples.
+        """
         example = micro_batches[0]
         shape = (len(micro_batches), example.inputs.shape)
         if self._schedule is None or shape != self._schedule_shape:
             if self._schedule is None:
-                check_hidden_shape(self._whole, example.inputs, example.context)
+                check_hidden_shape(self._whole, whole.inputs, whole.context)
             if self._parts[0].model.sequence_shards > 1:
                 check_sequence(self._parts[0].model, example.inputs)
             layout, group = self._mesh.layout, self._mesh.group("pp")

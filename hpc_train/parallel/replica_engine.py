@@ -17,6 +17,7 @@ from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
@@ -104,12 +105,11 @@ class ReplicaEngine:
 
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
         """See ``Engine.outputs``."""
-        if isinstance(self._model, Model):
-            check_sequence(self._model, inputs)
+        own = self._own(Batch(inputs, inputs, context or {}))
         was_training = self._model.training
         self._model.eval()
         with torch.no_grad(), autocast(self._precision, self._mesh.device):
-            found: Tensor = self._model(inputs, context or {})
+            found: Tensor = whole_sequence(self._model(own.inputs, own.context), self._mesh)
         self._replicas.evaluated()
         self._model.train(was_training)
         return found
@@ -121,14 +121,21 @@ class ReplicaEngine:
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale)
 
     def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:
-        if isinstance(self._model, Model):
-            check_sequence(self._model, micro.inputs)
+        own = self._own(micro)
         try:
             with autocast(self._precision, self._mesh.device):
-                return module(micro.inputs, micro.context, micro.targets)
+                return module(own.inputs, own.context, own.targets)
         except IndexError as error:
             _refuse_target(error, micro)
             raise
+
+    def _own(self, micro: Batch) -> Batch:
+        """Returns the tokens of ``micro`` that this rank computes."""
+        if not isinstance(self._model, Model):
+            return micro
+        own = own_tokens(micro, self._model, self._mesh)
+        check_sequence(self._model, own.inputs)
+        return own
 
 
 def _refuse_target(error: IndexError, micro: Batch) -> None:

@@ -74,7 +74,7 @@ class AllReduceReplicas(LocalReplicas):
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        group, compresses = mesh.group("dp"), strategy.compression != "none"
+        group, compresses = mesh.group("dp_cp"), strategy.compression != "none"
         waits = compresses and own_count  # the division by the count precedes the compression
         self.reduction = GradientReduction(named.values(), group, first_cap(strategy), None if waits else send_order)
         if compresses:
@@ -101,7 +101,7 @@ class DDPReplicas:
 
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
         self._bare, self._mesh, self._strategy = module, mesh, strategy
-        self.loss_factor = mesh.layout.dp
+        self.loss_factor = mesh.layout.dp_cp
         self._wrap(first_cap(strategy))
 
     def _wrap(self, cap_mb: float) -> None:
@@ -140,7 +140,7 @@ class Sharded:
 
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
         self.module = module
-        self.loss_factor = mesh.layout.dp
+        self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
 
     def begin(self, step: int, backwards: int) -> None:
@@ -179,10 +179,10 @@ def make_replicas(
     """
     layout = mesh.layout
     kind = layout.kind
-    served = replica_class(layout) if layout.dp > 1 else LocalReplicas
+    served = replica_class(layout) if layout.dp_cp > 1 else LocalReplicas
     order = [] if send_order is None else send_order
     replicas: Any = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count)
-    searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and kind.bucket_search != "never"
+    searches = strategy.bucket_cap_mb == "auto" and layout.dp_cp > 1 and kind.bucket_search != "never"
     return SearchedReplicas(replicas, mesh, report_buckets) if searches else replicas
 
 
@@ -214,14 +214,14 @@ _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadc
 
 
 def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap_mb: float) -> DistributedDataParallel:
-    """Wraps ``model``, which has its values already, in DDP for the dp ranks.
+    """Wraps ``model``, which has its values already, in DDP for the ``dp_cp`` ranks.
 
-    The gradients are averaged over the dp ranks, so scale the loss by their number for a sum. Buffers are not
+    The gradients are averaged over these ranks, so scale the loss by their number for a sum. Buffers are not
     broadcast, since no forward pass depends on those of another rank; ``models/batch_norm.py`` averages statistics.
     """
     return DistributedDataParallel(
         model,
-        process_group=mesh.group("dp"),
+        process_group=mesh.group("dp_cp"),
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=strategy.static_graph,

@@ -28,16 +28,19 @@ from hpc_train.units import counted
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes the effective layout of one attempt. Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+    """Describes the effective layout of one attempt. Global rank =
+    ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
 
     In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
     micro_size exceeds the global batch, the rest is padding. There are 0 micro-batches for code of the user's own
     (``run.entry``, ``run.command``).
 
     Attributes:
-        shard: the number of consecutive dp ranks that share one copy of the ZeRO state; dp / shard groups replicate it.
+        shard: the number of consecutive ranks of dp x cp that share one copy of the ZeRO state; dp x cp / shard groups
+            replicate it.
         notes: reasons for automatic choices.
         logical_micro_batches: the logical micro-batches of a step under ``train.reproducible``; otherwise 0.
+        cp: the number of ranks that share the tokens of each sample.
     """
 
     dp: int
@@ -51,6 +54,7 @@ class Layout:
     micro_size: int
     notes: tuple[str, ...] = ()
     logical_micro_batches: int = 0
+    cp: int = 1
 
     def logical_of(self, dp_rank: int) -> range:
         """The logical micro-batches that a dp rank computes."""
@@ -59,7 +63,17 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.pp * self.tp
+        return self.pp * self.stage_ranks
+
+    @property
+    def dp_cp(self) -> int:
+        """The ranks that hold the same parameters, over which gradients are summed."""
+        return self.dp * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks at one position of the pipeline, which are consecutive."""
+        return self.dp_cp * self.tp
 
     @property
     def stages(self) -> int:
@@ -72,8 +86,8 @@ class Layout:
 
     @property
     def shards_state(self) -> bool:
-        """Returns whether the data-parallel ranks share the state of the model."""
-        return self.dp > 1 and bool(self.kind.shards)
+        """Returns whether the ranks of dp x cp share the state of the model."""
+        return self.dp_cp > 1 and bool(self.kind.shards)
 
     @property
     def pipeline(self) -> PipelineSchedule:
@@ -103,10 +117,11 @@ class Layout:
         return PipelineShape(self.pp, self.stages_per_rank, self.micro_batches)
 
     def __str__(self) -> str:
-        split = f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        split = f"dp {self.dp} x pp {self.pp}{context} x tp {self.tp}"
         if not self.micro_batches:
             return f"{split} (code of your own)"
-        kind = self.data_parallel if self.dp > 1 else "no replicas"
+        kind = self.data_parallel if self.dp_cp > 1 else "no replicas"
         schedule = f", {self.schedule}" if self.pp > 1 else ""
         batches = counted(self.micro_batches, "micro-batch", "micro-batches")
         return f"{split} ({kind}{schedule}), {batches} of {self.micro_size}"
@@ -124,7 +139,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_byt
     config = for_nodes(config, nodes)
     check_chosen(config)
     tp = _tensor_parallel(config.strategy, workers_per_node)
-    ranks = Ranks(nodes, workers_per_node, tp)
+    ranks = Ranks(nodes, workers_per_node, tp, _context_parallel(config.strategy, nodes * workers_per_node // tp))
     notes: list[str] = []
     if runs_own_code(config):
         return _of_own_code(config, ranks, notes)
@@ -138,23 +153,24 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     Raises:
         UserError: the strategy does not fit these ranks.
     """
-    strategy, tp = config.strategy, ranks.tp
-    dp = _data_parallel(strategy, ranks.available, pp, tp)
-    _check_use(dp * pp * tp, ranks.nodes, ranks.available, notes)
+    strategy, tp, cp = config.strategy, ranks.tp, ranks.cp
+    dp = _data_parallel(strategy, ranks, pp)
+    _check_use(dp * pp * cp * tp, ranks.nodes, ranks.available, notes)
     stages_per_rank = stages_of_rank(strategy) if pp > 1 else 1
     asked = _asked_kind(config)
-    _check_tensor_parallel(config, asked, dp, tp)
-    schedule, (micro_batches, micro_size) = choose_schedule(config, asked, dp, pp, stages_per_rank, notes)
-    kind = _used_kind(config, asked, dp, tp, notes)
+    _check_tensor_parallel(config, asked, dp * cp, tp)
+    synchronised = asked if dp * cp > 1 else None
+    schedule, (micro_batches, micro_size) = choose_schedule(config, synchronised, dp, pp, stages_per_rank, notes)
+    kind = _used_kind(config, asked, dp * cp, tp, notes)
     reproducible, logical = config.train.reproducible is not None, 0
     if reproducible:
-        check_reproducible(config, pp, tp)
+        check_reproducible(config, pp, tp, cp)
         logical, micro_batches, micro_size = divide(config, dp)
     return Layout(
         dp=dp,
         pp=pp,
         tp=tp,
-        shard=_shard(strategy, find_kind(asked), dp, ranks.per_node // tp),
+        shard=_shard(strategy, find_kind(asked), dp * cp, ranks.per_node // tp),
         data_parallel=TREE.name if reproducible else kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
@@ -162,6 +178,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         micro_size=micro_size,
         notes=tuple(notes),
         logical_micro_batches=logical,
+        cp=cp,
     )
 
 
@@ -171,29 +188,30 @@ def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
     Raises:
         UserError: the strategy does not fit these ranks.
     """
-    strategy, tp = config.strategy, ranks.tp
+    strategy, tp, cp = config.strategy, ranks.tp, ranks.cp
     pp = strategy.pp
     if pp == "fill" and isinstance(strategy.dp, int):
-        pp = ranks.available // (max(1, strategy.dp) * tp)
+        pp = ranks.columns // max(1, strategy.dp)
     if not isinstance(pp, int) or pp < 1:
         raise UserError(
             f"strategy.pp is {strategy.pp!r}, which depends on a model that code of your own does not tell",
             where="strategy.pp",
             fix="strategy.pp=N",
         )
-    dp = _data_parallel(strategy, ranks.available, pp, tp)
-    _check_use(dp * pp * tp, ranks.nodes, ranks.available, notes)
+    dp = _data_parallel(strategy, ranks, pp)
+    _check_use(dp * pp * cp * tp, ranks.nodes, ranks.available, notes)
     return Layout(
         dp=dp,
         pp=pp,
         tp=tp,
-        shard=_shard(strategy, find_kind(strategy.data_parallel), dp, ranks.per_node // tp),
+        shard=_shard(strategy, find_kind(strategy.data_parallel), dp * cp, ranks.per_node // tp),
         data_parallel=strategy.data_parallel,
         schedule=strategy.schedule,
         stages_per_rank=1,
         micro_batches=0,
         micro_size=0,
         notes=tuple(notes),
+        cp=cp,
     )
 
 
@@ -211,16 +229,32 @@ def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
     return strategy.tp
 
 
-def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -> int:
-    room = available // (pp * tp)
+def _context_parallel(strategy: StrategyConfig, columns: int) -> int:
+    """Returns ``strategy.cp``, of which each of ``columns`` tensor-parallel groups holds one rank.
+
+    Raises:
+        UserError: it is no number, or there are too few ranks.
+    """
+    if not isinstance(strategy.cp, int) or not 1 <= strategy.cp <= columns:
+        raise UserError(
+            f"strategy.cp is {strategy.cp!r}, but there are {columns} ranks that can share the tokens of a sample",
+            where="strategy.cp",
+            fix=f"a number from 1 to {columns}, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
+        )
+    return strategy.cp
+
+
+def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int) -> int:
+    room = ranks.columns // pp
     if strategy.dp == "fill":
         return room
     if not isinstance(strategy.dp, int) or strategy.dp < 1:
         raise UserError(f"strategy.dp is {strategy.dp!r}", where="strategy.dp", fix="a number from 1, or fill")
     if strategy.dp > room:
+        context = f" x cp {ranks.cp}" if ranks.cp > 1 else ""
         raise UserError(
-            f"dp {strategy.dp} x pp {pp} x tp {tp} needs {strategy.dp * pp * tp} workers, but only {available} are "
-            "available",
+            f"dp {strategy.dp} x pp {pp}{context} x tp {ranks.tp} needs {strategy.dp * pp * ranks.cp * ranks.tp} "
+            f"workers, but only {ranks.available} are available",
             where="strategy.dp",
             fix="strategy.dp=fill, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
         )
@@ -233,10 +267,10 @@ def _asked_kind(config: Config) -> str:
     return (find_kind(kind).debugged_as if config.train.debug else None) or kind
 
 
-def _used_kind(config: Config, asked: str, dp: int, tp: int, notes: list[str]) -> str:
+def _used_kind(config: Config, asked: str, holders: int, tp: int, notes: list[str]) -> str:
     """Returns the kind that sums the gradients. Compressed gradients may need another kind than ``asked``."""
     kind = find_kind(asked)
-    if dp == 1:
+    if holders == 1:
         return asked
     check_compression(config, kind, tp)
     if config.strategy.compression == "none" or kind.compressed_as in (None, asked):
@@ -258,14 +292,14 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
     notes.append(f"the layout uses {world_size} of {available} workers")
 
 
-def _check_tensor_parallel(config: Config, asked: str, dp: int, tp: int) -> None:
+def _check_tensor_parallel(config: Config, asked: str, holders: int, tp: int) -> None:
     if tp > 1 and config.train.compile:
         raise UserError(
             "train.compile fails in the backward under tensor parallelism (torch 2.13)",
             where="train.compile, strategy.tp",
             fix="train.compile=false, or strategy.tp=1",
         )
-    if tp > 1 and dp > 1 and not find_kind(asked).tensor_parallel:
+    if tp > 1 and holders > 1 and not find_kind(asked).tensor_parallel:
         raise UserError(
             f"strategy.data_parallel={find_kind(asked).name} cannot reduce the gradients of tensor-parallel parameters",
             where="strategy.data_parallel",
@@ -273,17 +307,17 @@ def _check_tensor_parallel(config: Config, asked: str, dp: int, tp: int) -> None
         )
 
 
-def _shard(strategy: StrategyConfig, kind: DataParallelKind, dp: int, dp_per_node: int) -> int:
+def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_node: int) -> int:
     if not kind.shards:
         return 1
     if strategy.shard == "fill":
-        return dp
-    shard = min(dp, max(1, dp_per_node)) if strategy.shard == "node" else strategy.shard
-    if not isinstance(shard, int) or shard < 1 or dp % shard:
+        return holders
+    shard = min(holders, max(1, per_node)) if strategy.shard == "node" else strategy.shard
+    if not isinstance(shard, int) or shard < 1 or holders % shard:
         raise UserError(
-            f"strategy.shard is {strategy.shard!r}, which does not divide {dp} data-parallel ranks",
+            f"strategy.shard is {strategy.shard!r}, which does not divide {holders} data-parallel ranks",
             where="strategy.shard",
-            fix=f"fill, node, or a divisor of {dp}",
+            fix=f"fill, node, or a divisor of {holders}",
         )
     return shard
 

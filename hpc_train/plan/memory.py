@@ -162,7 +162,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     # only one recomputed layer is complete at a time
     of_layers = in_flight * of_layer + (every if recomputed else 0)
     logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
-    return layout.micro_size * kept.tokens * (of_layers + logits)
+    return layout.micro_size * kept.tokens * (of_layers + logits) / layout.cp
 
 
 def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int) -> tuple[float, float]:
@@ -174,6 +174,7 @@ def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int)
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
     of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
     every = kept.norm_inputs * normed + kept.layer * narrow + kept.scores * of_scores
+    every += kept.mixed * narrow if layout.cp > 1 else 0
     keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
     checkpointed = kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
     if layout.tp == 1:

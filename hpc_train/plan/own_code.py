@@ -97,12 +97,14 @@ def own_code_notes(config: Config) -> list[str]:
 def check_own_layout(config: Config, layout: Layout) -> None:
     """
     Raises:
-        UserError: ``run.command`` is to have pipeline or tensor-parallel ranks, which only a mesh tells apart.
+        UserError: ``run.command`` is to have pipeline, context-parallel or tensor-parallel ranks, which only a mesh
+            tells apart.
     """
-    if config.run.command is not None and layout.pp * layout.tp > 1:
+    if config.run.command is not None and layout.pp * layout.cp * layout.tp > 1:
         raise UserError(
-            f"run.command gets no mesh, but strategy.pp is {layout.pp} and strategy.tp is {layout.tp}",
-            where="strategy.pp, strategy.tp",
+            f"run.command gets no mesh, but strategy.pp is {layout.pp}, strategy.cp is {layout.cp} and strategy.tp is "
+            f"{layout.tp}",
+            where="strategy.pp, strategy.cp, strategy.tp",
             fix="+strategy=dp, which starts one process per GPU; the script arranges them",
         )
 

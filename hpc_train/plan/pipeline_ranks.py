@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of an attempt. Each tensor-parallel group has ``tp`` of them."""
+    """The ranks of an attempt. A tensor-parallel group has ``tp`` of them, and a context-parallel group ``cp``."""
 
     nodes: int
     per_node: int
     tp: int
+    cp: int = 1
 
     @property
     def available(self) -> int:
@@ -35,7 +36,7 @@ class Ranks:
     @property
     def columns(self) -> int:
         """Ranks that pipeline and data parallelism divide."""
-        return self.available // self.tp
+        return self.available // (self.cp * self.tp)
 
 
 def pipeline_ranks(
@@ -142,7 +143,7 @@ def _fit(pp: int, needed: dict[int, float], device_bytes: float) -> str:
 
 
 def _fill(config: Config, columns: int, notes: list[str]) -> int:
-    """Returns the pipeline ranks of ``pp: fill``: all ranks that dp and tp leave, but at most one per layer."""
+    """Returns the pipeline ranks of ``pp: fill``: all ranks that dp, cp and tp leave, but at most one per layer."""
     strategy = config.strategy
     if not isinstance(strategy.dp, int):
         raise UserError(

@@ -40,7 +40,7 @@ def _check_loss_chunks(config: Config, layout: Layout) -> None:
             where="train.loss_chunks",
             fix="train.loss_chunks=1, or model=gpt_tiny or another gpt",
         )
-    most = chunks if not length else length // layout.tp  # another check refuses a length of 0
+    most = chunks if not length else length // (layout.cp * layout.tp)  # another check refuses a length of 0
     if chunks > most:
         raise UserError(
             f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a sequence",
@@ -54,7 +54,7 @@ def _check_offload(config: Config, layout: Layout) -> None:
     if offload == "none":
         return
     if offload == "optimizer":
-        if layout.dp > 1 and offload not in kind.offloads:
+        if layout.dp_cp > 1 and offload not in kind.offloads:
             raise UserError(
                 f"strategy.data_parallel={kind.name} does not support an optimizer state in host memory",
                 where="strategy.offload",
@@ -63,7 +63,7 @@ def _check_offload(config: Config, layout: Layout) -> None:
         return
     others = kinds_where(lambda row: offload in row.offloads)
     fix = f"strategy.offload=optimizer, which every strategy supports, or strategy={others}"
-    if layout.dp == 1 or offload not in kind.offloads:
+    if layout.dp_cp == 1 or offload not in kind.offloads:
         raise UserError(
             f"strategy.offload=all requires {others} on several ranks, which gather parameters in each step",
             where="strategy.offload",

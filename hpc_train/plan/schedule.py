@@ -22,12 +22,12 @@ from hpc_train.plan.techniques import (
 
 
 def choose_schedule(
-    config: Config, kind: str, dp: int, pp: int, stages_per_rank: int, notes: list[str]
+    config: Config, kind: str | None, dp: int, pp: int, stages_per_rank: int, notes: list[str]
 ) -> tuple[str, tuple[int, int]]:
     """Chooses the schedule. Returns its name, the number of micro-batches of a step, and the samples in each.
 
     Args:
-        kind: the data-parallel kind.
+        kind: the data-parallel kind; None if no ranks hold the same parameters.
         notes: receives the reason for the choice of ``strategy.schedule=auto``.
 
     Raises:
@@ -52,10 +52,12 @@ def choose_schedule(
     raise problems[0]
 
 
-def _scheduled(config: Config, schedule: str, kind: str, dp: int, pp: int, stages_per_rank: int) -> tuple[int, int]:
+def _scheduled(
+    config: Config, schedule: str, kind: str | None, dp: int, pp: int, stages_per_rank: int
+) -> tuple[int, int]:
     row = find_schedule(schedule)
     if pp > 1:
-        _check_pipeline(config, schedule, kind if dp > 1 else None, stages_per_rank)
+        _check_pipeline(config, schedule, kind, stages_per_rank)
         check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
     return _micro_batches(config, row, dp, pp, pp * stages_per_rank)
 
@@ -198,14 +200,14 @@ def divide(config: Config, dp: int) -> tuple[int, int, int]:
     return logical, math.ceil(logical / dp), math.ceil(batch.global_size / logical)
 
 
-def check_reproducible(config: Config, pp: int, tp: int) -> None:
+def check_reproducible(config: Config, pp: int, tp: int, cp: int) -> None:
     """Raises UserError if the weights would depend on the number of ranks."""
     kind = find_kind(config.strategy.data_parallel)
-    if pp > 1 or tp > 1:
+    if pp > 1 or tp > 1 or cp > 1:
+        split = "a pipeline" if pp > 1 else "tensor parallelism" if tp > 1 else "context parallelism"
         raise UserError(
-            f"train.reproducible does not support {'a pipeline' if pp > 1 else 'tensor parallelism'}, where the order "
-            "of sums depends on the number of ranks",
-            where=f"strategy.pp={pp}, strategy.tp={tp}, {_REPRODUCIBLE}",
+            f"train.reproducible does not support {split}, where the order of sums depends on the number of ranks",
+            where=f"strategy.pp={pp}, strategy.cp={cp}, strategy.tp={tp}, {_REPRODUCIBLE}",
             fix="strategy=single or dp, or train.reproducible=null",
         )
     if not kind.reproducible:

@@ -36,6 +36,7 @@ from hpc_train.config.values import (
     runs_own_code,
 )
 from hpc_train.errors import Mistakes, UserError, check_all
+from hpc_train.plan.context import check_context_parallel
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
@@ -286,6 +287,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     check_targets,
     check_declared_mixing,
     _check_tensor_parallel,
+    check_context_parallel,
     _check_static_graph,
     _check_bucket_search,
     _check_samples,

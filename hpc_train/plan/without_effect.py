@@ -86,7 +86,7 @@ def facts_of(config: Config, layout: Layout, place: Place) -> dict[str, bool]:
     """Returns the value of each of ``FACTS`` for a job."""
     path = getattr(config.data, "path", None)
     hub = getattr(config.model, "name_or_path", None)
-    several = layout.dp > 1
+    several = layout.dp_cp > 1
     return {
         "launched": place.launched,
         "submitted": place.submitted,

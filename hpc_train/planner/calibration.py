@@ -60,7 +60,7 @@ PARTS = ("compute_s", "communication_s", "bubble_s")
 
 def predicted_values(prediction: Prediction) -> Values:
     """Returns the values of ``prediction`` that a run can measure."""
-    apart = prediction.layout.tp == 1
+    apart = prediction.layout.cp * prediction.layout.tp == 1
     return Values(
         step_s=prediction.step_s,
         compute_s=prediction.compute_s + prediction.optimizer_s if apart else None,
@@ -77,7 +77,7 @@ def measured_values(lines: Sequence[Mapping[str, Any]], tp: int, on_gpu: bool) -
     no prediction covers it.
 
     Args:
-        tp: the tensor-parallel ranks.
+        tp: the ranks that communicate inside layers: cp x tp.
         on_gpu: whether the memory is that of a GPU. On a CPU it includes the interpreter and is left out.
     """
     usable = [line for line in lines[1:] if _number(line.get("step_s"))]

@@ -1,7 +1,8 @@
 """The time of the forward and the backward of a block on one rank for one micro-batch. Imports no torch.
 
 A pass takes the time of its matrix products and its attention, that of moving its activations, and that of its
-tensor-parallel traffic, which nothing covers. On GPUs it takes at least as long as the host starts its kernels.
+tensor-parallel and context-parallel traffic, which nothing covers. On GPUs it takes at least as long as the host starts
+its kernels.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Passes:
         self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
+        self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
+        self.split = layout.cp * layout.tp  # the ranks that share the work of a block
 
     def forward(self, block: Block) -> float:
         """Returns the seconds of the forward of ``block``."""
@@ -53,21 +56,21 @@ class Passes:
         """
         if self.recomputation.keep_products:
             return self._moved(block)
-        last = block.last * self.layout.micro_size / self.layout.tp / self.flops_per_s
+        last = block.last * self.layout.micro_size / self.split / self.flops_per_s
         device = self._products(block) - last + self._attention(block) + self._moved(block)
         return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 3)
 
     def _products(self, block: Block) -> float:
         if not block.products:
             return 0.0
-        operations = block.products * self.layout.micro_size / self.layout.tp
+        operations = block.products * self.layout.micro_size / self.split
         return (operations + PRODUCTS * self.rates.half_rate_flops) / self.flops_per_s
 
     def _attention(self, block: Block) -> float:
-        return block.attention * self.layout.micro_size / self.layout.tp / self.attention_per_s
+        return block.attention * self.layout.micro_size / self.split / self.attention_per_s
 
     def _moved(self, block: Block) -> float:
-        elements = block.elements * self.layout.micro_size / self.layout.tp
+        elements = block.elements * self.layout.micro_size / self.split
         return elements * self.narrow * self.work.touches / 2 / self.rates.memory_bytes_per_s
 
     def accumulated(self, block: Block) -> float:
@@ -81,9 +84,21 @@ class Passes:
         return 3 * self.width * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, collectives: int) -> float:
-        """Returns the seconds of all-gathers and as many reduce-scatters of the hidden states of a layer."""
+        """Returns the seconds of all-gathers and as many reduce-scatters of the hidden states of a layer, and those of
+        its exchange of heads."""
+        exchanged = self._exchange(block)
         if self.layout.tp == 1 or not block.products:
-            return 0.0
-        size = self.work.hidden * self.layout.micro_size * self.narrow
+            return exchanged
+        size = self.work.hidden * self.layout.micro_size * self.narrow / self.layout.cp
         pair = gather(size, self.tensor_ranks, self.rates) + scatter(size, self.tensor_ranks, self.rates)
-        return collectives / 2 * pair
+        return exchanged + collectives / 2 * pair
+
+    def _exchange(self, block: Block) -> float:
+        """Returns the seconds of two all-to-alls: of queries, keys and values, and of the result of attention.
+
+        Each is as wide as the hidden states. An all-to-all sends as much as an all-gather to the same size.
+        """
+        if self.layout.cp == 1 or not block.attention:
+            return 0.0
+        size = self.work.hidden * self.layout.micro_size * self.narrow / self.split
+        return sum(gather(tensors * size, self.context_ranks, self.rates) for tensors in (3, 1))

@@ -156,8 +156,8 @@ class _Step:
     def _messages(self) -> list[float]:
         """Returns the seconds of a message from each stage to the next one."""
         layout = self.layout
-        size = self.work.hidden * layout.micro_size * self.narrow / layout.tp
-        between = layout.dp * layout.tp >= self.machine.devices_per_node
+        size = self.work.hidden * layout.micro_size * self.narrow / (layout.cp * layout.tp)
+        between = layout.stage_ranks >= self.machine.devices_per_node
         sent = message(size, between, self.rates)
         placement = layout.placement
         return [0.0 if a == b else sent for a, b in pairwise(placement)]
@@ -172,10 +172,10 @@ class _Step:
     def _exposed(self, busy: float) -> float:
         """Returns the time of the data-parallel traffic that forward and backward do not cover."""
         layout, config = self.layout, self.config
-        if layout.dp == 1:
+        if layout.dp_cp == 1:
             return 0.0
         parameters, blocks = self._parameters(), max(1, sum(len(stage) for stage in self.stages) // layout.pp)
-        everyone = group_of(layout.dp, layout.tp, self.machine.devices_per_node)
+        everyone = group_of(layout.dp_cp, layout.tp, self.machine.devices_per_node)
         # of the passes of one micro-batch, a third is the forward
         one = busy / layout.micro_batches
         if not layout.shards_state:
@@ -197,7 +197,7 @@ class _Step:
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
         gathered = self._each(gather, parameters * self.narrow, shards, blocks)
         scattered = self._each(scatter, parameters * self.width, shards, blocks)
-        replicas = layout.dp // layout.shard
+        replicas = layout.dp_cp // layout.shard
         across = Group(replicas, 1 if shards.spans_nodes else max(1, _groups_per_node(layout, self.machine)))
         reduced = self._each(all_reduce, parameters / layout.shard * self.width, across, blocks)
         batches, busy = layout.micro_batches, load(shards, rates)

@@ -165,7 +165,7 @@ class Control:
 
     def __init__(self, mesh: Mesh) -> None:
         self._group = mesh.control
-        self._counts = mesh.pp_rank == 0 and mesh.tp_rank == 0  # one rank per replica reports its targets
+        self._counts = mesh.pp_rank == mesh.cp_rank == mesh.tp_rank == 0  # one rank per replica reports its targets
         self._pending: tuple[Tensor, dist.Work] | None = None
 
     def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False) -> None:

@@ -54,6 +54,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 MORE = {
     "zero2-of-3": (3, ("+strategy=zero2",)),  # shards of unequal size
     "hsdp": (4, ("+strategy=hsdp", "strategy.shard=2")),
+    "cp2": (2, ("+strategy=cp", "strategy.data_parallel=ddp")),
+    "cp2-zero3": (4, ("+strategy=cp",)),
+    "cp2-pp2": (4, ("+strategy=cp", "strategy.pp=2", "strategy.data_parallel=zero1")),
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }
 TEN = [*LAYOUTS]

@@ -79,7 +79,7 @@ def join(config: Config, rank: int, world_size: int) -> Mesh:
 def join_again(config: Config, rank: int, world_size: int) -> Mesh:
     """Returns the same mesh for all configs of one shape, for ``run_on_world``. Collective."""
     layout = resolve_layout(config, 1, world_size)
-    shape = (layout.dp, layout.pp, layout.tp, layout.shard)
+    shape = (layout.dp, layout.pp, layout.cp, layout.tp, layout.shard)
     mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
     return replace(mesh, layout=layout)
 

@@ -169,7 +169,7 @@ def test_every_strategy_fits_or_says_what_would(strategy: str) -> None:
             assert error.where and error.fix
             assert not re.search(r"=0\b|\b0 ", f"{error.what} {error.fix}"), "no sizes of zero"
             left = ("auto",)  # to the planner
-            assert strategy in (*left, "tp", "hybrid3d", "hybrid4"), "the others fit any number of workers"
+            assert strategy in (*left, "cp", "tp", "hybrid3d", "hybrid4"), "the others fit any number of workers"
         else:
             assert 1 <= layout.world_size <= workers
 

@@ -85,10 +85,12 @@ class FakeWorld:
         return Steps(config, self.mesh(resolve_layout(config, 1, RANKS)))
 
     def mesh(self, layout: Layout) -> Mesh:
-        ranks = torch.arange(RANKS).view(layout.pp, layout.dp // layout.shard, layout.shard, layout.tp)
-        groups = [_group(ranks, dim) for dim in range(len(AXES))]
-        device_mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=AXES)
-        return Mesh(layout, 0, self.device, device_mesh, _group(ranks.flatten(1, 2), 1), _group(ranks.view(1, -1), 1))
+        ranks = torch.arange(RANKS).view(layout.pp, layout.dp_cp // layout.shard, layout.shard, layout.tp)
+        apart = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp)
+        groups = {axis: _group(ranks, dim) for dim, axis in enumerate(AXES)}
+        device_mesh = DeviceMesh.from_group([*groups.values()], self.device.type, mesh=ranks, mesh_dim_names=AXES)
+        groups |= {"dp": _group(apart, 1), "cp": _group(apart, 2), "dp_cp": _group(apart.flatten(1, 2), 1)}
+        return Mesh(layout, 0, self.device, device_mesh, groups, _group(ranks.view(1, -1), 1))
 
 
 def _group(ranks: Tensor, dim: int) -> dist.ProcessGroup:

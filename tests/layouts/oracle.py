@@ -125,7 +125,7 @@ def compare_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome
 def mesh_of(cell: Cell, rank: int) -> Mesh:
     """Returns the mesh of ``cell``; cells of one shape share their process groups, which have threads. Collective."""
     layout = cell.layout()
-    shape = (layout.dp, layout.pp, layout.tp, layout.shard)
+    shape = (layout.dp, layout.pp, layout.cp, layout.tp, layout.shard)
     mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
     return replace(mesh, layout=layout)
 

@@ -38,11 +38,16 @@ CELLS: dict[int, list[Cell]] = {
         Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
         Cell(2, strategy={"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
         Cell(2, strategy={"dp": 2}, train={"activation_checkpointing": "full"}),
+        Cell(2, strategy={"cp": 2}),
+        Cell(2, "gpt-windows", strategy={"cp": 2, "data_parallel": "zero3"}),
     ],
     4: [
         Cell(4, strategy={"dp": 2, "pp": 2, "data_parallel": "zero2"}),
         Cell(4, strategy={"pp": 2, "tp": 2}),
         Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "allreduce"}),
+        Cell(4, strategy={"cp": 2, "tp": 2, "data_parallel": "allreduce"}),
+        Cell(4, "gpt-windows", strategy={"cp": 2, "pp": 2, "schedule": "1f1b"}),
+        Cell(4, strategy={"dp": 2, "cp": 2, "data_parallel": "zero2"}),
     ],
 }
 

@@ -192,7 +192,8 @@ def _first_messages(rank: int, _: int, cell: Cell) -> set[int]:
     mesh = mesh_of(cell, rank)
     engine = build_engine(cell.config(), mesh)
     assert isinstance(engine, PipelineEngine)
-    schedule: Any = engine._schedule_for(local_batch(cell, mesh.layout, mesh.dp_rank, 0).micro_batches)._schedule
+    micro_batches = local_batch(cell, mesh.layout, mesh.dp_rank, 0).micro_batches
+    schedule: Any = engine._schedule_for(micro_batches, micro_batches[0])._schedule
     return {op.group_peer for stage in schedule._stages for op in stage._get_init_p2p_neighbors_ops()}
 
 

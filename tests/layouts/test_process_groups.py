@@ -25,8 +25,8 @@ ESTABLISHED, LISTENING = "01", "0A"  # states in /proc/net/tcp
 CPU = torch.device("cpu")
 
 
-def layout(dp: int = 1, pp: int = 1, tp: int = 1, shard: int = 1, kind: str = "ddp") -> Layout:
-    return Layout(dp, pp, tp, shard, kind, "1f1b", 1, 1, 1)
+def layout(dp: int = 1, pp: int = 1, tp: int = 1, shard: int = 1, kind: str = "ddp", cp: int = 1) -> Layout:
+    return Layout(dp, pp, tp, shard, kind, "1f1b", 1, 1, 1, cp=cp)
 
 
 # by world size: a layout and the sizes of its groups besides those of all ranks
@@ -36,6 +36,9 @@ LAYOUTS: dict[int, list[tuple[Layout, list[int]]]] = {
         (layout(dp=4), []),
         (layout(dp=2, pp=2), [2, 2]),
         (layout(dp=4, shard=2, kind="zero3"), [2, 2]),
+        (layout(cp=4), [4]),
+        (layout(dp=2, cp=2), [2, 2]),
+        (layout(cp=2, pp=2), [2, 2, 2]),  # gradients do not wait behind the exchanges of layers
     ],
     8: [
         (layout(dp=8), []),
@@ -137,6 +140,7 @@ MANY = {
     64: layout(dp=8, pp=2, tp=4),
     512: layout(dp=512, shard=8, kind="zero3"),
     8192: layout(dp=128, pp=8, tp=8, shard=16, kind="zero2"),
+    1024: layout(dp=4, pp=2, cp=16, tp=8, shard=16, kind="zero3"),
 }
 
 
@@ -164,7 +168,7 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
         "splits": [
             (len(lines), sorted(rank for line in lines for rank in line) == list(range(world_size))) for lines in splits
         ],
-        "ranks": {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("dp", *AXES)},
+        "ranks": {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("dp", "cp", "dp_cp", *AXES)},
         "coordinate": list(mesh.device_mesh.get_coordinate() or ()),
     }
 
@@ -176,6 +180,12 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
         (64, 0, [8, 32, 16], {"dp": 8, "pp": 2, "dp_replicate": 8, "dp_shard": 1, "tp": 4}),
         (512, 511, [8, 64], {"dp": 512, "pp": 1, "dp_replicate": 64, "dp_shard": 8, "tp": 1}),
         (8192, 4097, [64, 1024, 1024, 512, 1024], {"dp": 128, "pp": 8, "dp_replicate": 8, "dp_shard": 16, "tp": 8}),
+        (
+            1024,
+            777,
+            [256, 16, 64, 512, 64, 128],
+            {"dp": 4, "cp": 16, "dp_cp": 64, "pp": 2, "dp_replicate": 4, "dp_shard": 16, "tp": 8},
+        ),
     ],
 )
 def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[int], sizes: dict[str, int]) -> None:
@@ -183,11 +193,11 @@ def test_the_groups_of_a_rank_on_gpus(world_size: int, rank: int, splits: list[i
     found = run_ranks(1, groups_of, world_size, rank)[0]
     assert found["made"] == [("fake", [rank]), ("gloo", None)]
     assert found["splits"] == [(groups, True) for groups in splits]
-    assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == sizes
+    assert {axis: len(ranks) for axis, ranks in found["ranks"].items()} == {"cp": 1, "dp_cp": sizes["dp"], **sizes}
     assert all(rank in ranks for ranks in found["ranks"].values())
     one = MANY[world_size]
     assert found["coordinate"] == [
-        rank // (one.dp * one.tp), rank // (one.shard * one.tp) % (one.dp // one.shard),
+        rank // one.stage_ranks, rank // (one.shard * one.tp) % (one.dp_cp // one.shard),
         rank // one.tp % one.shard, rank % one.tp,
     ]  # fmt: skip
 

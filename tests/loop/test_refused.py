@@ -41,7 +41,7 @@ SCRIPT = f"run.command=[python,{Path(__file__).with_name('script.py')}]"
             "no effect",
         ),
         ([SCRIPT, "optim.lr=1", "checkpoint.keep=3"], "optim.lr, checkpoint.keep", "no effect with run.command"),
-        ([SCRIPT, "strategy.tp=2"], "strategy.pp, strategy.tp", "gets no mesh"),
+        ([SCRIPT, "strategy.tp=2"], "strategy.pp, strategy.cp, strategy.tp", "gets no mesh"),
         ([ENTRY, "strategy.pp=auto"], "strategy.pp", "depends on a model"),
     ],
 )

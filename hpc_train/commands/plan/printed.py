@@ -137,10 +137,10 @@ def _clock(seconds: float | None) -> str:
 
 def split(layout: Layout) -> str:
     """Returns the layout in few words: ``dp 8 x pp 2, zero1, 1f1b``."""
-    sizes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+    sizes = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
     split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 device"
-    sharded = f" over {layout.shard}" if layout.shards_state and layout.shard < layout.dp else ""
-    kind = f", {layout.data_parallel}{sharded}" if layout.dp > 1 else ""
+    sharded = f" over {layout.shard}" if layout.shards_state and layout.shard < layout.dp_cp else ""
+    kind = f", {layout.data_parallel}{sharded}" if layout.dp_cp > 1 else ""
     return split + kind + (f", {layout.schedule}" if layout.pp > 1 else "")
 
 

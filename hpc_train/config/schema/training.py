@@ -13,7 +13,7 @@ ADAMW = (when("optim.name", "adamw"), when("optim._target_", None))
 
 @dataclass
 class StrategyConfig:
-    """How the model and the batch are split over the ranks. The world size is dp x pp x tp."""
+    """How the model and the batch are split over the ranks. The world size is dp x pp x cp x tp."""
 
     name: str = key(
         "single",
@@ -22,7 +22,7 @@ class StrategyConfig:
     )
     dp: int | str = key(
         1,
-        "The number of data-parallel replicas or ZeRO ranks. fill uses all ranks that pp and tp leave.",
+        "The number of data-parallel replicas or ZeRO ranks. fill uses all ranks that pp, cp and tp leave.",
         choices=("fill",),
         at_least=1,
     )
@@ -39,6 +39,12 @@ class StrategyConfig:
         choices=("auto",),
         at_least=1,
     )
+    cp: int = key(
+        1,
+        "The number of context-parallel ranks, which share the tokens of each sample. It must divide the attention "
+        "heads and the sequence length.",
+        at_least=1,
+    )
     data_parallel: str = key(
         "ddp",
         "How data-parallel ranks synchronize: a built-in kind or package.module:ROW. auto: strategy=auto chooses.",
@@ -46,8 +52,8 @@ class StrategyConfig:
     )
     shard: int | str = key(
         "fill",
-        "The number of ranks over which ZeRO shards its state. fill uses all of dp; node uses the ranks of a node. "
-        "auto: strategy=auto chooses.",
+        "The number of ranks over which ZeRO shards its state. fill uses all of dp x cp; node uses the ranks of a "
+        "node. auto: strategy=auto chooses.",
         choices=("fill", "node", "auto"),
         at_least=1,
         when=when("shards"),

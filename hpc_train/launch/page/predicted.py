@@ -55,7 +55,7 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
         return None
     layout = Layout(**meeting["layout"] | {"notes": ()})
     lines = [line for line in run.read_all_metrics() if line.get("attempt") == attempt]
-    measured = measured_values(lines, layout.tp, on_gpu=meeting["gpus_per_node"] > 0)
+    measured = measured_values(lines, layout.cp * layout.tp, on_gpu=meeting["gpus_per_node"] > 0)
     predicted = _predicted(config, layout, machine, meeting)
     if measured is None or predicted is None:
         return None

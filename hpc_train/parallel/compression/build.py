@@ -165,7 +165,7 @@ def _sample(config: Config, mesh: Mesh) -> tuple[dict[str, nn.Parameter], float]
 
 def _seconds(technique: str, config: Config, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> float:
     """Returns the shortest time of a few sums over the data-parallel ranks, as measured on this rank."""
-    group, strategy = mesh.group("dp"), config.strategy
+    group, strategy = mesh.group("dp_cp"), config.strategy
     exchange = make_exchange(technique, strategy, parameters, group)
     reduction = GradientReduction(parameters.values(), group, first_cap(strategy))
     found = [_round(reduction, exchange, mesh, parameters) for _ in range(ROUNDS)]
@@ -202,7 +202,7 @@ def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, event
         return config
     technique = (
         "none"
-        if mesh.layout.dp == 1
+        if mesh.layout.dp_cp == 1
         else _recorded_technique(run, mesh) or _measure_technique(config, run, mesh, events)
     )
     return replace(config, strategy=replace(config.strategy, compression=technique))

@@ -40,9 +40,10 @@ class Measures:
 
     def __init__(self, config: Config, mesh: Mesh, first_of_node: bool) -> None:
         self._mesh = mesh
-        self._ddp = mesh.layout.dp > 1 and mesh.layout.kind.waits_in_backward
-        # functional collectives of tensor parallelism inside compiled layers cannot be observed
-        self._observes_communication = mesh.layout.world_size > 1 and not (mesh.layout.tp > 1 and config.train.compile)
+        self._ddp = mesh.layout.dp_cp > 1 and mesh.layout.kind.waits_in_backward
+        # collectives of tensor and context parallelism inside compiled layers cannot be observed
+        inside = mesh.layout.cp * mesh.layout.tp > 1 and config.train.compile
+        self._observes_communication = mesh.layout.world_size > 1 and not inside
         self.clock = StepClock(mesh.device)
         self._gpu = GpuUtilisation(mesh.device)
         self._first_of_node = first_of_node

@@ -164,7 +164,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
         yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
     if not recomputes:
         yield "train.activation_checkpointing=full", full
-    if layout.dp > 1 and "parameters" not in layout.kind.shards and not layout.logical_micro_batches:
+    if layout.dp_cp > 1 and "parameters" not in layout.kind.shards and not layout.logical_micro_batches:
         sharded: dict[str, Any] = {"data_parallel": "zero3", "compression": "none"}
         yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))
     if config.optim._target_ is None and config.optim.name == "adamw" and config.optim.moments == "fp32":

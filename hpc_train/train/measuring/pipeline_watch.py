@@ -103,7 +103,7 @@ class PipelineWatch(WrappedEngine):
 
     def _drawn(self, work: Sequence[Chunk]) -> list[tuple[str, int, float, float]]:
         """Returns the chunks of this rank if the picture shows it: one rank at each position in the pipeline."""
-        shown = self._mesh.dp_rank == self._mesh.tp_rank == 0
+        shown = self._mesh.dp_cp_rank == self._mesh.tp_rank == 0
         if not shown or len(work) * self._mesh.layout.pp > MOST_CHUNKS:
             return []
         times = [(chunk, chunk.begin()) for chunk in work]

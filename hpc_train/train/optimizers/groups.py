@@ -23,6 +23,6 @@ def check_groups(optim: OptimConfig, engine: Engine, mesh: Mesh) -> None:
     if not groups:
         return
     own = [name for name, parameter in engine.named_parameters().items() if parameter.requires_grad]
-    first_ranks = range(0, mesh.layout.world_size, mesh.layout.dp * mesh.layout.tp)
+    first_ranks = range(0, mesh.layout.world_size, mesh.layout.stage_ranks)
     names = [name for rank in first_ranks for name in from_rank(rank, own, mesh.control)]
     check_matches(groups, list(dict.fromkeys(names)))

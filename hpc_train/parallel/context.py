@@ -1,0 +1,149 @@
+"""Applies context parallelism, which splits the sequence of every sample over the ``cp`` ranks.
+
+It exchanges heads around attention, as DeepSpeed Ulysses does (Jacobs et al. 2023, arXiv:2309.14509). Each rank
+computes all layers for its tokens. Before attention an all-to-all turns these tokens of all heads into whole sequences
+of 1/cp of the heads, and after it another one turns the result back. Attention therefore sees whole sequences: causal
+masks, documents, windows and kernels stay as they are, and all ranks have equally much to compute. The ranks hold the
+same parameters and different tokens, so their gradients are summed over ``dp_cp`` like those of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hpc_train.config.extensions import load_family
+from hpc_train.data.dataset import Batch
+from hpc_train.errors import UserError
+from hpc_train.models.attention import Attention
+from hpc_train.models.model import Model
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def apply_context_parallel(model: Model, mesh: Mesh) -> None:
+    """Lets the attention of ``model`` (whole or a stage) exchange heads with the ``cp`` ranks of ``mesh``, in place.
+
+    Raises:
+        UserError: the model does not support it.
+    """
+    if model.family is None or load_family(model.family).context_heads is None:
+        raise UserError(
+            f"{type(model).__name__} has no attention whose heads context-parallel ranks can exchange",
+            where="strategy.cp",
+            fix="strategy.cp=1, or use a model whose family supports it, such as gpt",
+        )
+    exchange = HeadExchange(mesh.group("cp"))
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.exchange = exchange
+    model.context_shards, model.context_rank = mesh.layout.cp, mesh.cp_rank
+
+
+class HeadExchange:
+    """Computes attention on whole sequences of a part of the heads.
+
+    Args:
+        group: the ranks that hold the shards of a sequence, in the order of the tokens.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = group, dist.get_world_size(group)
+
+    def __call__(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Returns ``attend`` of the whole sequence, for this rank's tokens and all heads. Collective, differentiable.
+
+        Args:
+            attend: takes ``[micro, seq, heads / cp, head_dim]`` and returns the shape of its first argument.
+            query: ``[micro, seq / cp, heads, head_dim]``.
+            key, value: the same with fewer heads, if queries are grouped. If these are fewer than the ranks, each is
+                sent to several ranks.
+        """
+        parts = [self._by_rank(heads) for heads in (query, *map(self._for_all_ranks, (key, value)))]
+        widths = [part.shape[3] for part in parts]
+        received = _AllToAll.apply(torch.cat(parts, dim=3), self._group)  # [sender, micro, seq / cp, heads, head_dim]
+        mixed = attend(*received.movedim(0, 1).flatten(1, 2).split(widths, dim=2))
+        sent = mixed.unflatten(1, (self._ranks, -1)).movedim(1, 0)
+        returned: Tensor = _AllToAll.apply(sent, self._group)
+        return returned.movedim(0, 2).flatten(2, 3)
+
+    def _for_all_ranks(self, heads: Tensor) -> Tensor:
+        """Returns keys or values with at least one head for each rank; equal ones are adjacent, as their queries."""
+        return heads.repeat_interleave(max(1, self._ranks // heads.shape[2]), dim=2)
+
+    def _by_rank(self, heads: Tensor) -> Tensor:
+        """Returns ``[micro, seq, heads, head_dim]`` as ``[receiver, micro, seq, heads / cp, head_dim]``."""
+        return heads.unflatten(2, (self._ranks, -1)).movedim(2, 0)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends block ``r`` of dim 0 to rank ``r``. The gradient of a block returns to its sender in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(blocks, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent = blocks.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
+    """Returns this rank's tokens of ``batch``: consecutive ones, in the order of the ranks, of inputs and targets.
+
+    The context stays whole, since attention is computed on whole sequences.
+
+    Raises:
+        UserError: the sequence cannot be split into equal shards.
+    """
+    ranks = mesh.layout.cp
+    if ranks == 1:
+        return batch
+    check_length(batch.inputs.shape[1], ranks, model.sequence_shards)
+    inputs, targets = (_own(whole, ranks, mesh.cp_rank) for whole in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
+
+
+def check_length(tokens: int, ranks: int, sequence_shards: int) -> None:
+    """Raises UserError if a sequence of ``tokens`` cannot be split into equal shards."""
+    parts = ranks * sequence_shards
+    if tokens % parts:
+        split = f" of {sequence_shards} tensor-parallel ranks each" if sequence_shards > 1 else ""
+        raise UserError(
+            f"{tokens} tokens cannot be split over {ranks} context-parallel ranks{split}",
+            where="data.sequence_length, strategy.cp",
+            fix=f"use a multiple of {parts} as data.sequence_length",
+        )
+
+
+def _own(whole: Tensor, ranks: int, rank: int) -> Tensor:
+    return whole.chunk(ranks, dim=1)[rank].contiguous()
+
+
+def whole_sequence(outputs: Tensor, mesh: Mesh) -> Tensor:
+    """Returns ``[micro, seq, ...]`` from the shards ``[micro, seq / cp, ...]`` of all ``cp`` ranks, without gradients.
+
+    Collective over these ranks.
+    """
+    ranks = mesh.layout.cp
+    if ranks == 1:
+        return outputs
+    shards = outputs.new_empty(ranks * len(outputs), *outputs.shape[1:])
+    all_gather_tensor(shards, outputs.contiguous(), group=mesh.group("cp"))
+    return torch.cat(shards.chunk(ranks), dim=1)
