@@ -29,6 +29,7 @@ from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import hidden_dtype, parameter_dtype
@@ -114,6 +115,7 @@ class PipelineEngine:
             for replicas in [self._replicas[stage]]
         ]
         self._statistics = [value for part in self.parts for value in batch_norm.running_statistics(part)]
+        self._casts = KeptCasts(models.values(), self._precision, layout.shards_state)
         self._loss = _Loss()
         self._schedule: Schedule | None = None
         self._schedule_shape: tuple[int, torch.Size] | None = None
@@ -143,7 +145,8 @@ class PipelineEngine:
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
             replicas.begin(step, len(batch.micro_batches))
-        schedule.step(batch.micro_batches)
+        with self._casts.step():
+            schedule.step(batch.micro_batches)
         result = self._result(self._loss.sums, self._loss.counts)
         self._finish(result, batch.target_count)
         self._tied.add_gradients()
