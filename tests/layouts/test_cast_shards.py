@@ -79,13 +79,12 @@ def differences(rank: int, _: int, chosen: list[Cell]) -> list[tuple[float, floa
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_sums_are_those_of_one_process_that_rounds_as_well(world_size: int) -> None:
-    chosen = [
-        Cell(ranks, strategy=split | CAST, batch=THREE) for ranks, split in SPLITS.values() if ranks == world_size
-    ]
+    splits = [split for ranks, split in SPLITS.values() if ranks == world_size]
+    chosen = [Cell(world_size, strategy=split | CAST, batch=THREE) for split in splits]
     for ranks in run_on_world(world_size, differences, chosen):
         for cell, (from_same, from_exact) in zip(chosen, ranks, strict=True):
             assert from_same < 1e-10, cell
-            assert 1e-4 < from_exact < 2**-7, "a value and a sum of two are each rounded by 2^-9 at most"
+            assert 1e-4 < from_exact < 2**-6, "2^-9 of each value and of each sum, which may be smaller than both"
 
 
 def test_warm_up_steps_are_those_of_one_process(record: Callable[..., None]) -> None:
