@@ -55,7 +55,7 @@ def alone(cell: Cell) -> Gradients:
             (loss * layout.dp / batch.target_count).backward()
             of_ranks[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
     groups = [of_ranks[first : first + 2] for first in range(0, layout.dp, 2)]
-    if "gradients" in layout.kind.shards:  # which rounds each micro-batch
+    if "gradients" in layout.kind.shards and layout.pp == 1:  # each micro-batch is reduced
         sums = [added([rounded(list(micro)) for micro in zip(*group, strict=True)]) for group in groups]
     else:
         sums = [rounded([added(rank) for rank in group]) for group in groups]
