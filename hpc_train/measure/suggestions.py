@@ -158,7 +158,8 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if layout.kind.bucket_search != "never":
         yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "finds the fastest size of gradient buckets")
     if layout.kind.compressed_as is not None and setting.config.strategy.compression == "none":
-        yield Suggestion({"strategy.compression": "bf16"}, "halves the bytes; powersgd and topk send far less")
+        less = "" if shards else "; powersgd and topk send far less"
+        yield Suggestion({"strategy.compression": "bf16"}, f"halves the bytes of gradients{less}")
     if layout.tp > 1:
         yield Suggestion({"strategy.tp": layout.tp // 2}, "fewer ranks exchange activations in every layer")
     if layout.dp > 1 and layout.pp == 1:

@@ -22,6 +22,7 @@ from hpc_train.data.dataset import Batch
 from hpc_train.models import packed_attention as packed
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import Scores
+from hpc_train.models.projections import Together, project
 from hpc_train.models.rotary import rotate
 from hpc_train.models.transformer import widened
 
@@ -45,6 +46,7 @@ class Attention(nn.Module):
     """
 
     exchange: Exchange | None = None
+    together = Together(("wq", "wk", "wv"))
 
     def __init__(
         self,
@@ -81,11 +83,11 @@ class Attention(nn.Module):
                 the names that begin with ``LOCAL`` come first, and without ``LOCAL`` + ``BOUNDARIES`` or
                 ``LOCAL`` + ``attention_mask`` the window must not be shorter than the sequence.
         """
-        query, key, value = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
-        )
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in project(self, hidden))
         query, key = self.q_norm(query), self.k_norm(key)
         if "rotary_cosine" in context:
+            if isinstance(self.q_norm, nn.Identity):
+                value = value.contiguous()  # a view would keep the queries and keys from before the rotation
             cosine, sine = (self._from(context, name) for name in ("rotary_cosine", "rotary_sine"))
             query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         attend = partial(self._attend, context)

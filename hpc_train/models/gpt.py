@@ -30,6 +30,7 @@ from hpc_train.models import gpt_sizes
 from hpc_train.models.attention import LOCAL, Attention, soft_cap
 from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.packed_attention import Scores, document_context, local_context
+from hpc_train.models.projections import Together, project
 from hpc_train.models.rotary import RotaryCache, RotaryScaling
 from hpc_train.models.transformer import (
     CrossEntropyHead,
@@ -65,6 +66,8 @@ class GPTStem(nn.Module):
 class GatedFeedForward(nn.Module):
     """Computes ``w2(f(w1 x) * w3 x)``: SwiGLU if ``f`` is ``silu``, GeGLU if GELU (Shazeer 2020, arXiv:2002.05202)."""
 
+    together = Together(("w1", "w3"), only_compiled=True)
+
     def __init__(self, dim: int, ffn_dim: int, activation: str = "silu") -> None:
         super().__init__()
         self._activation = ACTIVATIONS[activation]
@@ -73,7 +76,8 @@ class GatedFeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.w2(self._activation(self.w1(hidden)) * self.w3(hidden))
+        gate, up = project(self, hidden)
+        return self.w2(self._activation(gate) * up)
 
 
 def gpt_norm(config: GPTConfig, width: int) -> RMSNorm:

@@ -27,12 +27,10 @@ class PatchProjection(nn.Conv2d):
     of replicated DTensors.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _conv_forward(self, input: Tensor, weight: Any, bias: Any) -> Tensor:
         if not isinstance(input, DTensor):
-            return super().forward(input)
-        weight: Any = self.weight
-        bias: Any = self.bias
-        patches = self._conv_forward(input.to_local(), weight.to_local(), bias.to_local())
+            return super()._conv_forward(input, weight, bias)
+        patches = super()._conv_forward(input.to_local(), weight.to_local(), bias.to_local())
         return DTensor.from_local(patches, input.device_mesh, input.placements, run_check=False)
 
 

@@ -10,18 +10,25 @@ zero3: gradients are as in zero2. Parameters are gathered for one layer at a tim
 
 With fewer ``dp_shard`` than ``dp_cp`` ranks (HSDP) the shard groups are replicas of each other, and gradients are
 all-reduced between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
+
+``strategy.compression=bf16`` sends the gradients of every reduce-scatter in bf16. FSDP's own ``reduce_dtype`` would
+also add micro-batches up in that dtype; here only the message and the sum over the ranks are narrow. The all-reduce
+between replicas stays as it is, since FSDP does not let it be replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from hpc_train.models.wrapped import layers_of
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, reduce_scatter_tensor
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.plan.techniques import DataParallelKind
 
@@ -34,8 +41,8 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     Args:
         model: the model or stage before it is materialised, with wrapped and compiled layers or blocks.
         kind: ``zero1``, ``zero2`` or ``zero3``.
-        precision: the precision of the config; bf16 and fp16 gather parameters in that dtype and reduce gradients in
-            fp32.
+        precision: the precision of the config; bf16 and fp16 gather parameters in that dtype, and reduce and accumulate
+            gradients in fp32.
         offload: whether to keep shards of parameters and gradients in host memory.
     """
     layout = mesh.layout
@@ -50,6 +57,47 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     for layer in layers_of(model):
         wrap(layer, reshard_after_forward="parameters" in kind.shards)
     wrap(model, reshard_after_forward=False)
+
+
+class CastReduceScatter:
+    """Sums gradients in ``dtype``; replaces FSDP's reduce-scatter, with its methods.
+
+    Attributes:
+        active: whether gradients are cast; otherwise they are sent as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.active = True
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a buffer of FSDP: gradients before and after the sum, in the dtype in which they accumulate."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sums or averages ``input_tensor`` over the ranks of ``group``; FSDP has chosen the stream, and waits for it.
+
+        Args:
+            output_tensor: gets this rank's part, 1/N of the elements.
+            async_op: not supported; FSDP leaves it out.
+        """
+        assert not async_op
+        if not self.active:
+            reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            return
+        received = output_tensor.new_empty(output_tensor.shape, dtype=self._dtype)
+        reduce_scatter_tensor(received, input_tensor.to(self._dtype), op=op, group=group)
+        output_tensor.copy_(received)
+
+
+def cast_gradients(model: nn.Module, dtype: torch.dtype) -> CastReduceScatter:
+    """Makes the sharded ``model`` reduce its gradients in ``dtype`` and returns the collective of all its groups."""
+    collective = CastReduceScatter(dtype)
+    for module in _sharded(model):
+        module.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
+    return collective
 
 
 def begin_backward(model: nn.Module, kind: DataParallelKind, last: bool) -> None:

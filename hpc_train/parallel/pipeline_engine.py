@@ -30,9 +30,10 @@ from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import hidden_dtype, parameter_dtype
+from hpc_train.parallel.precision import compute_dtype, hidden_dtype, parameter_dtype
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.schedules import Part, Schedule, check_extension
@@ -115,6 +116,7 @@ class PipelineEngine:
             for replicas in [self._replicas[stage]]
         ]
         self._statistics = [value for part in self.parts for value in batch_norm.running_statistics(part)]
+        self._casts = KeptCasts(models.values(), None if layout.shards_state else compute_dtype(self._precision))
         self._loss = _Loss()
         self._schedule: Schedule | None = None
         self._schedule_shape: tuple[int, torch.Size] | None = None
@@ -145,7 +147,8 @@ class PipelineEngine:
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
             replicas.begin(step, len(micro_batches))
-        schedule.step(micro_batches)
+        with self._casts.step():
+            schedule.step(micro_batches)
         result = self._result(self._loss.sums, self._loss.counts)
         self._finish(result, batch.target_count)
         self._tied.add_gradients()

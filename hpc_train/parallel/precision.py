@@ -1,9 +1,9 @@
 """Defines the dtypes of a run, with the same policy for every strategy.
 
 Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run the forward pass under autocast, which
-casts the inputs of matrix products and keeps norms, softmax and losses in fp32. ZeRO (``fsdp.py``) gathers the
-parameters in the compute dtype, which halves the traffic; gradients are always reduced in fp32. ``fp64`` is for exact
-comparisons.
+casts the inputs of matrix products and keeps norms, softmax and losses in fp32; weights are cast once per step
+(``kept_casts.py``). ZeRO (``fsdp.py``) gathers the parameters in the compute dtype, which halves the traffic; gradients
+are reduced in fp32 unless ``strategy.compression`` says otherwise. ``fp64`` is for exact comparisons.
 
 So that the strategies compute the same numbers, the hidden states between the layers of a model (its residual stream)
 have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import autocast
+from hpc_train.parallel.precision import autocast, compute_dtype
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 
@@ -48,6 +49,7 @@ class ReplicaEngine:
         )
         self._parameters = named_parameters([self._model], tied)
         self._statistics = batch_norm.running_statistics(self._model)
+        self._casts = KeptCasts([self._model], None if mesh.layout.shards_state else compute_dtype(self._precision))
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -68,13 +70,8 @@ class ReplicaEngine:
             parameter.grad = None
         factor = self._replicas.loss_factor / max(1, batch.target_count)
         self._replicas.begin(step, len(batch.micro_batches))
-        sums: list[tuple[Tensor, Tensor]] = []
-        for index, micro in enumerate(batch.micro_batches):
-            with self._replicas.micro_batch(last=index == len(batch.micro_batches) - 1):
-                loss_sum, count, *_ = self._forward(self._replicas.module, micro)
-                loss = loss_sum * factor
-                (loss if loss_scale is None else loss * loss_scale).backward()
-            sums.append((loss_sum.detach(), count.detach()))
+        with self._casts.step():
+            sums = self._accumulate(batch.micro_batches, factor, loss_scale)
         result = StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
         if self._own_count:
             finish_own_count(
@@ -84,6 +81,19 @@ class ReplicaEngine:
             self._replicas.finish()
         batch_norm.average_(self._statistics, self._mesh.group("dp"))
         return result
+
+    def _accumulate(
+        self, micro_batches: Sequence[Batch], factor: float, loss_scale: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Adds the gradients of all micro-batches and returns the sum of losses and the count of each."""
+        sums: list[tuple[Tensor, Tensor]] = []
+        for index, micro in enumerate(micro_batches):
+            with self._replicas.micro_batch(last=index == len(micro_batches) - 1):
+                loss_sum, count, *_ = self._forward(self._replicas.module, micro)
+                loss = loss_sum * factor
+                (loss if loss_scale is None else loss * loss_scale).backward()
+            sums.append((loss_sum.detach(), count.detach()))
+        return sums
 
     def commit(self, finite: Tensor) -> None:
         """See ``Engine.commit``."""

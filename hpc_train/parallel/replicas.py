@@ -142,9 +142,12 @@ class Sharded:
         self.module = module
         self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
+        self._warmup_steps = strategy.compression_warmup_steps if strategy.compression != "none" else 0
+        self._cast = fsdp.cast_gradients(module, torch.bfloat16) if strategy.compression == "bf16" else None
 
     def begin(self, step: int, backwards: int) -> None:
-        pass
+        if self._cast is not None:
+            self._cast.active = step >= self._warmup_steps
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         fsdp.begin_backward(self.module, self._kind, last)

@@ -64,13 +64,15 @@ class ReproducibleEngine(ReplicaEngine):
             micro = batch.micro_batches[node.start - self._own.start]
             return self._gradient(micro, scale, loss_scale)
 
-        whole = self._reduction.reduce([tree_sum(n, leaf) for n in self._reduction.nodes])
+        with self._casts.step():
+            own = [tree_sum(node, leaf) for node in self._reduction.nodes]
+        whole = self._reduction.reduce(own)
         sizes = [parameter.numel() for parameter in self._parameters.values()]
-        *pieces, loss_sum, own = whole.split([*sizes, 1, int(self._own_count)])
+        *pieces, loss_sum, counted = whole.split([*sizes, 1, int(self._own_count)])
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
             parameter.grad = piece.view_as(parameter) if parameter.requires_grad else None
         first = self._mesh.rank == 0
-        count = own.view(()) * first if self._own_count else torch.tensor(batch.target_count * first)
+        count = counted.view(()) * first if self._own_count else torch.tensor(batch.target_count * first)
         if self._own_count:
             divide_by_count_(self._parameters.values(), self._mesh, count, batch.target_count)
         return StepResult(loss_sum.view(()) * first, count)

@@ -6,6 +6,7 @@ This module imports no torch, so the submission refuses an impossible layout bef
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import runs_own_code
@@ -330,15 +331,8 @@ def check_compression(config: Config, kind: DataParallelKind, tp: int) -> None:
     technique = config.strategy.compression
     if technique == "none":
         return
-    if kind.compressed_as is None:
-        sharded = (
-            f"strategy.data_parallel={kind.name} scatters gradients, so no rank has a complete gradient to compress"
-        )
-        raise UserError(
-            sharded if kind.shards else f"strategy.data_parallel={kind.name} cannot compress gradients",
-            where=f"strategy.data_parallel, {_WHERE}",
-            fix=f"strategy.data_parallel={kinds_where(lambda row: row.compressed_as == row.name)}, or {_WHERE}=none",
-        )
+    if kind.compressed_as is None or (kind.shards and technique != "bf16"):
+        _refuse_compression(technique, kind)
     if config.train.reproducible is not None:
         raise UserError(
             "train.reproducible does not support compression, whose error depends on how many ranks share the batch",
@@ -347,6 +341,20 @@ def check_compression(config: Config, kind: DataParallelKind, tp: int) -> None:
         )
     if technique in CARRYING:
         _check_carried(config, tp)
+
+
+def _refuse_compression(technique: str, kind: DataParallelKind) -> NoReturn:
+    sharded = (
+        f"strategy.data_parallel={kind.name} scatters gradients, so no rank has a complete gradient to compress by "
+        f"{technique}"
+    )
+    others = kinds_where(lambda row: row.compressed_as == row.name and not row.shards)
+    casts = "bf16 or none" if kind.compressed_as is not None else "none"
+    raise UserError(
+        sharded if kind.shards else f"strategy.data_parallel={kind.name} cannot compress gradients",
+        where=f"strategy.data_parallel, {_WHERE}",
+        fix=f"{_WHERE}={casts}, or strategy.data_parallel={others}",
+    )
 
 
 def _check_carried(config: Config, tp: int) -> None:

@@ -87,7 +87,7 @@ def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
     offload = config.strategy.offload
     share = parameters / layout.shard if sharded else parameters
     gathered = _gathered(config, layout, pp_rank, parameters) if sharded else parameters
-    copies = gathered * narrow if sharded or narrow < width else 0.0  # autocast keeps its copies until the backward
+    copies = gathered * narrow if sharded or narrow < width else 0.0  # of a whole step: kept_casts.py
     whole_gradients = not sharded or ("gradients" not in layout.kind.shards and layout.micro_batches > 1)
     # the owner of a whole parameter has a copy of it and of its gradient
     whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0

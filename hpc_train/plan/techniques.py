@@ -113,7 +113,8 @@ class DataParallelKind:
         shards: which of ``parameters``, ``gradients`` and ``optimizer`` are sharded between two micro-batches.
         schedules: pipeline schedules with which its gradients are correct, besides those whose rows name this kind.
         tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
-        compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress.
+        compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress. Of
+            a kind that shards state, ``strategy.compression=bf16`` alone, in its reduce-scatter.
         debugged_as: the kind that replaces it under ``train.debug``; None if it is not replaced.
         offloads: the values of ``strategy.offload`` that it supports besides ``none``.
         reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
@@ -148,8 +149,8 @@ class DataParallelKind:
                 "shards and sharder must both be given or both be empty": bool(self.shards) != bool(self.sharder),
                 f"offloads is {self.offloads}": {*self.offloads} - {"optimizer", "all"},
                 "offloads contains all, but the gradients are not sharded": offloaded,
-                "compressed_as must be None if gradients are sharded": "gradients" in self.shards
-                and self.compressed_as,
+                "compressed_as must be None or the kind itself if state is sharded": self.shards
+                and self.compressed_as not in (None, self.name),
                 "reproducible must be False if state is sharded": self.shards and self.reproducible,
                 f"bucket_search is {self.bucket_search!r}": self.bucket_search not in get_args(BucketSearch),
             },
@@ -313,12 +314,20 @@ _ZERO1 = replace(
     replicas=f"{_REPLICAS}:Sharded",
     sharder="hpc_train.parallel.fsdp:shard",
     shards=frozenset({"optimizer"}),
-    compressed_as=None,
+    compressed_as="zero1",
     reproducible=False,
     bucket_search="never",
 )
-_ZERO2 = replace(_ZERO1, name="zero2", shards=frozenset({"gradients", "optimizer"}), offloads=("optimizer", "all"))
-_ZERO3 = replace(_ZERO2, name="zero3", shards=frozenset({"parameters", "gradients", "optimizer"}))
+_ZERO2 = replace(
+    _ZERO1,
+    name="zero2",
+    shards=frozenset({"gradients", "optimizer"}),
+    compressed_as="zero2",
+    offloads=("optimizer", "all"),
+)
+_ZERO3 = replace(
+    _ZERO2, name="zero3", shards=frozenset({"parameters", "gradients", "optimizer"}), compressed_as="zero3"
+)
 
 KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
 # ``train.reproducible`` replaces the kind of the config by a sum over a tree.

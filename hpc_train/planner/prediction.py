@@ -171,7 +171,7 @@ class _Step:
 
     def _exposed(self, busy: float) -> float:
         """Returns the time of the data-parallel traffic that forward and backward do not cover."""
-        layout, config = self.layout, self.config
+        layout = self.layout
         if layout.dp_cp == 1:
             return 0.0
         parameters, blocks = self._parameters(), max(1, sum(len(stage) for stage in self.stages) // layout.pp)
@@ -179,8 +179,7 @@ class _Step:
         # of the passes of one micro-batch, a third is the forward
         one = busy / layout.micro_batches
         if not layout.shards_state:
-            share = SENT_SHARE.get(config.strategy.compression, config.strategy.compression_share)
-            sent = parameters * self.width * share
+            sent = parameters * self.width * self._sent_share()
             collectives = 1 if self.rates.cores else blocks  # a bucket of 25 MB holds several small blocks
             return uncovered(
                 self._each(all_reduce, sent, everyone, blocks),
@@ -191,12 +190,17 @@ class _Step:
             )
         return self._sharded(parameters, blocks, one)
 
+    def _sent_share(self) -> float:
+        """Returns the share of the bytes of the gradients that compression leaves."""
+        strategy = self.config.strategy
+        return SENT_SHARE.get(strategy.compression, strategy.compression_share)
+
     def _sharded(self, parameters: float, blocks: int, one: float) -> float:
         """Returns the same for ZeRO, where ``one`` is the time of the passes of one micro-batch."""
         layout, rates = self.layout, self.rates
         shards = group_of(layout.shard, layout.tp, self.machine.devices_per_node)
         gathered = self._each(gather, parameters * self.narrow, shards, blocks)
-        scattered = self._each(scatter, parameters * self.width, shards, blocks)
+        scattered = self._each(scatter, parameters * self.width * self._sent_share(), shards, blocks)
         replicas = layout.dp_cp // layout.shard
         across = Group(replicas, 1 if shards.spans_nodes else max(1, _groups_per_node(layout, self.machine)))
         reduced = self._each(all_reduce, parameters / layout.shard * self.width, across, blocks)

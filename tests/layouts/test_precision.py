@@ -1,4 +1,8 @@
-"""Half precision gives the same numbers under every strategy, whether it casts the parameters or autocast does."""
+"""Half precision gives the same numbers under every strategy, whether it casts the parameters or autocast does.
+
+Where a rank keeps casts of whole weights, it computes queries, keys and values together, and rounds the gradient of
+their input once.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.parallel.precision import autocast, choose_tf32, set_hidden_dtype
+from hpc_train.parallel.precision import autocast, choose_tf32, compute_dtype, set_hidden_dtype
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
@@ -50,27 +55,33 @@ def first_step(rank: int, cell: Cell, residual: str) -> tuple[float, Gradients]:
     return result.loss, {name: whole(value.grad) for name, value in engine.named_parameters().items()}
 
 
-def alone(cell: Cell, residual: str) -> tuple[float, Gradients]:
-    """Returns the loss and gradients of one process, in micro-batches of two samples."""
+def alone(cell: Cell, residual: str, keeps: bool) -> tuple[float, Gradients]:
+    """Returns the loss and gradients of one process, in micro-batches of two samples.
+
+    Args:
+        keeps: whether it keeps the casts of the weights.
+    """
     config = config_of(cell, residual)
     model: Any = build_model(config.model, config.train.seed)
     materialise(model, torch.device("cpu"), config.train.seed, torch.float32)
     set_hidden_dtype(model, config.precision)
     inputs, targets = global_batch(cell, 0)
     count, total = int((targets != IGNORED).sum()), 0.0
-    for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
-        with autocast(cell.precision, inputs.device):
-            loss, _ = model(part, {}, wanted)
-        (loss / count).backward()
-        total += loss.item()
+    with KeptCasts([model], compute_dtype(cell.precision) if keeps else None).step():
+        for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
+            with autocast(cell.precision, inputs.device):
+                loss, _ = model(part, {}, wanted)
+            (loss / count).backward()
+            total += loss.item()
     return total / count, {name: value.grad for name, value in model.named_parameters()}
 
 
 def differences(rank: int, _: int, chosen: list[Cell], residual: str) -> list[tuple[float, float, float]]:
     """Returns the relative differences of loss, gradients and gradients ``SUMMED_BY_ROW`` from one process."""
-    wanted, expected = alone(chosen[0], residual)
+    references = {keeps: alone(chosen[0], residual, keeps) for keeps in (False, True)}
     found = []
     for cell in chosen:
+        wanted, expected = references[not cell.layout().shards_state]
         loss, gradients = first_step(rank, cell, residual)
         rows = {name for name in gradients if any(part in name for part in SUMMED_BY_ROW)}
         of_rows = error({name: gradients[name] for name in rows}, expected) if rows else 0.0

@@ -81,3 +81,14 @@ def test_a_collective_slows_the_computation_that_covers_it_by_the_bytes_it_moves
     moved = batches * count_work(config).parameters * size * 7 / 8 / read_machine("h100").rates.node_bytes_per_s
     assert within == pytest.approx(0.5 * moved, rel=0.05), "all but the first and the last block"
     assert across == pytest.approx(within / 2 * (15 / 16) / (7 / 8), rel=0.05), "half the micro-batches, as many bytes"
+
+
+def test_gradients_in_bf16_halve_the_reduce_scatter() -> None:
+    machine = changed(**ONLY_PRODUCTS, node_bytes_per_s=1e8)  # so slow that hardly anything is covered
+
+    def communication(*overrides: str) -> float:
+        config = config_of("+strategy=zero1", *overrides)
+        return predict_step(config, resolve_layout(config, 1, 8), machine).communication_s
+
+    found = communication("strategy.compression=bf16") / communication()
+    assert found == pytest.approx((2 + 2) / (2 + 4), rel=0.02), "a gather in bf16, and a reduce-scatter in bf16 or fp32"

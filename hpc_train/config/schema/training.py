@@ -85,7 +85,7 @@ class StrategyConfig:
     )
     compression: str = key(
         "none",
-        "How ddp and allreduce compress gradients. auto measures the techniques and uses the fastest.",
+        "How ddp and allreduce compress gradients; ZeRO has bf16. auto measures the techniques and uses the fastest.",
         choices=("none", "fp16", "bf16", "powersgd", "topk", "auto"),
         when=when("replicas"),
     )

@@ -1,0 +1,77 @@
+"""Computes several projections of one input as one product, while a training step keeps their weights together.
+
+A product with the weights of queries, keys and values reads its input once instead of three times, and the backward
+pass writes the gradient of the input once instead of adding three. With grouped queries the products of keys and values
+alone are too narrow for a GPU to be fast. But the weights must be concatenated, and the gradients of the results as
+well, since they come one by one:
+
+- Weights are concatenated once per step, when they are cast (``parallel/kept_casts.py``); their gradient is cut into
+  views. Without these casts each projection is computed on its own: in evaluation, in fp32, under tensor parallelism
+  and under ZeRO, which gathers parameters again and would keep a second copy of them for the backward pass.
+- The gradients of queries, keys and values are small: one copy of them is less than the two sums that it saves.
+- The gradients of a gated feed-forward layer are several times wider than its input, so a copy of them costs more than
+  one sum. The compiler lets the kernel of the activation write them in place; only then are they computed together.
+
+The gradient of the input is rounded once instead of once per projection, so in half precision the results differ from
+those of separate products by that rounding. Names and values of the parameters are not affected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+JOINED = "joined_casts"  # the attribute of an owner: the weight and the bias of its projections together
+
+
+@dataclass(frozen=True)
+class Together:
+    """Names the projections of a module that have the same input.
+
+    Attributes:
+        only_compiled: whether it pays in compiled code only.
+    """
+
+    names: tuple[str, ...]
+    only_compiled: bool = False
+
+    def of(self, owner: nn.Module) -> list[Any]:
+        return [getattr(owner, name) for name in self.names]
+
+
+def project(owner: Any, hidden: Tensor) -> Sequence[Tensor]:
+    """Returns the results of the projections ``owner.together`` for ``hidden``, as views of one tensor if possible."""
+    joined: tuple[Tensor, Tensor | None] | None = getattr(owner, JOINED, None)
+    projections = owner.together.of(owner)
+    if joined is None or joined[0].dtype != product_dtype(hidden):
+        return [projection(hidden) for projection in projections]
+    return F.linear(hidden, *joined).split([projection.out_features for projection in projections], -1)
+
+
+def product_dtype(values: Tensor) -> torch.dtype:
+    """Returns the dtype of matrix products with ``values``, which autocast may choose."""
+    kind = values.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
+
+
+def can_join(projections: Sequence[nn.Module]) -> bool:
+    """Returns whether nothing but a product happens in ``projections``: plain linear layers without hooks."""
+    biased = {getattr(each, "bias", None) is not None for each in projections}
+    weights = [each._parameters.get("weight") for each in projections]
+    trained = {weight is not None and weight.requires_grad for weight in weights}
+    return (
+        all(type(each) is nn.Linear and not _has_hooks(each) for each in projections)
+        and all(type(weight) is nn.Parameter for weight in weights)  # a shard of tensor parallelism is a DTensor
+        and len(biased) == len(trained) == 1
+        and len({*map(id, weights)}) == len(weights)
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(kinds)

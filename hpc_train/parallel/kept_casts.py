@@ -1,0 +1,130 @@
+"""Casts each matrix to the compute dtype once per optimizer step, for the strategies that do not shard parameters.
+
+Autocast forgets its casts when its context ends, which is after the forward pass of a micro-batch. A recomputation in
+the backward pass casts again, a frozen weight is cast at every use, and compiled code casts in every call. Here linear
+layers and convolutions get copies of their weights and biases that live from the first micro-batch of a step to the end
+of its last backward pass. The numbers are those of autocast: the gradient of a micro-batch is summed in the compute
+dtype and then added to the parameter's. Norms still cast their vectors in each call, so that the gradients of several
+calls (of the head for chunks of the loss) are summed in fp32. ZeRO gathers the parameters in the compute dtype, so
+there is nothing to cast.
+
+Projections of the same input are cast into one tensor (``models/projections.py``).
+
+Autograd runs the newest of the nodes that are ready first. A cast would be older than every node of the later
+micro-batches, so the gradients of all weights would wait in the compute dtype for the end of the backward pass, and
+their reduction could not overlap with it. Therefore the casts have the highest priority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.models.projections import JOINED, Together, can_join, product_dtype
+
+CASTS = "kept_casts"  # the attribute of a module with its casts: those of the weight and of the bias, if it has one
+_FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
+
+
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, *_operands(module, input))
+
+
+def _convolution(module: Any, input: Tensor) -> Tensor:
+    result: Tensor = module._conv_forward(input, *_operands(module, input))
+    return result
+
+
+def _operands(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the casts of weight and bias, or the parameters if the caller has left autocast."""
+    casts: tuple[Tensor, Tensor | None] = module.kept_casts
+    return casts if casts[0].dtype == product_dtype(input) else (module.weight, module.bias)
+
+
+# by the forward of the class, since a subclass that overrides it may read its weight as it likes
+_FORWARDS: dict[Any, Callable[[Any, Tensor], Tensor]] = {
+    nn.Linear.forward: _linear,
+    nn.Conv1d.forward: _convolution,
+    nn.Conv2d.forward: _convolution,
+    nn.Conv3d.forward: _convolution,
+}
+
+
+class KeptCasts:
+    """Keeps the casts of the weights of a rank during a step.
+
+    Args:
+        parts: the modules that this rank trains, after they are wrapped and have their values.
+        dtype: the dtype in which matrix products are computed; None casts nothing.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        modules = [module for part in parts for module in part.modules()] if dtype is not None else []
+        self._modules = [module for module in modules if _casts_weight(module, dtype)]
+        compiled = {inner for module in modules if module._compiled_call_impl is not None for inner in module.modules()}
+        self._owners = [module for module in modules if _joins(module, compiled)]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Returns a context for all forward and backward passes of a step. Leave it before the weights change."""
+        try:
+            self._begin()
+            yield
+        finally:
+            for module in (*self._modules, *self._owners):
+                for name in (CASTS, "forward", JOINED):
+                    module.__dict__.pop(name, None)
+
+    def _begin(self) -> None:
+        casts: dict[Tensor | None, Tensor | None] = {None: None}  # by parameter, since modules may share one
+        joined = {projection for owner in self._owners for projection in self._join(owner)}
+        for module in (module for module in self._modules if module not in joined):
+            own = [module._parameters[name] for name in ("weight", "bias")]
+            for parameter in own:
+                if parameter not in casts:
+                    assert parameter is not None
+                    casts[parameter] = self._cast(parameter)
+            module.__dict__[CASTS] = tuple(casts[parameter] for parameter in own)
+            module.__dict__["forward"] = MethodType(_FORWARDS[type(module).forward], module)
+
+    def _join(self, owner: Any) -> list[nn.Module]:
+        """Casts the weights of the projections of ``owner`` into one tensor, and returns these projections."""
+        projections: list[nn.Module] = owner.together.of(owner)
+        if not (can_join(projections) and all(_casts_weight(each, self._dtype) for each in projections)):
+            return []
+        weights, biases = ([each._parameters[name] for each in projections] for name in ("weight", "bias"))
+        owner.__dict__[JOINED] = tuple(
+            None if parameters[0] is None else _first(torch.cat([self._cast(each) for each in parameters]))
+            for parameters in (weights, biases)
+        )
+        return projections
+
+    def _cast(self, parameter: Tensor) -> Tensor:
+        return _first(parameter.to(self._dtype))
+
+
+def _casts_weight(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Returns whether ``module`` only uses its weight in ``dtype``, and the weight is a parameter itself."""
+    weight = module._parameters.get("weight")
+    known = type(module).forward in _FORWARDS and "forward" not in module.__dict__ and "bias" in module._parameters
+    return known and weight is not None and weight.dtype in (torch.float32, dtype)
+
+
+def _joins(module: nn.Module, compiled: set[nn.Module]) -> bool:
+    """Returns whether ``module`` has projections that are faster together."""
+    together = getattr(module, "together", None)
+    return isinstance(together, Together) and (module in compiled or not together.only_compiled)
+
+
+def _first(copy: Tensor) -> Tensor:
+    """Gives the node of ``copy`` the highest priority in the backward pass."""
+    if copy.grad_fn is not None:
+        copy.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
+    return copy
