@@ -141,7 +141,7 @@ class PipelineEngine:
         self._tied.refresh()
         for parameter in self._parameters.values():
             parameter.grad = None
-        micro_batches = self._own(batch)
+        micro_batches = self._own_tokens(batch)
         schedule = self._schedule_for(micro_batches, batch.micro_batches[0])
         factor = next(iter(self._replicas.values())).loss_factor
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
@@ -173,7 +173,7 @@ class PipelineEngine:
         self._tied.refresh()
         for part in self.parts:
             part.eval()
-        sums = self._forward.run(self._own(batch))
+        sums = self._forward.run(self._own_tokens(batch))
         for replicas in self._replicas.values():
             replicas.evaluated()
         for part in self.parts:
@@ -196,7 +196,7 @@ class PipelineEngine:
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale, self._tied.copies)
 
-    def _own(self, batch: StepBatch) -> tuple[Batch, ...]:
+    def _own_tokens(self, batch: StepBatch) -> tuple[Batch, ...]:
         """Returns the micro-batches with the tokens that this rank computes."""
         model = self._parts[0].model
         return tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)

@@ -115,7 +115,7 @@ class ReplicaEngine:
 
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
         """See ``Engine.outputs``."""
-        own = self._own(Batch(inputs, inputs, context or {}))
+        own = self._own_tokens(Batch(inputs, inputs, context or {}))
         was_training = self._model.training
         self._model.eval()
         with torch.no_grad(), autocast(self._precision, self._mesh.device):
@@ -131,7 +131,7 @@ class ReplicaEngine:
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale)
 
     def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:
-        own = self._own(micro)
+        own = self._own_tokens(micro)
         try:
             with autocast(self._precision, self._mesh.device):
                 return module(own.inputs, own.context, own.targets)
@@ -139,7 +139,7 @@ class ReplicaEngine:
             _refuse_target(error, micro)
             raise
 
-    def _own(self, micro: Batch) -> Batch:
+    def _own_tokens(self, micro: Batch) -> Batch:
         """Returns the tokens of ``micro`` that this rank computes."""
         if not isinstance(self._model, Model):
             return micro
