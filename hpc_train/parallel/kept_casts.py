@@ -99,12 +99,13 @@ class KeptCasts:
         projections: list[nn.Module] = owner.together.of(owner)
         if not (can_join(projections) and all(_casts_weight(each, self._dtype) for each in projections)):
             return []
-        weights, biases = ([each._parameters[name] for each in projections] for name in ("weight", "bias"))
-        owner.__dict__[JOINED] = tuple(
-            None if parameters[0] is None else _first(torch.cat([self._cast(each) for each in parameters]))
-            for parameters in (weights, biases)
-        )
+        owner.__dict__[JOINED] = tuple(self._cast_together(projections, name) for name in ("weight", "bias"))
         return projections
+
+    def _cast_together(self, projections: Iterable[nn.Module], name: str) -> Tensor | None:
+        parameters = (each._parameters[name] for each in projections)
+        casts = [self._cast(parameter) for parameter in parameters if parameter is not None]
+        return _first(torch.cat(casts)) if casts else None
 
     def _cast(self, parameter: Tensor) -> Tensor:
         return _first(parameter.to(self._dtype))

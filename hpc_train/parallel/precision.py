@@ -7,8 +7,9 @@ are reduced in fp32 unless ``strategy.compression`` says otherwise. ``fp64`` is 
 
 So that the strategies compute the same numbers, the hidden states between the layers of a model (its residual stream)
 have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline
-stages in it. The norms of the built-in models round their weights to the compute dtype, as ZeRO does. A rank sums the
-gradient of an embedding in the dtype in which the parameter is used, the only difference that remains.
+stages in it. The norms of the built-in models round their weights to the compute dtype, as ZeRO does. Two differences
+remain, both in the rounding of gradients: a rank sums the gradient of an embedding in the dtype in which the parameter
+is used, and a rank that casts whole weights computes some projections together (``models/projections.py``).
 """
 
 from __future__ import annotations
