@@ -116,6 +116,8 @@ class ModelFamily:
         tensor_parallel: None refuses ``strategy.tp`` above 1.
         hugging_face: None refuses ``checkpoint export --format hf``.
         chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``).
+        fused_loss: whether the head derives from ``models.linear_head.LinearHead``, so that chunks cost nothing and are
+            the default for a large vocabulary.
         why_not_stages: takes the config and returns why the model cannot be cut into pipeline stages; an empty string
             if it can. None: the workers decide.
         check: takes the configs of model and data; raises ``UserError`` for sizes that do not fit together.
@@ -130,6 +132,7 @@ class ModelFamily:
     tensor_parallel: TensorParallel | None = _MISSING
     hugging_face: HuggingFaceFormat | None = _MISSING
     chunked_loss: bool = False
+    fused_loss: bool = False
     layer_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None

@@ -25,6 +25,7 @@ GPT_FAMILY = ModelFamily(
     ),
     hugging_face=HuggingFaceFormat(hf_name, hf_config),
     chunked_loss=True,
+    fused_loss=True,
     check=check_gpt,
 )
 
