@@ -55,7 +55,7 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
     ``interleaved_zero_bubble``.
     """
     asked = config.train.loss_chunks
-    fuses = family_of(config.model).fused_loss and layout.in_flight(layout.stages - 1) == 1
+    fuses = family_of(config.model).fused_loss and layout.tp == 1 and layout.in_flight(layout.stages - 1) == 1
     if isinstance(asked, int):
         return LossForm(asked, fuses and asked > 1)
     return _chosen(config, layout) if fuses else LossForm()
