@@ -99,7 +99,9 @@ def test_a_module_without_parts_trains_under_every_data_parallelism(record: Call
 
 def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
-    record(check_cells([Cell(2, strategy=split, loss_scale=1024.0) for split in splits]), [])
+    trains: list[dict[str, Any]] = [{}, {"loss_chunks": 2}]
+    chosen = [Cell(2, strategy=split, train=train, loss_scale=1024.0) for split in splits for train in trains]
+    record(check_cells(chosen), [])
 
 
 def test_options_of_ddp_and_small_buckets(record: Callable[..., None]) -> None:
