@@ -6,6 +6,9 @@ in the same memory, and with it the gradients of the hidden states and of the ma
 backward pass and no product is computed twice; the backward pass only multiplies both gradients by its own. The sum
 over the chunks of a matrix's gradient is kept in at least fp32.
 
+With tensor parallelism the rows of the matrix, so the words of the logits, are spread over the ranks. The hidden states
+are gathered once, and ``vocabulary_shard.py`` reduces three numbers per token over the ranks.
+
 The matrix's gradient waits for the backward pass in the place of the logits. A pipeline stage that keeps several
 micro-batches at a time would keep as many of them (``plan/loss_chunks.py`` then chooses chunks that are computed
 again).
@@ -20,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.attention import soft_cap
 from hpc_train.models.transformer import CrossEntropyHead, in_compute_dtype, widened
+from hpc_train.models.vocabulary_shard import VocabularyShard, gather_sequence, shard_of
 
 FP16_ROWS = 1024  # of one product: a sum over more tokens might exceed the range of fp16, before any loss scale
 
@@ -63,13 +68,34 @@ class LinearHead(CrossEntropyHead):
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if not self._fuses or not torch.is_grad_enabled():
             return super().loss(hidden, targets)
+        normed, weight, shard = self._factors(hidden)
+        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard)
+
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        spread = isinstance(self.output.weight, DTensor)
+        if not self._fuses or not spread or self.observe is not None:  # metrics need whole logits
+            return super().evaluate(hidden, targets)
+        normed, weight, shard = self._factors(hidden)
+        assert shard is not None
+        return _evaluate_shard(normed, weight, targets, self.chunks, self._cap, shard)
+
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
         normed, weight = in_compute_dtype(self.norm(hidden)), in_compute_dtype(self.output.weight)
-        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap)
+        if not isinstance(weight, DTensor):
+            return normed, weight, None
+        assert isinstance(normed, DTensor), "the plan of tensor parallelism makes the norm return shards"
+        return gather_sequence(normed), weight.to_local(), shard_of(weight)
 
 
 @torch.compiler.disable
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int = 1, cap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunks: int = 1,
+    cap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what ``cross_entropy`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
 
@@ -78,17 +104,19 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., dim]``.
-        weight: ``[vocab, dim]``.
+        weight: ``[vocab, dim]``, or the rows of the words of ``shard``.
         targets: ``[...]`` int64; those that are ``IGNORED`` do not count.
         chunks: the number of chunks of tokens. The logits of one chunk are in memory at a time.
         cap: bounds the logits.
+        shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
+            The gradient of ``hidden`` is then the contribution of these words. None: all words.
 
     Raises:
         IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion).
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        parts = zip(hidden.flatten(0, -2).chunk(chunks), targets.flatten().chunk(chunks), strict=True)
-        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, cap)
+        parts = _cut(hidden, targets, chunks)
+        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, cap, shard)
     # separate nodes, since a schedule with a split backward runs them at different times
     if of_hidden is not None:
         total = _Known.apply(total, hidden, of_hidden)
@@ -97,15 +125,23 @@ def linear_cross_entropy(
     return total, (targets != IGNORED).sum()
 
 
+def _cut(hidden: Tensor, targets: Tensor, chunks: int) -> list[tuple[Tensor, Tensor]]:
+    return [*zip(hidden.flatten(0, -2).chunk(chunks), targets.flatten().chunk(chunks), strict=True)]
+
+
 def _sum_chunks(
-    parts: Iterable[tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor, cap: float | None
+    parts: Iterable[tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    weight: Tensor,
+    cap: float | None,
+    shard: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
     losses, first = [], 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
     for rows, wanted in parts:
-        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, cap)
+        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, cap, shard)
         losses.append(loss)
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
@@ -116,22 +152,51 @@ def _sum_chunks(
     return torch.stack(losses).sum(), of_hidden, of_weight
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, cap: float | None, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
     """Returns the sum of the losses of ``logits`` ``[tokens, vocab]``, and their gradient in the memory of ``logits``.
 
     Softmax and loss are computed on logits minus their largest, in at least fp32; half precision is copied once.
     """
     wide, slope = (logits, None) if cap is None else _capped(logits, cap)
-    top = wide.amax(-1, keepdim=True)
-    wide = wide.sub_(top) if wide.dtype == widened(top).dtype else torch.sub(wide, widened(top))
-    chosen = -F.nll_loss(wide, targets, ignore_index=IGNORED, reduction="none")
-    counts = targets != IGNORED
-    total = wide.exp_().sum(-1)
-    loss = torch.where(counts, total.log() - chosen, 0.0).sum()
-    wide[torch.arange(len(targets), device=targets.device), targets.clamp(min=0)] -= counts * total
+    wide, total, loss = _exponentials(wide, targets, shard)
+    own = targets if shard is None else shard.own_targets(targets)
+    wide[torch.arange(len(own), device=own.device), own.clamp(min=0)] -= (own != IGNORED) * total
     if slope is not None:
         wide.mul_(slope)
-    return loss, torch.mul(wide, (counts / total).unsqueeze(-1), out=logits)
+    factor = (targets != IGNORED) / total
+    return loss, torch.mul(wide, factor.unsqueeze(-1), out=logits)
+
+
+def _exponentials(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``exp(logits - largest)`` in at least fp32, in the memory of ``logits`` if possible; its sums over all
+    words ``[tokens]``; and the sum of the losses."""
+    top = widened(logits.amax(-1, keepdim=True))
+    if shard is not None:
+        shard.largest(top)
+    wide = logits.sub_(top) if logits.dtype == top.dtype else torch.sub(logits, top)
+    own = targets if shard is None else shard.own_targets(targets)
+    chosen = -F.nll_loss(wide, own, ignore_index=IGNORED, reduction="none")  # 0 for words of other ranks
+    sums = torch.stack((wide.exp_().sum(-1), chosen))
+    if shard is not None:
+        shard.sum(sums)
+    total, chosen = sums
+    return wide, total, torch.where(targets != IGNORED, total.log() - chosen, 0.0).sum()
+
+
+def _evaluate_shard(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, cap: float | None, shard: VocabularyShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns loss, count and the number of correct predictions. Collective."""
+    losses, correct = [], []
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows, wanted in _cut(hidden, targets, chunks):
+            logits = rows @ weight.t()
+            logits = logits if cap is None else _capped(logits, cap)[0]
+            correct.append(shard.count_correct(logits, wanted))
+            losses.append(_exponentials(logits, wanted, shard)[2])
+    return torch.stack(losses).sum(), (targets != IGNORED).sum(), torch.stack(correct).sum()
 
 
 def _capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:

@@ -125,8 +125,8 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor parallelism, the dtype of hidden states, the form of the loss, activation checkpointing and compilation
-    in place, without sharding."""
+    """Applies tensor parallelism, the dtype of hidden states, the form of the loss, activation checkpointing and
+    compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])

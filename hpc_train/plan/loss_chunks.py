@@ -52,10 +52,13 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
 
     The fused form keeps a gradient of the matrix from the forward to the backward pass. It is chosen if the last stage
     has one micro-batch at a time in flight, which is so under every schedule but ``gpipe`` and
-    ``interleaved_zero_bubble``.
+    ``interleaved_zero_bubble``. With tensor parallelism it is always chosen, since only this form leaves the logits
+    spread over the ranks.
     """
-    asked = config.train.loss_chunks
-    fuses = family_of(config.model).fused_loss and layout.tp == 1 and layout.in_flight(layout.stages - 1) == 1
+    asked, fuses = config.train.loss_chunks, family_of(config.model).fused_loss
+    if fuses and layout.tp > 1:
+        return LossForm(asked if isinstance(asked, int) else _chosen(config, layout).chunks, fused=True)
+    fuses = fuses and layout.in_flight(layout.stages - 1) == 1
     if isinstance(asked, int):
         return LossForm(asked, fuses and asked > 1)
     return _chosen(config, layout) if fuses else LossForm()

@@ -197,10 +197,10 @@ def _logit_bytes(config: Config, layout: Layout, kept: Activations, narrow: int)
 
     Narrower logits are freed before the backward begins. The fused loss (``models/linear_head.py``) needs the logits of
     a chunk and, if they are narrower than fp32, their softmax. Its gradient of the matrix is not counted, since it
-    becomes that of the parameter.
+    becomes that of the parameter. Tensor-parallel ranks share the words.
     """
     form = loss_form(config, layout)
-    fused = max(4, narrow) + (narrow if narrow < 4 else 0)
+    fused = (max(4, narrow) + (narrow if narrow < 4 else 0)) / layout.tp
     return kept.logits * (fused if form.fused else 3 * max(4, narrow)) / form.chunks
 
 

@@ -121,7 +121,7 @@ def test_a_gradient_is_scaled_in_place_and_only_once() -> None:
         scaled.backward()
     assert memory.peak <= 8 + 8  # the gradients are those of the forward pass, and a scale
     torch.testing.assert_close([hidden.grad, weight.grad], first, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="ran twice|a second time"):
+    with pytest.raises(RuntimeError, match="ran twice"):
         loss.backward()
 
 
@@ -218,7 +218,7 @@ def test_a_large_vocabulary_is_computed_in_chunks() -> None:
     llama = {"dim": 2048, "vocab_size": 128256, "ffn_dim": 8192}
     assert form_of(llama, 8) == LossForm(4, fused=True)
     assert form_of(llama, 1) == LossForm(1, fused=True)
-    assert form_of(llama | {"dim": 8192}, 8) == LossForm(2, fused=True)  # a chunk has as many tokens as the model is wide
+    assert form_of(llama | {"dim": 8192}, 8) == LossForm(2, fused=True)  # chunks of as many tokens
     assert form_of(llama | {"vocab_size": 4096}, 8) == LossForm()
     assert form_of(llama, 8, 3) == LossForm(3, fused=True)
     assert form_of(llama, 8, 1) == LossForm()
