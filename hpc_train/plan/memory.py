@@ -196,12 +196,16 @@ def _logit_bytes(config: Config, layout: Layout, kept: Activations, narrow: int)
     """Returns the bytes per token of the result of the softmax and of two gradients, all in at least fp32.
 
     Narrower logits are freed before the backward begins. The fused loss (``models/linear_head.py``) needs the logits of
-    a chunk and, if they are narrower than fp32, their softmax. Its gradient of the matrix is not counted, since it
-    becomes that of the parameter. Tensor-parallel ranks share the words.
+    a chunk, if they are narrower than fp32 their softmax, and the gradient of the matrix. The latter becomes that of the
+    parameter, unless the parameter has one from an earlier micro-batch or keeps a shard of it. Tensor-parallel ranks
+    share the words.
     """
-    form = loss_form(config, layout)
-    fused = (max(4, narrow) + (narrow if narrow < 4 else 0)) / layout.tp
-    return kept.logits * (fused if form.fused else 3 * max(4, narrow)) / form.chunks
+    form, wide = loss_form(config, layout), max(4, narrow)
+    if not form.fused:
+        return kept.logits * 3 * wide / form.chunks
+    second = layout.micro_batches > 1 or (layout.shards_state and "gradients" in layout.kind.shards)
+    matrix = kept.layer_input * wide / (layout.micro_size * kept.tokens) if second else 0.0
+    return kept.logits / layout.tp * ((wide + (narrow if narrow < 4 else 0)) / form.chunks + matrix)
 
 
 def _trained_share(model: ModelConfig) -> float:
