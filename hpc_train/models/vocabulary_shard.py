@@ -8,13 +8,12 @@ of the target are reduced over the ranks, which exchanges three numbers per toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from math import ceil
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpc_train.data.dataset import IGNORED
 
@@ -72,9 +71,10 @@ class VocabularyShard:
 
 def shard_of(weight: DTensor) -> VocabularyShard:
     """Returns the words of this rank in ``weight`` ``[vocab, dim]``, whose rows are spread over a mesh of one dim."""
-    mesh: Any = weight.device_mesh
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-    return VocabularyShard(mesh.get_group(), int(offset[0]), int(shape[0]), weight.shape[0])
+    mesh, vocabulary = weight.device_mesh, weight.shape[0]
+    each = ceil(vocabulary / mesh.size())  # of all ranks but the last ones
+    first = min(mesh.get_local_rank() * each, vocabulary)
+    return VocabularyShard(mesh.get_group(), first, min(each, vocabulary - first), vocabulary)
 
 
 def gather_sequence(hidden: DTensor) -> Tensor:

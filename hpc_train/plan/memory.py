@@ -196,9 +196,9 @@ def _logit_bytes(config: Config, layout: Layout, kept: Activations, narrow: int)
     """Returns the bytes per token of the result of the softmax and of two gradients, all in at least fp32.
 
     Narrower logits are freed before the backward begins. The fused loss (``models/linear_head.py``) needs the logits of
-    a chunk, if they are narrower than fp32 their softmax, and the gradient of the matrix. The latter becomes that of the
-    parameter, unless the parameter has one from an earlier micro-batch or keeps a shard of it. Tensor-parallel ranks
-    share the words.
+    a chunk, if they are narrower than fp32 their softmax, and the gradient of the matrix. This becomes the gradient of
+    the parameter, unless that has one from an earlier micro-batch or keeps a shard. Tensor-parallel ranks share the
+    words.
     """
     form, wide = loss_form(config, layout), max(4, narrow)
     if not form.fused:
