@@ -90,7 +90,7 @@ def test_what_saves_memory_or_time_changes_no_gradient(
 
 def test_chunks_of_the_loss_under_several_axes(record: Callable[..., None]) -> None:
     """The head's gradients wait for a reduction, a tied copy on another stage or the other half of a backward pass."""
-    v = {"schedule": "zbv", "stages_per_rank": 2}
+    v: dict[str, Any] = {"schedule": "zbv", "stages_per_rank": 2}
     splits: list[dict[str, Any]] = [
         {"dp": 2, "tp": 2, "data_parallel": "zero2"},
         {"dp": 2, "tp": 2, "data_parallel": "zero3"},
@@ -124,7 +124,7 @@ def test_a_module_without_parts_trains_under_every_data_parallelism(record: Call
 
 
 def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
-    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
+    splits: list[dict[str, Any]] = [*({"dp": 2, "data_parallel": kind} for kind in KINDS), {"tp": 2}]
     trains: list[dict[str, Any]] = [{}, {"loss_chunks": 2}]
     chosen = [Cell(2, strategy=split, train=train, loss_scale=1024.0) for split in splits for train in trains]
     record(check_cells(chosen), [])

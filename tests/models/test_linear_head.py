@@ -80,10 +80,9 @@ def test_only_the_gradients_that_are_needed_are_computed(frozen: str) -> None:
 @pytest.mark.parametrize("chunks", [1, 5])
 def test_half_precision_is_as_near_to_exact_gradients_as_whole_logits_are(dtype: torch.dtype, chunks: int) -> None:
     """Of tokens that are predicted almost surely too, where the softmax rounded to half precision is 1."""
-    exact = [value.detach().double() for value in drawn(dtype, spread=4.0)[:2]]
     hidden, weight, targets = drawn(dtype, spread=4.0)
-    leaves = [value.requires_grad_() for value in exact]
-    expected = torch.autograd.grad(plain(*leaves, targets, None)[0], leaves)  # type: ignore[misc]
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = torch.autograd.grad(plain(*exact, targets, None)[0], exact)
     errors = []
     for loss in (plain(hidden, weight, targets, None)[0], linear_cross_entropy(hidden, weight, targets, chunks)[0]):
         found = torch.autograd.grad(loss, (hidden, weight))
@@ -234,7 +233,7 @@ def test_a_stage_that_keeps_several_micro_batches_computes_logits_again(
 ) -> None:
     """It would keep a gradient of the matrix for each of them."""
     llama = {"dim": 2048, "vocab_size": 128256, "ffn_dim": 8192}
-    pipeline = {"pp": 2, "schedule": schedule, "stages_per_rank": stages}
+    pipeline: dict[str, Any] = {"pp": 2, "schedule": schedule, "stages_per_rank": stages}
     assert form_of(llama, 2, **pipeline) == LossForm(1, fused)
     assert form_of(llama, 2, 4, **pipeline) == LossForm(4, fused)
     assert form_of(llama, 2, 4, **pipeline).recomputes == (not fused)
