@@ -33,7 +33,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import (
     apply_activation_checkpointing,
-    apply_chunked_loss,
+    apply_loss_form,
     compile_layers,
     is_meta,
     materialise,
@@ -41,6 +41,7 @@ from hpc_train.parallel.parallelise import (
 from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
+from hpc_train.plan.loss_chunks import loss_form
 
 Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, targets in the global batch)
 
@@ -66,7 +67,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
         model = cut(model, mesh.pp_rank, layers)
     set_hidden_dtype(model, config.precision)
-    apply_chunked_loss(model, config.train.loss_chunks)  # or the loops would compute different products
+    apply_loss_form(model, loss_form(config, mesh.layout))  # or the loops would compute different products
     apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)

@@ -141,7 +141,7 @@ def bare_loop(config: Config, layout: Layout) -> str:
             where="data.packing, --against",
             fix="data.packing=false, or drop --against",
         )
-    if layout.pp > 1 and config.train.loss_chunks > 1:
+    if layout.pp > 1 and config.train.loss_chunks not in (1, "auto"):
         raise UserError(
             "the bare pipeline loop computes the loss in one piece",
             where="train.loss_chunks, --against",

@@ -122,6 +122,8 @@ class ModelFamily:
             ``strategy.cp`` above 1.
         hugging_face: None refuses ``checkpoint export --format hf``.
         chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``).
+        fused_loss: whether the head derives from ``models.linear_head.LinearHead``, so that chunks cost nothing and are
+            the default for a large vocabulary.
         why_not_stages: takes the config and returns why the model cannot be cut into pipeline stages; an empty string
             if it can. None: the workers decide.
         check: takes the configs of model and data; raises ``UserError`` for sizes that do not fit together.
@@ -137,6 +139,7 @@ class ModelFamily:
     hugging_face: HuggingFaceFormat | None = _MISSING
     chunked_loss: bool = False
     context_heads: tuple[str, str] | None = None
+    fused_loss: bool = False
     layer_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None

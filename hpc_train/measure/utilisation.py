@@ -1,8 +1,8 @@
 """Measures how well a rank uses its device: FLOPs utilisation (MFU, HFU), GPU utilisation and peak memory.
 
 MFU = FLOP per sample x samples/s / (GPUs x peak), with the operations of one forward and backward pass (Chowdhery et
-al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU also counts the forward that activation checkpointing and a chunked
-loss recompute, a third of forward and backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
+al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU also counts the forward that activation checkpointing and a loss in
+chunks recompute, a third of forward and backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
 Two other conventions are reported for comparison with other publications.
 """
 
@@ -28,6 +28,7 @@ from hpc_train.config.values import parse_recomputation
 from hpc_train.health.nvml import Nvml
 from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.models.model import Model
+from hpc_train.plan.loss_chunks import LossForm
 
 FORMULA = (
     "MFU = FLOP per sample x samples/s / peak, PaLM appendix B: 6 per parameter and token without the embedding table, "
@@ -66,29 +67,29 @@ class FlopCount:
         return {name: count * samples_per_s / peak_flops for name, count in counts.items() if count is not None}
 
 
-def count_flops(model: Model, inputs: Tensor, train: TrainConfig) -> FlopCount:
+def count_flops(model: Model, inputs: Tensor, train: TrainConfig, loss: LossForm) -> FlopCount:
     """Counts the operations of the unsplit model; only the shape of ``inputs``, a micro-batch, is read."""
     total = model.flops_per_sample(inputs)
     terms = model.flop_terms(inputs)
     return FlopCount(
         model=total,
-        recomputed=_recomputed(model.block_flops(inputs), train),
+        recomputed=_recomputed(model.block_flops(inputs), train, loss),
         causal=total - terms.masked if terms is not None and terms.masked is not None else None,
         with_embeddings=total + terms.embedding if terms is not None else None,
     )
 
 
-def _recomputed(blocks: tuple[float, ...] | None, train: TrainConfig) -> float | None:
+def _recomputed(blocks: tuple[float, ...] | None, train: TrainConfig, loss: LossForm) -> float | None:
     """Returns the recomputed FLOPs, a third of forward and backward; kept products leave nothing that PaLM counts."""
     recomputation = parse_recomputation(train.activation_checkpointing)
     in_layers = recomputation.every > 0 and not recomputation.keep_products
-    if not in_layers and train.loss_chunks == 1:
+    if not in_layers and not loss.recomputes:
         return 0.0
     if blocks is None:
         return None
     _, *layers, head = blocks
     recomputed = [flops for layer, flops in enumerate(layers) if in_layers and recomputation.applies_to(layer)]
-    return (sum(recomputed) + (head if train.loss_chunks > 1 else 0.0)) / 3
+    return (sum(recomputed) + (head if loss.recomputes else 0.0)) / 3
 
 
 def describe_utilisation(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ GPT_FAMILY = ModelFamily(
     hugging_face=HuggingFaceFormat(hf_name, hf_config),
     chunked_loss=True,
     context_heads=("n_heads", "n_kv_heads"),
+    fused_loss=True,
     check=check_gpt,
 )
 

@@ -27,19 +27,13 @@ from torch.distributed.tensor.parallel import (
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models import gpt_sizes
-from hpc_train.models.attention import LOCAL, Attention, soft_cap
+from hpc_train.models.attention import LOCAL, Attention
+from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.packed_attention import Scores, document_context, local_context
 from hpc_train.models.projections import Together, project
 from hpc_train.models.rotary import RotaryCache, RotaryScaling
-from hpc_train.models.transformer import (
-    CrossEntropyHead,
-    OffsetRMSNorm,
-    PreNormLayer,
-    RMSNorm,
-    in_compute_dtype,
-    widened,
-)
+from hpc_train.models.transformer import OffsetRMSNorm, PreNormLayer, RMSNorm, in_compute_dtype
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -108,18 +102,12 @@ def gpt_layer(config: GPTConfig, index: int) -> PreNormLayer:
     return PreNormLayer(partial(norm, config.dim), attention, ffn, config.dropout, config.post_norms)
 
 
-class GPTHead(CrossEntropyHead):
+class GPTHead(LinearHead):
     """Computes the logits ``[micro, seq, vocab]`` of the next token from hidden states."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.norm = gpt_norm(config, config.dim)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self._cap = config.logit_softcap
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.output(self.norm(hidden))
-        return logits if self._cap is None else soft_cap(widened(logits), self._cap)
+        output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        super().__init__(gpt_norm(config, config.dim), output, config.logit_softcap)
 
 
 class GPT(Model):

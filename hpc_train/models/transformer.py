@@ -108,7 +108,7 @@ class CrossEntropyHead(Head):
 
     Attributes:
         chunks: the number of chunks of the sequence, for heads with logits at every position. Only the logits of one
-            chunk exist at a time, and the backward pass computes them again.
+            chunk exist at a time, and the backward pass computes them again; see also ``LinearHead``.
         sequence_shards: the number of shards of the sequence in the hidden states; the logits cover all of it.
     """
 

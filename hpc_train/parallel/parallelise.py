@@ -31,6 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.models import batch_norm, packed_attention
 from hpc_train.models.blocks import replace_block
 from hpc_train.models.hf.whole import HFWhole
+from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
@@ -40,6 +41,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.loss_chunks import LossForm, loss_form
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
@@ -124,14 +126,14 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor and context parallelism, the dtype of hidden states, chunked loss, activation checkpointing and
-    compilation in place, without sharding."""
+    """Applies tensor and context parallelism, the dtype of hidden states, the form of the loss, activation
+    checkpointing and compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)
-    apply_chunked_loss(model, config.train.loss_chunks)
+    apply_loss_form(model, loss_form(config, mesh.layout))
     apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
@@ -208,15 +210,19 @@ def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, devic
     parameter.to_local().copy_(stored)
 
 
-def apply_chunked_loss(model: nn.Module, chunks: int) -> None:
-    """Computes the loss of ``model`` (whole or a stage, already split by tensor parallelism) in chunks of the sequence.
+def apply_loss_form(model: nn.Module, form: LossForm) -> None:
+    """Makes ``model`` (whole or a stage, already split by tensor parallelism) compute its loss in this form.
 
     The logits of a micro-batch and their gradient each have ``micro x sequence x vocabulary`` elements. N chunks need
-    1/N of that memory and one more product with the output matrix, because the backward pass computes each chunk again.
+    1/N of that memory. Without the fused form the backward pass computes each chunk again, which takes one more product
+    with the output matrix.
     """
     head = model.head if isinstance(model, Model) else None
-    if isinstance(model, Model) and isinstance(head, CrossEntropyHead):
-        head.chunks, head.sequence_shards = chunks, model.sequence_shards
+    if not isinstance(model, Model) or not isinstance(head, CrossEntropyHead):
+        return
+    head.chunks, head.sequence_shards = form.chunks, model.sequence_shards
+    if isinstance(head, LinearHead):
+        head.fused = form.fused
 
 
 _NAMES = (

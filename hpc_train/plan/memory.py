@@ -16,6 +16,7 @@ from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
 from hpc_train.config.values import parse_recomputation, runs_own_code
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
+from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.techniques import CARRYING
@@ -161,7 +162,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     in_flight = sum(held * layout.in_flight(stage) for stage, held in of_stages.items())  # layers x micro-batches
     # only one recomputed layer is complete at a time
     of_layers = in_flight * of_layer + (every if recomputed else 0)
-    logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
+    logits = _logit_bytes(config, layout, kept, narrow) if _has_head(layout, pp_rank) else 0.0
     return layout.micro_size * kept.tokens * (of_layers + logits) / layout.cp
 
 
@@ -192,12 +193,20 @@ def _recomputed_layers(config: Config, layers: int) -> int:
     return ceil(layers / every) if every else 0
 
 
-def _logit_bytes(config: Config, kept: Activations, narrow: int) -> float:
+def _logit_bytes(config: Config, layout: Layout, kept: Activations, narrow: int) -> float:
     """Returns the bytes per token of the result of the softmax and of two gradients, all in at least fp32.
 
-    Narrower logits are freed before the backward begins.
+    Narrower logits are freed before the backward begins. The fused loss (``models/linear_head.py``) needs the logits of
+    a chunk, if they are narrower than fp32 their softmax, and the gradient of the matrix. This becomes the gradient of
+    the parameter, unless that has one from an earlier micro-batch or keeps a shard. Tensor-parallel ranks share the
+    words.
     """
-    return kept.logits * 3 * max(4, narrow) / config.train.loss_chunks
+    form, wide = loss_form(config, layout), max(4, narrow)
+    if not form.fused:
+        return kept.logits * 3 * wide / form.chunks
+    second = layout.micro_batches > 1 or (layout.shards_state and "gradients" in layout.kind.shards)
+    matrix = kept.layer_input * wide * layout.cp / (layout.micro_size * kept.tokens) if second else 0.0
+    return kept.logits / layout.tp * ((wide + (narrow if narrow < 4 else 0)) / form.chunks + matrix)
 
 
 def _trained_share(model: ModelConfig) -> float:

@@ -34,6 +34,8 @@ def _check_moments(config: Config) -> None:
 
 def _check_loss_chunks(config: Config, layout: Layout) -> None:
     chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
+    if isinstance(chunks, str):
+        return
     if chunks > 1 and not family_of(config.model).chunked_loss:
         raise UserError(
             f"train.loss_chunks is {chunks}, but model kind {config.model.kind} computes its loss in one piece",

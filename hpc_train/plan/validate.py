@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,19 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
     length = getattr(config.data, "sequence_length", None)
     if plan.shards_sequence and length is not None:
         sizes["data.sequence_length"] = length
-    check_all(*(partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items()))
+    divide = (partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items())
+    check_all(*divide, lambda: _check_words(config, tp))
+
+
+def _check_words(config: Config, tp: int) -> None:
+    """Raises UserError if a tensor-parallel rank has no words of the vocabulary: each but the last has equally many."""
+    words = getattr(config.model, "vocab_size", None)
+    if family_of(config.model).fused_loss and words and ceil(words / tp) * (tp - 1) >= words:
+        raise UserError(
+            f"model.vocab_size is {words}, which leaves tensor-parallel ranks without words: strategy.tp is {tp}",
+            where="model.vocab_size, strategy.tp",
+            fix="a smaller strategy.tp, or a larger vocabulary",
+        )
 
 
 def _check_stages(config: Config, layout: Layout) -> None:

@@ -88,6 +88,32 @@ def test_what_saves_memory_or_time_changes_no_gradient(
     assert all(any(reason in entry.reason for reason in REASONS) for entry in refused), {r.reason for r in refused}
 
 
+def test_chunks_of_the_loss_under_several_axes(record: Callable[..., None]) -> None:
+    """The head's gradients wait for a reduction, a tied copy on another stage or the other half of a backward pass."""
+    v: dict[str, Any] = {"schedule": "zbv", "stages_per_rank": 2}
+    splits: list[dict[str, Any]] = [
+        {"dp": 2, "tp": 2, "data_parallel": "zero2"},
+        {"dp": 2, "tp": 2, "data_parallel": "zero3"},
+        {"pp": 2, "tp": 2, "schedule": "1f1b"},
+        {"pp": 2, "tp": 2, "schedule": "gpipe"},
+        {"pp": 2, "tp": 2} | v,
+        {"pp": 2, "dp": 2, "data_parallel": "zero3", "schedule": "1f1b"},
+        {"pp": 2, "dp": 2, "data_parallel": "allreduce"} | v,
+        {"pp": 2, "dp": 2, "data_parallel": "zero2"} | v,
+    ]
+    chosen = [
+        Cell(
+            4,
+            ("gpt-tied", "gpt-options")[number % 2],
+            strategy=split,
+            batch={"micro_batches": 6},
+            train={"loss_chunks": 3},
+        )
+        for number, split in enumerate(splits)
+    ]
+    record(check_cells(chosen, timeout=250), [])
+
+
 def test_a_module_without_parts_trains_under_every_data_parallelism(record: Callable[..., None]) -> None:
     chosen = [
         Cell(4, "custom", strategy={"dp": 4, "data_parallel": kind, "shard": shard}, batch={"micro_batches": 2})
@@ -98,8 +124,10 @@ def test_a_module_without_parts_trains_under_every_data_parallelism(record: Call
 
 
 def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
-    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
-    record(check_cells([Cell(2, strategy=split, loss_scale=1024.0) for split in splits]), [])
+    splits: list[dict[str, Any]] = [*({"dp": 2, "data_parallel": kind} for kind in KINDS), {"tp": 2}]
+    trains: list[dict[str, Any]] = [{}, {"loss_chunks": 2}]
+    chosen = [Cell(2, strategy=split, train=train, loss_scale=1024.0) for split in splits for train in trains]
+    record(check_cells(chosen), [])
 
 
 def test_options_of_ddp_and_small_buckets(record: Callable[..., None]) -> None:

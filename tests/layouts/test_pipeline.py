@@ -132,7 +132,10 @@ def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[...,
 
 def test_a_loss_scale_in_a_pipeline(record: Callable[..., None]) -> None:
     """Each schedule with one of the two; the long form has both."""
-    chosen = [Cell(2, "gpt-tied", strategy=pipeline(schedule), loss_scale=1024.0) for schedule in SCHEDULES]
+    train = {"loss_chunks": 2}
+    chosen = [
+        Cell(2, "gpt-tied", strategy=pipeline(schedule), train=train, loss_scale=1024.0) for schedule in SCHEDULES
+    ]
     single = [Cell(2, "vit", "fp32", pipeline(schedule), {"global_size": 8}) for schedule in SCHEDULES]
     chosen = [*chosen, *single] if LONG else [*chosen[::2], *single[1::2]]
     record(check_cells(chosen), [])

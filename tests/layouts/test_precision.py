@@ -19,8 +19,9 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.kept_casts import KeptCasts
-from hpc_train.parallel.parallelise import materialise
+from hpc_train.parallel.parallelise import apply_loss_form, materialise
 from hpc_train.parallel.precision import autocast, choose_tf32, compute_dtype, set_hidden_dtype
+from hpc_train.plan.loss_chunks import loss_form
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
@@ -43,9 +44,9 @@ def config_of(cell: Cell, residual: str) -> Config:
     return replace(config, precision=precision, model=replace(config.model, n_layers=2))
 
 
-def cell_of(model: str, split: dict[str, Any], precision: str = "bf16") -> Cell:
+def cell_of(model: str, split: dict[str, Any], precision: str = "bf16", **train: Any) -> Cell:
     """Returns a cell whose micro-batches have two samples, so that all products have the same shapes."""
-    return Cell(2, model, precision, split, {"global_size": 8, "micro_size": 2})
+    return Cell(2, model, precision, split, {"global_size": 8, "micro_size": 2}, train)
 
 
 def first_step(rank: int, cell: Cell, residual: str) -> tuple[float, Gradients]:
@@ -65,6 +66,7 @@ def alone(cell: Cell, residual: str, keeps: bool) -> tuple[float, Gradients]:
     model: Any = build_model(config.model, config.train.seed)
     materialise(model, torch.device("cpu"), config.train.seed, torch.float32)
     set_hidden_dtype(model, config.precision)
+    apply_loss_form(model, loss_form(config, cell.layout()))
     inputs, targets = global_batch(cell, 0)
     count, total = int((targets != IGNORED).sum()), 0.0
     with KeptCasts([model], compute_dtype(cell.precision) if keeps else None).step():
@@ -93,7 +95,14 @@ def differences(rank: int, _: int, chosen: list[Cell], residual: str) -> list[tu
 @pytest.mark.parametrize("residual", ["compute", "fp32"])
 @pytest.mark.parametrize("model", ["gpt", "vit"])
 def test_bf16_is_the_same_under_every_strategy(model: str, residual: str) -> None:
-    chosen = [cell_of(model, split) for split in SPLITS.values()]
+    _compare([cell_of(model, split) for split in SPLITS.values()], residual)
+
+
+def test_bf16_is_the_same_under_every_strategy_if_the_loss_computes_its_gradients() -> None:
+    _compare([cell_of("gpt", split, loss_chunks=3) for split in SPLITS.values()], "compute")
+
+
+def _compare(chosen: list[Cell], residual: str) -> None:
     for ranks in run_on_world(2, differences, chosen, residual):
         for name, (of_loss, of_gradients, by_row) in zip(SPLITS, ranks, strict=True):
             assert max(of_loss, of_gradients) < 1e-6, name

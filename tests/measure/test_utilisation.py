@@ -15,6 +15,7 @@ from hpc_train.measure import utilisation
 from hpc_train.measure.utilisation import GpuUtilisation, busy_share, count_flops, device_peak
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.plan.loss_chunks import LossForm
 
 SIZES = GPTConfig(vocab_size=10, n_layers=3, dim=4, n_heads=2, n_kv_heads=1, ffn_dim=8)
 TOKENS = torch.empty(2, 5, dtype=torch.int64, device="meta")
@@ -34,9 +35,12 @@ def model(config: GPTConfig | ViTConfig) -> Model:
     [("none", 0), ("ops", 0), ("full", 3 * LAYER / 3), ("selective", 2 * LAYER / 3), ("selective:3", LAYER / 3)],
 )
 def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
-    count = count_flops(model(SIZES), TOKENS, TrainConfig(activation_checkpointing=checkpointing))
-    chunks = count_flops(model(SIZES), TOKENS, TrainConfig(activation_checkpointing=checkpointing, loss_chunks=2))
-    assert chunks.recomputed == pytest.approx(recomputed + HEAD / 3)
+    train = TrainConfig(activation_checkpointing=checkpointing)
+    count, again, fused = (
+        count_flops(model(SIZES), TOKENS, train, loss) for loss in (LossForm(), LossForm(2), LossForm(2, fused=True))
+    )
+    assert again.recomputed == pytest.approx(recomputed + HEAD / 3)
+    assert fused == count
     assert count.model == 3 * LAYER + HEAD
     assert count.hardware == pytest.approx(count.model + recomputed)
     assert count.causal == count.model - 3 * 12 * 4 * 5 * 5 / 2
@@ -50,7 +54,7 @@ def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
 def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
     sizes = ViTConfig(image_size=8, patch_size=4, n_classes=5, n_layers=1, dim=8, n_heads=2, mlp_dim=16)
     images = torch.empty(1, 3, 8, 8, device="meta")
-    count = count_flops(model(sizes), images, TrainConfig())
+    count = count_flops(model(sizes), images, TrainConfig(), LossForm())
     assert count.causal is None and count.with_embeddings == count.model == count.hardware
 
 

@@ -278,10 +278,13 @@ class TrainConfig:
         "selective:N (every N-th layer) or ops (all but matrix products and attention). auto is none, unless "
         "strategy=auto chooses.",
     )
-    loss_chunks: int = key(
-        1,
-        "The number of chunks into which the loss splits a sequence of tokens. Only one chunk's logits are in memory; "
-        "the backward pass computes them a second time.",
+    loss_chunks: int | str = key(
+        "auto",
+        "The number of chunks into which the loss splits the tokens of a micro-batch. Only one chunk's logits are in "
+        "memory. A GPT computes their gradients together with the loss; other models, and schedules that keep several "
+        "micro-batches on the last stage, compute them a second time in the backward pass. 1 keeps whole logits. auto "
+        "is chunks of 4096 tokens or more for a GPT with a large vocabulary, else 1.",
+        choices=("auto",),
         at_least=1,
     )
     compile: bool = key(False, "Whether each layer is compiled with torch.compile.", when=NOT_DEBUGGED)

@@ -18,6 +18,7 @@ from hpc_train.measure.utilisation import device_memory, peak_device_memory, pea
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.memory import estimate
 from hpc_train.run.exits import Failure, classify
 from hpc_train.train.optimizer import Optimizer
@@ -160,7 +161,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
     ops, full = (replace(config, train=replace(train, activation_checkpointing=mode)) for mode in ("ops", "full"))
     if not recomputes:
         yield "train.activation_checkpointing=ops", ops
-    if train.loss_chunks == 1 and family_of(config.model).chunked_loss:
+    if loss_form(config, layout).chunks == 1 and family_of(config.model).chunked_loss:
         yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
     if not recomputes:
         yield "train.activation_checkpointing=full", full

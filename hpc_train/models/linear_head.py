@@ -1,0 +1,239 @@
+"""Computes the loss of a head that ends with one matrix, chunk by chunk and together with its gradients.
+
+The gradient of the loss with respect to the logits is known as soon as the logits are: ``softmax(logits)`` minus the
+one-hot target. So the forward pass computes, for each chunk of tokens, the logits, the loss, the gradient of the logits
+in the same memory, and with it the gradients of the hidden states and of the matrix. No logits are kept for the
+backward pass and no product is computed twice; the backward pass only multiplies both gradients by its own. The sum
+over the chunks of a matrix's gradient is kept in at least fp32.
+
+With tensor parallelism the rows of the matrix, so the words of the logits, are spread over the ranks. The hidden states
+are gathered once, and ``vocabulary_shard.py`` reduces three numbers per token over the ranks.
+
+The matrix's gradient waits for the backward pass in the place of the logits. A pipeline stage that keeps several
+micro-batches at a time would keep as many of them (``plan/loss_chunks.py`` then chooses chunks that are computed
+again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from hpc_train.data.dataset import IGNORED
+from hpc_train.models.attention import soft_cap
+from hpc_train.models.transformer import CrossEntropyHead, in_compute_dtype, widened
+from hpc_train.models.vocabulary_shard import VocabularyShard, gather_sequence, shard_of
+
+FP16_ROWS = 1024  # of one product: a sum over more tokens might exceed the range of fp16, before any loss scale
+
+
+class LinearHead(CrossEntropyHead):
+    """Computes the logits ``[micro, seq, vocab]`` by a norm, a matrix without bias and an optional soft cap.
+
+    Args:
+        cap: bounds the logits, as in Gemma 2; see ``soft_cap``.
+
+    Attributes:
+        fused: whether the loss is computed with its gradients, in ``chunks`` chunks of the tokens of a micro-batch.
+    """
+
+    fused: bool = False
+
+    def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = output
+        self._cap = cap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.output(self.norm(hidden))
+        return logits if self._cap is None else soft_cap(widened(logits), self._cap)
+
+    @property
+    def _fuses(self) -> bool:
+        """Returns whether the loss is fused: ``fused`` is set, and no subclass computes other logits or losses."""
+        plain = type(self.output) is nn.Linear and self.output.bias is None
+        return self.fused and plain and type(self).forward is LinearHead.forward and not self._has_own_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return type(self).loss is not LinearHead.loss or type(self)._loss is not CrossEntropyHead._loss
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._fuses or not torch.is_grad_enabled():
+            return super().loss(hidden, targets)
+        normed, weight, shard = self._factors(hidden)
+        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard)
+
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        spread = isinstance(self.output.weight, DTensor)
+        if not self._fuses or not spread or self.observe is not None:  # metrics need whole logits
+            return super().evaluate(hidden, targets)
+        normed, weight, shard = self._factors(hidden)
+        assert shard is not None
+        return _evaluate_shard(normed, weight, targets, self.chunks, self._cap, shard)
+
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
+        normed, weight = in_compute_dtype(self.norm(hidden)), in_compute_dtype(self.output.weight)
+        if not isinstance(weight, DTensor):
+            return normed, weight, None
+        assert isinstance(normed, DTensor), "the plan of tensor parallelism makes the norm return shards"
+        return gather_sequence(normed), weight.to_local(), shard_of(weight)
+
+
+@torch.compiler.disable
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunks: int = 1,
+    cap: float | None = None,
+    shard: VocabularyShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns what ``cross_entropy`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
+
+    The softmax is computed in at least fp32, the products in the dtype of ``hidden`` and ``weight``. Gradients are
+    computed for those of the two that require one.
+
+    Args:
+        hidden: ``[..., dim]``.
+        weight: ``[vocab, dim]``, or the rows of the words of ``shard``.
+        targets: ``[...]`` int64; those that are ``IGNORED`` do not count.
+        chunks: the number of chunks of tokens. The logits of one chunk are in memory at a time.
+        cap: bounds the logits.
+        shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
+            The gradient of ``hidden`` is then the contribution of these words. None: all words.
+
+    Raises:
+        IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion).
+    """
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        parts = _cut(hidden, targets, chunks)
+        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, cap, shard)
+    # separate nodes, since a schedule with a split backward runs them at different times
+    if of_hidden is not None:
+        total = _Known.apply(total, hidden, of_hidden)
+    if of_weight is not None:
+        total = total + _Known.apply(torch.zeros_like(total), weight, of_weight)
+    return total, (targets != IGNORED).sum()
+
+
+def _cut(hidden: Tensor, targets: Tensor, chunks: int) -> list[tuple[Tensor, Tensor]]:
+    return [*zip(hidden.flatten(0, -2).chunk(chunks), targets.flatten().chunk(chunks), strict=True)]
+
+
+def _sum_chunks(
+    parts: Iterable[tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    weight: Tensor,
+    cap: float | None,
+    shard: VocabularyShard | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
+    losses, first = [], 0
+    of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
+    of_weight: Tensor | None = None
+    for rows, wanted in parts:
+        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, cap, shard)
+        losses.append(loss)
+        if of_hidden is not None:
+            torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
+        if weight.requires_grad:
+            of_weight = _plus_product(of_weight, of_logits, rows)
+        first += len(rows)
+        del of_logits  # or the next chunk's logits would be computed beside it
+    return torch.stack(losses).sum(), of_hidden, of_weight
+
+
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, cap: float | None, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the losses of ``logits`` ``[tokens, vocab]``, and their gradient in the memory of ``logits``.
+
+    Softmax and loss are computed on logits minus their largest, in at least fp32; half precision is copied once.
+    """
+    wide, slope = (logits, None) if cap is None else _capped(logits, cap)
+    wide, total, loss = _exponentials(wide, targets, shard)
+    own = targets if shard is None else shard.own_targets(targets)
+    wide[torch.arange(len(own), device=own.device), own.clamp(min=0)] -= (own != IGNORED) * total
+    if slope is not None:
+        wide.mul_(slope)
+    factor = (targets != IGNORED) / total
+    return loss, torch.mul(wide, factor.unsqueeze(-1), out=logits)
+
+
+def _exponentials(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``exp(logits - largest)`` in at least fp32, in the memory of ``logits`` if possible; its sums over all
+    words ``[tokens]``; and the sum of the losses."""
+    top = widened(logits.amax(-1, keepdim=True))
+    if shard is not None:
+        shard.largest(top)
+    wide = logits.sub_(top) if logits.dtype == top.dtype else torch.sub(logits, top)
+    own = targets if shard is None else shard.own_targets(targets)
+    chosen = -F.nll_loss(wide, own, ignore_index=IGNORED, reduction="none")  # 0 for words of other ranks
+    sums = torch.stack((wide.exp_().sum(-1), chosen))
+    if shard is not None:
+        shard.sum(sums)
+    total, chosen = sums
+    return wide, total, torch.where(targets != IGNORED, total.log() - chosen, 0.0).sum()
+
+
+def _evaluate_shard(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, cap: float | None, shard: VocabularyShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns loss, count and the number of correct predictions. Collective."""
+    losses, correct = [], []
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows, wanted in _cut(hidden, targets, chunks):
+            logits = rows @ weight.t()
+            logits = logits if cap is None else _capped(logits, cap)[0]
+            correct.append(shard.count_correct(logits, wanted))
+            losses.append(_exponentials(logits, wanted, shard)[2])
+    return torch.stack(losses).sum(), (targets != IGNORED).sum(), torch.stack(correct).sum()
+
+
+def _capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Returns ``soft_cap(logits, cap)`` in at least fp32, and its derivative."""
+    bounded = torch.tanh(widened(logits) / cap)
+    return bounded * cap, 1 - bounded.square()
+
+
+def _plus_product(total: Tensor | None, of_logits: Tensor, rows: Tensor) -> Tensor:
+    """Returns ``total + of_logits.T @ rows``, in place; the first sum has the dtype of the product."""
+    wide = of_logits.dtype == widened(of_logits[:0]).dtype
+    most = FP16_ROWS if of_logits.dtype == torch.float16 else len(rows)
+    for left, right in zip(of_logits.split(most), rows.split(most), strict=True):
+        if total is None:
+            total = left.t() @ right
+        elif wide:
+            total.addmm_(left.t(), right)
+        else:
+            total = widened(total).add_(left.t() @ right)
+    assert total is not None
+    return total
+
+
+class _Known(torch.autograd.Function):
+    """Returns ``value``, whose gradient with respect to ``source`` is known. The backward pass scales it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient, ctx.dtype = gradient, source.dtype
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, None]:
+        if ctx.gradient is None:
+            raise RuntimeError("the backward pass of a loss ran twice, although the first did not retain the graph")
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return None, (ctx.gradient * scale).to(ctx.dtype), None
+        gradient, ctx.gradient = ctx.gradient, None  # with no other reference autograd takes it as the parameter's
+        return None, gradient.mul_(scale).to(ctx.dtype), None

@@ -1,0 +1,134 @@
+"""Logits that are spread over tensor-parallel ranks give the loss, gradients and accuracy of whole logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.config.schema import Config
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import UserError
+from hpc_train.models.linear_head import _evaluate_shard, linear_cross_entropy
+from hpc_train.models.transformer import count_correct
+from hpc_train.models.vocabulary_shard import VocabularyShard
+from hpc_train.parallel.build import build_engine
+from hpc_train.plan.validate import validate
+from tests.layouts.cells import SEQUENCE, Cell
+from tests.layouts.memory import Allocations, PeakMemory
+from tests.layouts.oracle import mesh_of
+from tests.models.test_linear_head import VOCABULARY, drawn, plain
+from tests.ranks import run_on_world
+
+
+def shard_of_rank(rank: int, world_size: int) -> VocabularyShard:
+    """Returns the words of a rank; the last one has fewer than the others."""
+    assert dist.group.WORLD is not None
+    each = -(-VOCABULARY // world_size)
+    first = rank * each
+    return VocabularyShard(dist.group.WORLD, first, min(VOCABULARY, first + each) - first, VOCABULARY)
+
+
+def differences(rank: int, world_size: int, cases: list[tuple[int, float | None]]) -> list[tuple[float, ...]]:
+    """Returns the largest difference of loss, gradients and evaluation from those of whole logits, for each case."""
+    shard = shard_of_rank(rank, world_size)
+    rows = slice(shard.first, shard.first + shard.words)
+    found = []
+    for chunks, cap in cases:
+        hidden, weight, targets = drawn()
+        expected, count = plain(hidden, weight, targets, cap)
+        of_hidden, of_weight = torch.autograd.grad(expected, (hidden, weight))
+        own = weight.detach()[rows].clone().requires_grad_()
+        loss, counted = linear_cross_entropy(hidden, own, targets, chunks, cap, shard)
+        ours, of_own = torch.autograd.grad(loss, (hidden, own))
+        dist.all_reduce(ours)
+        with torch.no_grad():
+            evaluated, number, correct = _evaluate_shard(hidden, own, targets, chunks, cap, shard)
+        assert count == counted == number
+        assert correct == count_correct(hidden @ weight.t(), targets)
+        pairs = [(loss, expected), (evaluated, expected), (ours, of_hidden), (of_own, of_weight[rows])]
+        found.append(tuple(float((a - b).abs().max()) for a, b in pairs))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_of_the_vocabulary_give_the_gradients_of_whole_logits(world_size: int) -> None:
+    cases = [(chunks, cap) for chunks in (1, 3) for cap in (None, 1.5)]
+    for of_rank in run_on_world(world_size, differences, cases):
+        for case, errors in zip(cases, of_rank, strict=True):
+            assert max(errors) < 1e-13, (case, errors)
+
+
+def of_special_cases(rank: int, world_size: int) -> tuple[int, str]:
+    """Returns the correct predictions among equal logits, and what is said of a target that is no word."""
+    shard = shard_of_rank(rank, world_size)
+    equal = torch.zeros(VOCABULARY, shard.words)
+    correct = int(shard.count_correct(equal, torch.arange(VOCABULARY)))
+    hidden, weight, targets = drawn()
+    targets[0, 0] = VOCABULARY
+    try:
+        linear_cross_entropy(hidden, weight.detach()[: shard.words], targets, 1, None, shard)
+    except IndexError as error:
+        return correct, str(error)
+    return correct, ""
+
+
+def test_the_first_of_equal_logits_is_predicted_and_a_target_that_is_no_word_is_refused() -> None:
+    assert run_on_world(2, of_special_cases) == [(1, "Target 11 is out of bounds.")] * 2
+
+
+WORDS, DIM, MICRO = 2048, 16, 32
+
+
+def config_of(cell: Cell) -> Config:
+    config = cell.config()
+    model = replace(config.model, vocab_size=WORDS)
+    return replace(config, model=model, data=replace(config.data, vocab_size=WORDS))
+
+
+def bytes_of_loss(rank: int, world_size: int, chunks: list[int]) -> list[tuple[int, int, int, int]]:
+    """Returns what a rank keeps for the backward pass of the loss and its peak, in bytes, and the largest tensor in a
+    training step and in an evaluation, in elements."""
+    found = []
+    for number in chunks:
+        cell = Cell(2, "gpt-tied", "fp32", {"tp": 2}, {"global_size": MICRO}, {"loss_chunks": number})
+        engine = build_engine(config_of(cell), mesh_of(cell, rank))
+        tokens = torch.arange(MICRO * SEQUENCE).view(MICRO, SEQUENCE)
+        batch = StepBatch((Batch(tokens, tokens.flip(1)),), tokens.numel())
+        with Allocations() as training:
+            engine.train_step(0, batch)
+        with Allocations() as evaluation:
+            engine.eval_step(batch)
+        head: Any = engine.parts[0].head
+        hidden = torch.randn(MICRO, SEQUENCE // 2, DIM, requires_grad=True)
+        with PeakMemory() as memory:
+            loss: Tensor = head.loss(hidden, tokens)[0]
+            kept = memory.held
+            loss.backward()
+        found.append((kept, memory.peak, training.largest, evaluation.largest))
+    return found
+
+
+def test_no_rank_holds_whole_logits() -> None:
+    logits, tokens, matrix = 4 * MICRO * SEQUENCE * WORDS, MICRO * SEQUENCE, 4 * WORDS * DIM
+    hidden = 4 * tokens * DIM
+    cases = [1, 4]
+    for of_rank in run_on_world(2, bytes_of_loss, cases):
+        for chunks, (kept, peak, trained, evaluated) in zip(cases, of_rank, strict=True):
+            gradients = matrix / 2 + 1.5 * hidden  # with the shard of normed hidden states
+            assert kept == pytest.approx(gradients, rel=0.05)
+            assert peak == pytest.approx(logits / 2 / chunks + gradients + hidden, rel=0.05)
+            assert 4 * trained == logits / chunks / 2
+            assert 4 * evaluated == logits / chunks / 2
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_words_is_refused() -> None:
+    cell = Cell(4, strategy={"tp": 4, "dp": 1})
+    config = cell.config()
+    small = replace(config, model=replace(config.model, vocab_size=5, n_kv_heads=4))
+    with pytest.raises(UserError, match="leaves tensor-parallel ranks without words"):
+        validate(small, nodes=1, workers_per_node=4)
