@@ -55,6 +55,9 @@ class Activations:
         logits: logits per token.
         scores: attention scores per token and layer, if attention keeps them: twice in fp32, and with half precision
             once more in that.
+        passing: results per token and layer that are written and read but not kept; they take time and no memory.
+        backward: gradients per token that the backward of a layer holds, beyond what it has freed, when it holds the
+            most; None: a quarter of ``layer``.
     """
 
     tokens: int
@@ -64,6 +67,8 @@ class Activations:
     layer_input: int
     logits: int
     scores: int = 0
+    passing: int = 0
+    backward: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ class ModelFamily:
         parameters: the number of parameters of a config, or None if it is unknown; it must also be right for other
             values of ``n_layers``, unless ``layer_parameters`` is given.
         layer_parameters: the number of parameters of one layer.
+        stem_parameters: the number of parameters before the layers; a table that stem and head share counts here. None:
+            half of those outside the layers, or all if ``tied_embeddings`` is a key of the schema and true.
         trained_parameters: the number of parameters that train, if checkpoints contain only these; None: all.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
@@ -131,6 +138,7 @@ class ModelFamily:
     hugging_face: HuggingFaceFormat | None = _MISSING
     chunked_loss: bool = False
     layer_parameters: Callable[[Any], int | None] | None = None
+    stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None
     check: Callable[[Any, Any], None] | None = None

@@ -31,9 +31,11 @@ from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.memory import ALLOCATOR_SHARE, needed_bytes
 from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.prediction import Prediction, predict_step
+from tests.planning.programs import peak
 
 HERE = Path(__file__).parent
 MACHINES = {
@@ -236,9 +238,12 @@ def predicted(row: Row) -> Prediction | None:
         config = config_of(row, shape)
         layout = resolve_layout(config, max(1, devices // per_node), min(devices, per_node))
         with patch.object(Passes, "accumulated", GRADIENTS.get(row["source"], Passes.accumulated)):
-            return predict_step(config, layout, machine_of(row))
+            prediction = predict_step(config, layout, machine_of(row))
     except UserError:
         return None
+    memory = peak(row, config, layout)
+    assert memory is not None
+    return replace(prediction, memory=memory, needed_bytes=needed_bytes(memory.total))
 
 
 def machine_of(row: Row) -> Machine:
@@ -261,9 +266,12 @@ def _time_error(row: Row, prediction: Prediction) -> float | None:
 
 
 def _memory_error(row: Row, prediction: Prediction) -> float | None:
-    if not row["memory"] or not is_gated(row):
+    if not row["memory"] or not is_gated(row) or (row["source"] == "litgpt-thunder" and row["compile"] == "1"):
         return None
-    return prediction.needed_bytes / (float(row["memory"]) * UNITS[row["memory_unit"]]) - 1
+    assert prediction.memory is not None
+    held = prediction.memory.total
+    read = {"allocated": held, "reserved": held * (1 + ALLOCATOR_SHARE)}.get(row["memory_kind"], prediction.needed_bytes)
+    return read / (float(row["memory"]) * UNITS[row["memory_unit"]]) - 1
 
 
 def config_of(row: Row, shape: Row) -> Config:
