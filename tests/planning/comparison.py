@@ -49,6 +49,7 @@ MACHINES = {
 }
 # Gbit/s per node, as SOURCES.md quotes the sources, where it differs from the machine file
 NETWORKS = {("internevo", "A100-80GB"): 400, ("fms-fsdp", "A100-80GB"): 400, ("fms-fsdp", "H100-80GB"): 800}
+MEMORY = {"H100-96GB": 102e9}  # bytes that the driver leaves of a GPU with more memory than its machine file states
 # in the notes of rows whose shards lie on the ranks of a node
 OF_A_NODE = ("HSDP", "zero1=8", "zero1=4", "zero1 over 8 ranks")
 NOISE, EQUAL = 0.02, 1e-3  # by which measurements of one layout differ, and predictions of one layout by rounding
@@ -250,6 +251,8 @@ def machine_of(row: Row) -> Machine:
     """Returns the machine of a row, with the GPUs per node and the network that its source states."""
     found, per_node = machine(MACHINES[row["gpu"]]), int(row["gpus_per_node"] or 8)
     figures = {**found.figures, "devices_per_node": Figure(per_node, "table", "the row")}
+    if row["gpu"] in MEMORY:
+        figures["memory_bytes"] = Figure(MEMORY[row["gpu"]], "table", "the row")
     network = NETWORKS.get((row["source"], row["gpu"]))
     if network is not None:
         rate = network * 1e9 / 8 / per_node * EFFICIENCY

@@ -136,9 +136,29 @@ def _litgpt(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     return replace(ours, per_parameter=per, activations=replace(of, layer=of.layer + more, head=of.head + logits))
 
 
+def _torchtitan(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """Tensor-parallel ranks compute the loss of their share of the vocabulary each ("loss parallel")."""
+    of, tp = ours.activations, layout.tp
+    return replace(
+        ours,
+        activations=replace(
+            of, head=of.head / tp, forward=of.forward / tp, backward=of.backward / tp, logits=of.logits / tp
+        ),
+    )
+
+
+def _fms(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """HFU / MFU - 1 is a third of the share of blocks that are recomputed; for 34B and 70B it is all of them."""
+    of, hfu = ours.activations, row["notes"].partition("HFU ")[2].partition(";")[0]
+    every = float(hfu) / float(row["mfu"]) > 1.25
+    return replace(ours, activations=replace(of, layer=of.checkpointed)) if every else ours
+
+
 PROGRAMS = {
     "aleph-alpha-layouts": Program(_aleph_alpha, _whole),
     "kempnerforge": Program(_kempnerforge, _accumulating),
     "internevo": Program(_internevo, _whole),
+    "fms-fsdp": Program(_fms, lambda layout, rank: rank),
+    "torchtitan-asynctp": Program(_torchtitan, lambda layout, rank: rank),
     "litgpt-thunder": Program(_litgpt, lambda layout, rank: replace(rank, keeps_gradients=rank.gathers == "never")),
 }
