@@ -190,8 +190,13 @@ class _Step:
             yield Change("parameters", head * per.cast)
             yield Change("activations", held.head)
             yield Change("activations", held.forward, moment=True)
+        yield Change("activations", self._boundary(stage))
         again = sum(count for recomputed, count in stage.runs if recomputed)
         yield Change("parameters", -again * layer * per.cast)  # autocast forgets its copies
+
+    def _boundary(self, stage: Stage) -> float:
+        """Returns the bytes of a stage's output, which is kept, less its input, which is in the buffer of a message."""
+        return ((not stage.last) - (not stage.first)) * self.sizes.activations.hidden
 
     def _gather(self, number: int) -> Iterator[Change]:
         """Gathers what stays whole until the backward, or until the last one of the step."""
@@ -219,7 +224,7 @@ class _Step:
             yield Change("activations", held.backward, moment=True)
         recomputed = max((again for again, _ in stage.runs), default=False)
         yield Change("activations", held.gradients + (held.layer if recomputed else 0.0), moment=True)
-        yield Change("activations", stage.layers * held.products + (held.logits if stage.last else 0.0))
+        yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
 
     def _backward(self, number: int, split: bool) -> Iterator[Change]:
         stage, per, held = self.rank.stages[number], self.sizes.per_parameter, self.sizes.activations
@@ -230,7 +235,7 @@ class _Step:
                 yield Change("activations", held.backward, moment=True)
             yield Change("activations", held.logits - held.head)
             yield from self._gradient(number, head, head)
-            yield Change("activations", -held.logits - (held.logits if inputs_done else 0.0))
+            yield Change("activations", -held.logits - held.logits * inputs_done)
             yield Change("parameters", -head * per.cast)
         for again, count in reversed(stage.runs):
             kept, cast = (held.checkpointed, 0.0) if again else (held.layer, layer * per.cast)
@@ -241,6 +246,7 @@ class _Step:
                 yield Change("activations", -several * kept)
                 yield Change("parameters", -several * cast)
         yield from self._gradient(number, stem, stem)
+        yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
         yield from self._end(number, stem, layer, head)
 
     def _layer_backward(self, number: int, again: bool, layer: float, several: int) -> Iterator[Change]:
@@ -261,7 +267,7 @@ class _Step:
         yield Change("gradients", -fresh)
         yield Change("activations", -recomputed)
         yield Change("parameters", -gathered - (layer * per.cast if again else 0.0))
-        yield from self._gradient(number, several * layer, layer)
+        yield from self._gradient(number, several * layer, matrix if self.rank.reduces == "after" else layer)
 
     def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
         """Adds the gradients of ``parameters``, which are reduced in blocks of ``block``."""
@@ -270,8 +276,8 @@ class _Step:
             return
         new = number not in self.summed
         if self.rank.reduces == "after":
-            copies = per.fresh + (per.whole if new and per.fresh == per.whole else per.whole)
-            yield Change("gradients", block * (copies if per.fresh != per.whole else per.whole), moment=True)
+            copies = per.whole + (per.fresh if per.fresh != per.whole else 0.0)
+            yield Change("gradients", block * copies, moment=True)
             yield Change("gradients", parameters * per.whole if new else 0.0)
         elif self.rank.reduces == "each":
             yield Change("gradients", block * (per.fresh + per.whole), moment=True)

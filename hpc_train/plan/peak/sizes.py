@@ -70,7 +70,8 @@ class PerMicroBatch:
     Attributes:
         layer, checkpointed: what a layer keeps for its backward, without and with activation checkpointing.
         gradients: what the backward of a layer holds beside that when it holds the most.
-        products: the gradients of the results of a layer's products, which a backward in two parts keeps in between.
+        products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
+            between.
         hidden: the hidden states between two layers.
         head: what the head keeps for its backward.
         forward, backward: what the head's forward and backward hold beside that for a moment.
@@ -178,7 +179,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
         layer=tokens * every,
         checkpointed=tokens * checkpointed,
         gradients=tokens * (backward * narrow / tp + hidden + of_gathered),
-        products=tokens * kept.products * narrow / tp,
+        products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
         head=tokens * in_head,
         forward=tokens * (widened + beside),
