@@ -129,9 +129,7 @@ def _litgpt(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     expanded = 2 * dim * (1 - groups / heads)
     more = tokens * (2 * 6 * dim + 2 * expanded)
     of = ours.activations
-    per = replace(
-        IN_BF16, held=2 / shard, optimizer=4 / shard, gathered=2 * sharded, shard=2 / shard if sharded else 0
-    )
+    per = replace(IN_BF16, held=2 / shard, optimizer=4 / shard, gathered=2 * sharded, shard=2 / shard if sharded else 0)
     logits = tokens * 2 * model.vocab_size  # type: ignore[attr-defined]
     return replace(ours, per_parameter=per, activations=replace(of, layer=of.layer + more, head=of.head + logits))
 
@@ -148,9 +146,9 @@ def _torchtitan(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
 
 
 def _fms(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
-    """HFU / MFU - 1 is a third of the share of blocks that are recomputed; for 34B and 70B it is all of them."""
+    """HFU / MFU - 1 is a third of the share of blocks that are recomputed: of 34B and 70B nearly all are."""
     of, hfu = ours.activations, row["notes"].partition("HFU ")[2].partition(";")[0]
-    every = float(hfu) / float(row["mfu"]) > 1.25
+    every = float(hfu) / float(row["mfu"]) > 1.2
     return replace(ours, activations=replace(of, layer=of.checkpointed)) if every else ours
 
 
@@ -160,5 +158,7 @@ PROGRAMS = {
     "internevo": Program(_internevo, _whole),
     "fms-fsdp": Program(_fms, lambda layout, rank: rank),
     "torchtitan-asynctp": Program(_torchtitan, lambda layout, rank: rank),
+    "torchtitan-h100": Program(_torchtitan, lambda layout, rank: rank),
+    "torchtitan-405b": Program(_torchtitan, lambda layout, rank: rank),
     "litgpt-thunder": Program(_litgpt, lambda layout, rank: replace(rank, keeps_gradients=rank.gathers == "never")),
 }

@@ -188,9 +188,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     )
 
 
-def _layer_bytes(
-    config: Config, layout: Layout, kept: Activations, narrow: int, normed: int
-) -> tuple[float, float]:
+def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int, normed: int) -> tuple[float, float]:
     """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing.
 
     Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
