@@ -1,9 +1,9 @@
 """States what one rank allocates and frees in a step, in the order in which the engine does. Imports no torch.
 
-The order of the passes is that of the pipeline's schedule. What a pass allocates follows ``parallel/replica_engine.py``,
-``pipeline_engine.py``, ``fsdp.py`` and torch: autocast casts the parameters in the forward of each micro-batch and keeps
-the copies that the backward needs; the head's softmax and its two gradients are fp32; a recomputed layer is whole for a
-moment; a gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time.
+The order of the passes is that of the pipeline's schedule. What a pass allocates is that of the engines in ``parallel``
+and of torch: autocast casts the parameters in the forward of each micro-batch and keeps the copies that the backward
+needs; the head's softmax and its two gradients are fp32; a recomputed layer is whole for a moment; a gradient is
+allocated by the first backward of a step; ZeRO gathers and reduces one block at a time.
 
 A step of many micro-batches repeats itself, so the first ones suffice.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
@@ -25,6 +25,8 @@ from hpc_train.plan.peak.sizes import Sizes
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
 
+Gathers = Literal["never", "step", "layer"]
+Reduces = Literal["each", "last", "after"]
 Run = tuple[bool, int]  # whether consecutive layers are recomputed, and how many they are
 
 
@@ -63,34 +65,30 @@ class Rank:
     stages: dict[int, Stage]
     actions: tuple[Action, ...]
     micro_batches: int
-    gathers: str
-    reduces: str
+    gathers: Gathers
+    reduces: Reduces
     keeps_gradients: bool
-
-    @property
-    def shape(self) -> tuple[Stage, ...]:
-        """Returns what its memory depends on beside the order of its passes."""
-        return tuple(self.stages.values())
 
 
 def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
     """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches."""
-    seen = set[tuple[Stage, ...]]()
-    stages = _stages(config, layout)
-    kind = layout.kind
-    sharded = layout.shards_state
-    gathers = "never" if not sharded else "layer" if "parameters" in kind.shards else "step"
-    once = layout.micro_batches == 1 or "gradients" in kind.shards
-    reduces = "after" if not sharded else "each" if once else "last"
+    seen, stages = set[tuple[Stage, ...]](), _stages(config, layout)
+    gathers, reduces = _sharing(layout)
     for rank in range(layout.pp):
         own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
-        if tuple(own.values()) in seen:
-            continue
-        seen.add(tuple(own.values()))
-        yield Rank(
-            own, _actions(layout, rank, list(own)), layout.micro_batches, gathers, reduces,
-            layout.data_parallel == "ddp" and layout.dp > 1,
-        )  # fmt: skip
+        if tuple(own.values()) not in seen:
+            seen.add(tuple(own.values()))
+            views = layout.data_parallel == "ddp" and layout.dp > 1  # DDP's gradients are views of its buckets
+            yield Rank(own, _actions(layout, rank, [*own]), layout.micro_batches, gathers, reduces, views)
+
+
+def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
+    """Returns what ``Rank.gathers`` and ``Rank.reduces`` are in ``layout``."""
+    if not layout.shards_state:
+        return "never", "after"
+    shards = layout.kind.shards
+    each = layout.micro_batches == 1 or "gradients" in shards
+    return "layer" if "parameters" in shards else "step", "each" if each else "last"
 
 
 def _stages(config: Config, layout: Layout) -> list[Stage]:
@@ -114,9 +112,9 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
     in_flight = {stage: layout.in_flight(stage) for stage in stages}
     order = layout.pipeline.order
     if order is None:
-        once = [Action(work, stage, batch) for work in (FORWARD, FULL_BACKWARD)
-                for stage in (stages if work == FORWARD else reversed(stages)) for batch in range(in_flight[stage])]  # fmt: skip
-        return tuple(once) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
+        forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in range(in_flight[stage])]
+        backwards = [action._replace(work=FULL_BACKWARD) for action in reversed(forwards)]
+        return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
     enough = -(-(max(in_flight.values()) + 2 * layout.pp) // layout.pp) * layout.pp
     return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
 
@@ -179,7 +177,7 @@ class _Step:
 
     def _forward(self, number: int) -> Iterator[Change]:
         stage, per, held = self.rank.stages[number], self.sizes.per_parameter, self.sizes.activations
-        stem, layer, head = self._parameters(stage)
+        _, layer, head = self._parameters(stage)
         yield from self._gather(number)
         for again, count in stage.runs:
             kept = held.checkpointed if again else held.layer
@@ -227,16 +225,12 @@ class _Step:
         yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
 
     def _backward(self, number: int, split: bool) -> Iterator[Change]:
+        """Computes all gradients, or those of parameters if those of inputs are ``split`` off and done."""
         stage, per, held = self.rank.stages[number], self.sizes.per_parameter, self.sizes.activations
-        stem, layer, head = self._parameters(stage)
+        _, layer, _ = self._parameters(stage)
         inputs_done = split and not stage.first
         if stage.last:
-            if not inputs_done:
-                yield Change("activations", held.backward, moment=True)
-            yield Change("activations", held.logits - held.head)
-            yield from self._gradient(number, head, head)
-            yield Change("activations", -held.logits - held.logits * inputs_done)
-            yield Change("parameters", -head * per.cast)
+            yield from self._head_backward(number, inputs_done)
         for again, count in reversed(stage.runs):
             kept, cast = (held.checkpointed, 0.0) if again else (held.layer, layer * per.cast)
             kept += held.products if inputs_done else 0.0
@@ -245,54 +239,63 @@ class _Step:
                 yield from self._layer_backward(number, again, layer, several)
                 yield Change("activations", -several * kept)
                 yield Change("parameters", -several * cast)
-        yield from self._gradient(number, stem, stem)
         yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
-        yield from self._end(number, stem, layer, head)
+        yield from self._end(number)
+
+    def _head_backward(self, number: int, inputs_done: bool) -> Iterator[Change]:
+        per, held = self.sizes.per_parameter, self.sizes.activations
+        _, _, head = self._parameters(self.rank.stages[number])
+        if not inputs_done:
+            yield Change("activations", held.backward, moment=True)
+        yield Change("activations", held.logits - held.head)
+        if self.rank.reduces == "after":
+            yield from self._gradient(number, head, head)
+        else:  # which ZeRO reduces with that of the stem
+            yield Change("gradients", head * per.fresh)
+        yield Change("activations", -held.logits - held.logits * inputs_done)
+        yield Change("parameters", -head * per.cast)
 
     def _layer_backward(self, number: int, again: bool, layer: float, several: int) -> Iterator[Change]:
         """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
         per, held, matrix = self.sizes.per_parameter, self.sizes.activations, self.sizes.parameters.matrix
-        recomputed = held.layer if again else 0.0
-        gathered = {"never": 0.0, "step": 0.0, "layer": 2 * layer * per.gathered}[self.rank.gathers]
-        yield Change("parameters", gathered + (layer * per.cast if again else 0.0))
+        recomputed, cast = (held.layer, layer * per.cast) if again else (0.0, 0.0)
+        gathered = cast + (2 * layer * per.gathered if self.rank.gathers == "layer" else 0.0)
+        # with ZeRO, that in which the gradients of the layer before are sent
+        fresh = matrix * self._copies(number) if self.rank.reduces == "after" else layer * per.whole
+        yield Change("parameters", gathered)
         yield Change("activations", recomputed)
-        if number in self.summed and self.rank.reduces == "after":
-            fresh = matrix * (per.fresh + (per.whole if per.fresh != per.whole else 0.0))
-        else:
-            fresh = matrix * per.whole
-        if self.rank.reduces != "after":
-            fresh = layer * per.whole  # in which the gradients of the layer before are sent
         yield Change("gradients", fresh)
         yield Change("activations", held.gradients, moment=True)
         yield Change("gradients", -fresh)
         yield Change("activations", -recomputed)
-        yield Change("parameters", -gathered - (layer * per.cast if again else 0.0))
+        yield Change("parameters", -gathered)
         yield from self._gradient(number, several * layer, matrix if self.rank.reduces == "after" else layer)
 
-    def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
-        """Adds the gradients of ``parameters``, which are reduced in blocks of ``block``."""
-        per, last = self.sizes.per_parameter, not self.left[number]
-        if not parameters:
-            return
-        new = number not in self.summed
-        if self.rank.reduces == "after":
-            copies = per.whole + (per.fresh if per.fresh != per.whole else 0.0)
-            yield Change("gradients", block * copies, moment=True)
-            yield Change("gradients", parameters * per.whole if new else 0.0)
-        elif self.rank.reduces == "each":
-            yield Change("gradients", block * (per.fresh + per.whole), moment=True)
-            yield Change("gradients", block * per.shard, moment=True)
-            yield Change("gradients", parameters * per.shard if new else 0.0)
-        else:
-            yield Change("gradients", block * (per.fresh + per.whole), moment=True)
-            yield Change("gradients", parameters * per.whole if new else 0.0)
-            if last:
-                yield Change("gradients", parameters * (per.shard - per.whole))
+    def _copies(self, number: int) -> float:
+        """Returns the bytes per parameter of a gradient while it is computed and added."""
+        per = self.sizes.per_parameter
+        return per.whole + (per.fresh if number in self.summed and per.fresh != per.whole else 0.0)
 
-    def _end(self, number: int, stem: float, layer: float, head: float) -> Iterator[Change]:
-        """Ends the backward of a micro-batch."""
-        self.summed.add(number)
+    def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
+        """Adds the gradients of ``parameters``, which are computed or reduced in blocks of ``block``."""
+        per, new = self.sizes.per_parameter, number not in self.summed
+        kept = per.shard if self.rank.reduces == "each" else per.whole
+        copies = per.whole + (per.fresh if per.fresh != per.whole or self.rank.reduces != "after" else 0.0)
+        yield Change("gradients", block * copies, moment=True)
+        yield Change("gradients", parameters * kept if new else 0.0)
+        if self.rank.reduces == "last" and not self.left[number]:
+            yield Change("gradients", parameters * (per.shard - per.whole))
+
+    def _end(self, number: int) -> Iterator[Change]:
+        """Ends the backward of a micro-batch with the stem and, for ZeRO, what is reduced and resharded with it."""
         per, stage = self.sizes.per_parameter, self.rank.stages[number]
+        stem, layer, head = self._parameters(stage)
+        if self.rank.reduces == "after":
+            yield from self._gradient(number, stem, stem)
+        else:
+            yield Change("gradients", -head * per.fresh)
+            yield from self._gradient(number, stem + head, stem + head)
+        self.summed.add(number)
         if self.rank.gathers == "layer" or (self.rank.gathers == "step" and not self.left[number]):
             self.gathered.discard(number)
             layers = stage.layers if self.rank.gathers == "step" else 0
