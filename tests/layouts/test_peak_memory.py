@@ -99,7 +99,7 @@ TWO: list[list[Case]] = [
     [
         PIPELINE | {"schedule": "1f1b", "precision": "bf16"},
         PIPELINE | {"schedule": "1f1b", "recompute": "full"},
-        PIPELINE | {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        PIPELINE | {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "batches": 4},
         PIPELINE | {"schedule": "zbv", "stages_per_rank": 2},
     ],
     [{"tp": 2}, {"tp": 2, "precision": "bf16", "micro": 16}, {"tp": 2, "recompute": "full", "micro": 16}],
@@ -115,9 +115,9 @@ def check(cases: list[Case], found: list[list[int]]) -> None:
 
 
 def test_the_peak_of_one_rank() -> None:
-    check(ALONE, run_ranks(1, peaks, ALONE))
+    check(ALONE, run_ranks(1, peaks, ALONE, timeout=300))
 
 
 @pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor"])
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
-    check(cases, run_ranks(2, peaks, cases))
+    check(cases, run_ranks(2, peaks, cases, timeout=300))

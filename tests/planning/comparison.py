@@ -5,9 +5,9 @@
 compares all sources that are not held out (``SOURCES.md``) and whose rows say enough: a GPU with a machine file, bf16
 or fp16, no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width
 stands for an ungated one; it computes the same but keeps a third more, so the memory of such rows is not compared.
-Memory is that of the engine of the source (``programs.py``). The table gives the median and the mean absolute error of
-the step time, of the memory, and how many out-of-memory rows are predicted; then it lists which layout wins, measured and predicted (``rankings.csv``). ``--held-out`` compares the
-sources that were set aside instead.
+Memory is that of the engine of the source (``programs.py``). The table gives the median and the mean absolute error
+of the step time, of the memory, and how many out-of-memory rows are predicted; then it lists which layout wins,
+measured and predicted (``rankings.csv``). ``--held-out`` compares the sources that were set aside instead.
 
 Rows that use a technique which hpc_train does not have are a group of their own (``group``). Where a source says which
 network its nodes have, the machine gets that network.
