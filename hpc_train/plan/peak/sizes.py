@@ -162,30 +162,43 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     """Returns the bytes of the activations of a micro-batch of ``layout``."""
     _, narrow = widths(config)
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    tokens, wide, tp = layout.micro_size * kept.tokens, max(4, narrow), layout.tp
+    tokens, tp = layout.micro_size * kept.tokens, layout.tp
     every, checkpointed = _layer_bytes(config, layout, kept, narrow, normed)
     split = family_of(config.model).tensor_parallel
     shards_sequence = tp > 1 and split is not None and split.shards_sequence
     hidden = kept.layer_input * normed / (tp if shards_sequence else 1)
-    chunks = config.train.loss_chunks
-    logits = kept.logits / chunks
-    widened = logits * (narrow + wide) if narrow < wide else logits * wide  # before the softmax
-    normalised = (hidden + kept.layer_input * narrow) if kept.logits else 0.0  # the inputs of the norm and the product
-    in_head = hidden * bool(kept.logits) if chunks > 1 else normalised + logits * wide
-    beside = normalised + logits * wide if chunks > 1 else 0.0  # that is computed again for each chunk
-    backward = kept.layer // 4 if kept.backward is None else kept.backward
+    head, forward, backward = _head_bytes(config, kept, narrow, hidden)
+    gradients = kept.layer // 4 if kept.backward is None else kept.backward
     of_gathered = 2 * kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient, and its sum over the ranks
     return PerMicroBatch(
         layer=tokens * every,
         checkpointed=tokens * checkpointed,
-        gradients=tokens * (backward * narrow / tp + hidden + of_gathered),
+        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
-        head=tokens * in_head,
-        forward=tokens * (widened + beside),
-        backward=tokens * (logits * 2 * wide + beside),
-        logits=tokens * logits * narrow,
+        head=tokens * head,
+        forward=tokens * forward,
+        backward=tokens * backward,
+        logits=tokens * kept.logits / config.train.loss_chunks * narrow,
     )
+
+
+def _head_bytes(config: Config, kept: Activations, narrow: int, hidden: float) -> tuple[float, float, float]:
+    """Returns the bytes per token that the head keeps, and what its forward and backward hold beside for a moment.
+
+    The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32. A loss in
+    chunks keeps only the hidden states, and computes the rest again for each chunk.
+    """
+    if not kept.logits:
+        return 0.0, 0.0, 0.0
+    wide, chunks = max(4, narrow), config.train.loss_chunks
+    logits = kept.logits / chunks
+    widened = logits * (narrow + wide) if narrow < wide else logits * wide  # before the softmax
+    inputs = hidden + kept.layer_input * narrow  # of the norm and of the product
+    whole = inputs + logits * wide
+    if chunks == 1:
+        return whole, widened, 2 * logits * wide
+    return hidden, whole + widened, whole + 2 * logits * wide
 
 
 def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int, normed: int) -> tuple[float, float]:
