@@ -57,6 +57,9 @@ class Activations:
             once more in that.
         mixed: the result of attention per token and layer, which context-parallel ranks keep before and after its
             exchange.
+        passing: results per token and layer that are written and read but not kept; they take time and no memory.
+        backward: gradients per token that the backward of a layer holds, beyond what it has freed, when it holds the
+            most; None: a quarter of ``layer``.
     """
 
     tokens: int
@@ -67,6 +70,8 @@ class Activations:
     logits: int
     scores: int = 0
     mixed: int = 0
+    passing: int = 0
+    backward: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class ModelFamily:
         parameters: the number of parameters of a config, or None if it is unknown; it must also be right for other
             values of ``n_layers``, unless ``layer_parameters`` is given.
         layer_parameters: the number of parameters of one layer.
+        stem_parameters: the number of parameters before the layers; a table that stem and head share counts here. None:
+            half of those outside the layers, or all if ``tied_embeddings`` is a key of the schema and true.
         trained_parameters: the number of parameters that train, if checkpoints contain only these; None: all.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
@@ -141,6 +148,7 @@ class ModelFamily:
     context_heads: tuple[str, str] | None = None
     fused_loss: bool = False
     layer_parameters: Callable[[Any], int | None] | None = None
+    stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None
     check: Callable[[Any, Any], None] | None = None

@@ -8,7 +8,13 @@ from hpc_train.config.extensions import IMAGES, TOKENS, Activations, HuggingFace
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ViTConfig
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
-from hpc_train.models.gpt_sizes import check_gpt, gpt_activations, gpt_flops_per_sample, gpt_parameters
+from hpc_train.models.gpt_sizes import (
+    check_gpt,
+    gpt_activations,
+    gpt_flops_per_sample,
+    gpt_parameters,
+    gpt_stem_parameters,
+)
 from hpc_train.models.hf_names import hf_config, hf_name
 
 GPT_FAMILY = ModelFamily(
@@ -16,6 +22,7 @@ GPT_FAMILY = ModelFamily(
     learns_from=TOKENS,
     builder="hpc_train.models.gpt:GPT",
     parameters=gpt_parameters,
+    stem_parameters=gpt_stem_parameters,
     activations=gpt_activations,
     flops_per_sample=gpt_flops_per_sample,
     tensor_parallel=TensorParallel(
@@ -46,11 +53,15 @@ def _vit_layer_parameters(model: ViTConfig) -> int:
     return 4 * dim * (dim + 1) + 2 * dim * model.mlp_dim + model.mlp_dim + dim + 4 * dim  # the last term: two norms
 
 
+def vit_stem_parameters(model: ViTConfig) -> int:
+    """Returns the number of parameters of the patch projection, the class token and the positions."""
+    return patch_parameters(model) + model.dim + vit_tokens(model) * model.dim
+
+
 def vit_parameters(model: ViTConfig) -> int:
     """Returns the number of parameters."""
-    stem = patch_parameters(model) + model.dim + vit_tokens(model) * model.dim
     head = 2 * model.dim + model.n_classes * (model.dim + 1)
-    return stem + model.n_layers * _vit_layer_parameters(model) + head
+    return vit_stem_parameters(model) + model.n_layers * _vit_layer_parameters(model) + head
 
 
 def vit_activations(model: ViTConfig, data: Any) -> Activations:
@@ -63,6 +74,7 @@ def vit_activations(model: ViTConfig, data: Any) -> Activations:
         products=6 * dim + model.mlp_dim,
         layer_input=dim,
         logits=0,
+        backward=model.mlp_dim,
     )
 
 
@@ -110,6 +122,7 @@ VIT_FAMILY = ModelFamily(
     learns_from=IMAGES,
     builder="hpc_train.models.vit:ViT",
     parameters=vit_parameters,
+    stem_parameters=vit_stem_parameters,
     activations=vit_activations,
     flops_per_sample=vit_flops_per_sample,
     tensor_parallel=TensorParallel(

@@ -56,8 +56,13 @@ def gpt_parameters(model: GPTConfig) -> int:
     return model.n_layers * _gpt_layer_parameters(model) + model.dim + tables * model.vocab_size * model.dim
 
 
+def gpt_stem_parameters(model: GPTConfig) -> int:
+    """Returns the number of parameters of the embedding table."""
+    return model.vocab_size * model.dim
+
+
 def gpt_activations(model: GPTConfig, data: Any) -> Activations:
-    """Returns the activations of a layer; a norm also keeps what it multiplies by its weight.
+    """Returns the activations of a layer with the kernels of GPUs, whose norms keep only their inputs.
 
     Fused attention keeps no scores; with a soft cap they are kept, and the keys and values of every query. A soft cap
     of the logits keeps the result of tanh, a third of what their loss keeps.
@@ -65,17 +70,19 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
     dim, queries, key_values = model.dim, query_width(model), key_value_width(model)
     capped = model.attention_softcap is not None
     tokens = int(getattr(data, "sequence_length", None) or _SEQUENCE)
-    normed = 2 * (queries + key_values) if model.qk_norm else 0
+    normed = queries + key_values if model.qk_norm else 0
     projected = 2 * (queries + (queries if capped else key_values))  # and the attention
     return Activations(
         tokens=tokens,
         norm_inputs=2 * dim,
-        layer=(8 if model.post_norms else 4) * dim + projected + 4 * model.ffn_dim + normed,
+        layer=(4 if model.post_norms else 2) * dim + projected + 4 * model.ffn_dim + normed,
         products=2 * (dim + queries + key_values) + 2 * model.ffn_dim,
         layer_input=dim,
         logits=model.vocab_size if model.logit_softcap is None else 4 * model.vocab_size // 3,
         scores=model.n_heads * tokens if capped else 0,
         mixed=queries,
+        passing=(4 if model.post_norms else 2) * dim + normed,
+        backward=2 * model.ffn_dim,
     )
 
 

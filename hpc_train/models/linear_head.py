@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.attention import soft_cap
+from hpc_train.models.projections import cast_weight
 from hpc_train.models.transformer import CrossEntropyHead, in_compute_dtype, widened
 from hpc_train.models.vocabulary_shard import VocabularyShard, gather_sequence, shard_of
 
@@ -81,7 +82,7 @@ class LinearHead(CrossEntropyHead):
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
         """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
-        normed, weight = in_compute_dtype(self.norm(hidden)), in_compute_dtype(self.output.weight)
+        normed, weight = in_compute_dtype(self.norm(hidden)), cast_weight(self.output)
         if not isinstance(weight, DTensor):
             return normed, weight, None
         assert isinstance(normed, DTensor), "the plan of tensor parallelism makes the norm return shards"

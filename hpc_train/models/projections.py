@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+CASTS = "kept_casts"  # the attribute of a module with its casts: those of the weight and of the bias, if it has one
 JOINED = "joined_casts"  # the attribute of an owner: the weight and the bias of its projections together
 
 
@@ -51,6 +52,13 @@ def project(owner: Any, hidden: Tensor) -> Sequence[Tensor]:
     if joined is None or joined[0].dtype != product_dtype(hidden):
         return [projection(hidden) for projection in projections]
     return F.linear(hidden, *joined).split([projection.out_features for projection in projections], -1)
+
+
+def cast_weight(module: nn.Linear) -> Tensor:
+    """Returns the weight of ``module`` in the dtype of products: the cast that the step keeps, if there is one."""
+    kept: tuple[Tensor, Tensor | None] | None = getattr(module, CASTS, None)
+    dtype = product_dtype(module.weight)
+    return kept[0] if kept is not None and kept[0].dtype == dtype else module.weight.to(dtype)
 
 
 def product_dtype(values: Tensor) -> torch.dtype:

@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.models.projections import JOINED, Together, can_join, product_dtype
+from hpc_train.models.projections import CASTS, JOINED, Together, can_join, product_dtype
 
-CASTS = "kept_casts"  # the attribute of a module with its casts: those of the weight and of the bias, if it has one
 _FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
 
 

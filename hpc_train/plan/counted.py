@@ -215,6 +215,10 @@ def _layer_parameters(model: CountedModel) -> int:
     return sum(block.parameters for block in model.layers) // max(1, model.n_layers)
 
 
+def _stem_parameters(model: CountedModel) -> int:
+    return model.counts.blocks[0].parameters
+
+
 def _activations(model: CountedModel, _: Any) -> Activations:
     """Returns the activations per sample: the mean of the layers, and what stem and head keep.
 
@@ -223,7 +227,7 @@ def _activations(model: CountedModel, _: Any) -> Activations:
     """
     stem, head = model.counts.blocks[0], model.counts.blocks[-1]
     layers, count = model.layers, max(1, model.n_layers)
-    of_logits = 3 * max(4, model.width) + (2 * model.width if model.width < 4 else 0)  # as the estimate counts them
+    of_logits = 3 * max(4, model.width)  # as the estimate counts them in the backward
     others = model.kept(stem) + model.kept(head) - head.largest * max(4, model.width)
     return Activations(
         tokens=1,
@@ -249,6 +253,7 @@ COUNTED_FAMILY = ModelFamily(
     builder="hpc_train.models.counting:count",  # is not called: the config of the model itself names its builder
     parameters=_parameters,
     layer_parameters=_layer_parameters,
+    stem_parameters=_stem_parameters,
     trained_parameters=_trained,
     activations=_activations,
     flops_per_sample=_flops_per_sample,

@@ -1,30 +1,27 @@
 """Estimates from the config the memory of each rank, and the size of the model and its optimizer state, without torch.
 
-Activations are counted for the built-in transformers as autograd keeps them (a test counts the bytes): a layer's normed
-inputs, projections, attention and feed-forward products. ``Memory`` leaves out what is not in tensors; ``needed_bytes``
-adds it.
+``peak`` replays what a rank allocates and frees in a step. ``Memory`` leaves out what is not in tensors;
+``needed_bytes`` adds it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING
 
-from hpc_train.config.extensions import Activations, family_of
-from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
-from hpc_train.config.values import parse_recomputation, runs_own_code
+from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.values import runs_own_code
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
-from hpc_train.plan.loss_chunks import loss_form
-from hpc_train.plan.optimizers import held_whole, values_per_parameter
-from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.optimizers import values_per_parameter
+from hpc_train.plan.peak.program import changes_of, ranks_of
+from hpc_train.plan.peak.replay import Memory, replay
+from hpc_train.plan.peak.sizes import parameter_count, sizes_of, trained_count
 from hpc_train.plan.techniques import CARRYING
-from hpc_train.units import format_bytes
 
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
 
+__all__ = ["Memory", "estimate", "needed_bytes", "parameter_count", "state_bytes", "usable_bytes"]
 
 ALLOCATOR_SHARE = 0.05  # what the allocator reserves beyond the bytes in use, as a share of them; an estimate
 RESERVED_BYTES = 2.0e9  # of a GPU, for the context, libraries and buffers of collectives; an estimate
@@ -46,31 +43,6 @@ def usable_bytes(device_bytes: float) -> float:
     return (device_bytes - RESERVED_BYTES) / (1 + ALLOCATOR_SHARE)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the device of one rank."""
-
-    parameters: float  # with copies in the compute type
-    gradients: float
-    optimizer: float
-    activations: float
-    hooks: float = 0.0  # averages of the weights
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.hooks
-
-    @property
-    def largest(self) -> str:
-        """Returns the name of the largest part."""
-        return max(vars(self), key=lambda name: float(getattr(self, name)))
-
-    def __str__(self) -> str:
-        shown = {name: size for name, size in vars(self).items() if size or name != "hooks"}
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown.items())
-        return f"{format_bytes(self.total)} ({parts})"
-
-
 def estimate(config: Config, layout: Layout) -> Memory | None:
     """Returns the memory of the rank that needs the most; None if neither the model's family tells its sizes nor the
     cache has counts of it, or if code of the user's own runs.
@@ -78,153 +50,9 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
     config = counted(config)
     if runs_own_code(config) or parameter_count(config.model) is None:
         return None
-    return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
-
-
-def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
-    width, narrow = _widths(config)
-    parameters = _held_parameters(config, layout, pp_rank)
-    sharded = layout.shards_state
-    offload = config.strategy.offload
-    share = parameters / layout.shard if sharded else parameters
-    gathered = _gathered(config, layout, pp_rank, parameters) if sharded else parameters
-    copies = gathered * narrow if sharded or narrow < width else 0.0  # of a whole step: kept_casts.py
-    whole_gradients = not sharded or ("gradients" not in layout.kind.shards and layout.micro_batches > 1)
-    # the owner of a whole parameter has a copy of it and of its gradient
-    whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
-    trained = _trained_share(config.model)
-    moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
-    return Memory(
-        parameters=copies + (0.0 if offload == "all" else share * width),
-        gradients=0.0 if offload == "all" else (parameters if whole_gradients else share) * trained * width,
-        optimizer=share * trained * moments if offload == "none" else 0.0,
-        activations=_activations(config, layout, pp_rank, narrow),
-        hooks=0.0 if offload == "all" else share * trained * width * averages_of_weights(config),
-    )
-
-
-def _widths(config: Config) -> tuple[int, int]:
-    """Bytes of a parameter, and of what it is computed with."""
-    name = config.precision.name
-    return (8, 8) if name == "fp64" else (4, 2 if name in ("bf16", "fp16") else 4)
-
-
-def _layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> dict[int, int]:
-    """The number of layers of each stage of the rank."""
-    counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
-    return {stage: counts[stage] for stage, rank in enumerate(layout.placement) if rank == pp_rank}
-
-
-def _has_head(layout: Layout, pp_rank: int) -> bool:
-    return pp_rank == layout.placement[-1]
-
-
-def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
-    """Parameters of the stages of one rank, before they are sharded."""
-    count, layer = parameter_count(config.model), _layer_parameters(config)
-    assert count is not None
-    outside = count - config.model.n_layers * layer  # stem and head
-    tied = getattr(config.model, "tied_embeddings", False)
-    ends = (pp_rank == 0) + _has_head(layout, pp_rank)
-    layers = sum(_layers_of_rank(config, layout, pp_rank).values())
-    return (layers * layer + outside * (1 if tied and ends else ends / 2)) / layout.tp
-
-
-def _layer_parameters(config: Config) -> int:
-    """The number of parameters of one layer."""
-    from dataclasses import replace
-
-    count = family_of(config.model).layer_parameters
-    if count is not None:
-        return count(config.model) or 0
-    one, two = (parameter_count(replace(config.model, n_layers=number)) for number in (1, 2))
-    assert one is not None and two is not None
-    return two - one
-
-
-def _gathered(config: Config, layout: Layout, pp_rank: int, parameters: float) -> float:
-    """Returns the parameters that are gathered at one time: all, or if sharded two layers, the stem and the head."""
-    if "parameters" not in layout.kind.shards:
-        return parameters
-    layer, layers = _layer_parameters(config) / layout.tp, sum(_layers_of_rank(config, layout, pp_rank).values())
-    return parameters - max(0, layers - 2) * layer
-
-
-def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> float:
-    count = family_of(config.model).activations
-    assert count is not None
-    kept = count(config.model, config.data)
-    every, checkpointed = _layer_bytes(config, layout, kept, narrow)
-    of_stages = _layers_of_rank(config, layout, pp_rank)
-    layers = sum(of_stages.values())
-    recomputed = _recomputed_layers(config, layers)
-    of_layer = ((layers - recomputed) * every + recomputed * checkpointed) / max(1, layers)
-    in_flight = sum(held * layout.in_flight(stage) for stage, held in of_stages.items())  # layers x micro-batches
-    # only one recomputed layer is complete at a time
-    of_layers = in_flight * of_layer + (every if recomputed else 0)
-    logits = _logit_bytes(config, layout, kept, narrow) if _has_head(layout, pp_rank) else 0.0
-    return layout.micro_size * kept.tokens * (of_layers + logits) / layout.cp
-
-
-def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int) -> tuple[float, float]:
-    """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing.
-
-    Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
-    family does not split the sequence, the ranks also share the hidden states and the inputs of norms.
-    """
-    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
-    every = kept.norm_inputs * normed + kept.layer * narrow + kept.scores * of_scores
-    every += kept.mixed * narrow if layout.cp > 1 else 0
-    keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    checkpointed = kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
-    if layout.tp == 1:
-        return every, checkpointed
-    split = family_of(config.model).tensor_parallel
-    gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
-    whole, whole_checkpointed = gathered, gathered if keeps else 0.0
-    if split is None or not split.shards_sequence:
-        whole, whole_checkpointed = whole + kept.norm_inputs * normed, whole_checkpointed + kept.layer_input * normed
-    return whole + (every - whole) / layout.tp, whole_checkpointed + (checkpointed - whole_checkpointed) / layout.tp
-
-
-def _recomputed_layers(config: Config, layers: int) -> int:
-    every = parse_recomputation(config.train.activation_checkpointing).every
-    return ceil(layers / every) if every else 0
-
-
-def _logit_bytes(config: Config, layout: Layout, kept: Activations, narrow: int) -> float:
-    """Returns the bytes per token of the result of the softmax and of two gradients, all in at least fp32.
-
-    Narrower logits are freed before the backward begins. The fused loss (``models/linear_head.py``) needs the logits of
-    a chunk, if they are narrower than fp32 their softmax, and the gradient of the matrix. This becomes the gradient of
-    the parameter, unless that has one from an earlier micro-batch or keeps a shard. Tensor-parallel ranks share the
-    words.
-    """
-    form, wide = loss_form(config, layout), max(4, narrow)
-    if not form.fused:
-        return kept.logits * 3 * wide / form.chunks
-    second = layout.micro_batches > 1 or (layout.shards_state and "gradients" in layout.kind.shards)
-    matrix = kept.layer_input * wide * layout.cp / (layout.micro_size * kept.tokens) if second else 0.0
-    return kept.logits / layout.tp * ((wide + (narrow if narrow < 4 else 0)) / form.chunks + matrix)
-
-
-def _trained_share(model: ModelConfig) -> float:
-    """The share of the parameters that train; the others have no gradients and no optimizer state."""
-    count, trained = parameter_count(model), _trained_count(model)
-    return 1.0 if not count or trained is None else trained / count
-
-
-def _trained_count(model: ModelConfig) -> int | None:
-    """The number of parameters that train, which are those in a checkpoint; None if it is unknown."""
-    count = family_of(model).trained_parameters
-    return parameter_count(model) if count is None else count(model)
-
-
-def parameter_count(model: ModelConfig) -> int | None:
-    """The number of parameters; None if the model's family cannot compute it."""
-    count = family_of(model).parameters
-    return None if count is None else count(model)
+    sizes = sizes_of(config, layout)
+    found = (replay(changes_of(sizes, rank)) for rank in ranks_of(config, layout))
+    return max(found, key=lambda memory: memory.total)
 
 
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
@@ -238,7 +66,7 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
         replicas: the number of replicas. Each adds the residual of its compressed gradients.
     """
     config = counted(config)
-    parameters = None if runs_own_code(config) else _trained_count(config.model)
+    parameters = None if runs_own_code(config) else trained_count(config.model)
     if parameters is None:
         return None
     width = 8 if config.precision.name == "fp64" else 4

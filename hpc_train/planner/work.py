@@ -119,7 +119,7 @@ def _count(config: Config, layers: int, total: float, kept: Activations, count: 
     layer = Block(
         products=products,
         attention=layer_flops / 3 - products,
-        elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.scores),
+        elements=kept.tokens * (kept.norm_inputs + kept.layer + kept.passing + kept.scores),
         kernels=COMPILED_KERNELS if compiled else EAGER_KERNELS,
         parameters=layer_parameters,
         last=2.0 * kept.tokens * _last_matrix(config.model),

@@ -29,12 +29,13 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
+from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.measuring.memory import MemoryReport, report_memory
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell
-from tests.layouts.memory import Allocations
+from tests.layouts.memory import Allocations, norms_of_gpus
 from tests.ranks import run_ranks
 
 LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
@@ -61,7 +62,7 @@ def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, An
     for layers, mode, options in cases:
         model: Any = engine_of(config_of(layers, options, activation_checkpointing=mode)).parts[0]
         hidden = torch.randn(2, SEQUENCE, DIM, requires_grad=True)
-        with Allocations() as allocations:
+        with norms_of_gpus(), Allocations() as allocations:
             context = model.prepare(hidden, {})
             for layer in model.layers.values():
                 hidden = layer(hidden, context)
@@ -81,7 +82,7 @@ def test_activation_checkpointing_keeps_less() -> None:
     # queries, keys, values, attention and its projection, a feed-forward of four widths; and attention's normaliser
     products = LAYERS * hidden * (3 + 2 + 2 * 4 + 1)
     assert products + full <= ops < products + full + hidden
-    assert ops < 0.6 * none
+    assert ops < 0.63 * none
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -124,7 +125,7 @@ def kept_by_split(rank: int, world_size: int, cases: list[tuple[str, int, str]])
         model: Any = build_engine(config, mesh).parts[0]
         hidden = torch.randn(2, SEQUENCE if case[0] == "gpt" else 17, DIM)
         own = hidden[:, : len(hidden[0]) // model.sequence_shards].clone().requires_grad_()
-        with Allocations() as allocations:
+        with norms_of_gpus(), Allocations() as allocations:
             context = model.prepare(hidden, {})
             for layer in model.layers.values():
                 own = layer(own, context)
@@ -138,13 +139,12 @@ def test_the_estimate_counts_what_tensor_parallel_ranks_gather(family: str) -> N
     modes, few, many = ("none", "full", "ops"), LAYERS, 4 * LAYERS
     cases = [(family, layers, mode) for mode in modes for layers in (few, many)]
     found, _ = run_ranks(2, kept_by_split, cases)
-    configs = [split_config(*case) for case in cases]
-    estimates = [estimate(config, resolve_layout(config, 1, 2)) for config in configs]
-    stated = [each.activations for each in estimates if each is not None]
     hidden = 2 * SEQUENCE * DIM * 4
     for place, mode in enumerate(modes):
         kept = found[2 * place + 1] - found[2 * place]  # with the statistics of norms, which are not in the estimate
-        growth = stated[2 * place + 1] - stated[2 * place]
+        config = split_config(family, many, mode)
+        stated = sizes_of(config, resolve_layout(config, 1, 2)).activations
+        growth = (many - few) * (stated.layer if mode == "none" else stated.checkpointed)
         assert growth == pytest.approx(kept, rel=0.04, abs=1.1 * hidden), (mode, growth, kept)
 
 
@@ -185,8 +185,8 @@ SPLITS: list[dict[str, Any]] = [
 
 
 def test_the_estimate_is_what_the_rank_with_most_holds() -> None:
-    """Whole copies that ZeRO gathers come on top of what is held from step to step. Every second layout has tied
-    embeddings, and in the long form each has both.
+    """Whole copies that ZeRO gathers come on top of what is held from step to step. Gradients are not whole at the peak
+    (``test_peak_memory``). Every second layout has tied embeddings, and in the long form each has both.
     """
     configs = [
         replace(config_of(8), strategy=StrategyConfig(**split), batch=BatchConfig(global_size=8)) for split in SPLITS
@@ -201,7 +201,7 @@ def test_the_estimate_is_what_the_rank_with_most_holds() -> None:
         assert wanted is not None
         assert wanted.hooks == pytest.approx(max(held for _, held in held_of_ranks), rel=0.02), config.strategy
         report = held_of_ranks[0][0]
-        for part in ("parameters", "gradients", "optimizer"):
+        for part in ("parameters", "optimizer"):
             held = max(getattr(rank, part) for rank in report.ranks)
             if part == "parameters" and config.strategy.data_parallel.startswith("zero"):
                 assert held < wanted.parameters

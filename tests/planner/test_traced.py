@@ -41,11 +41,7 @@ def total(counts: Counts, *names: str) -> float:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_the_facts_of_a_family_are_what_its_model_computes_and_keeps(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The estimate keeps the results of norms, which torch keeps too unless a kernel computes the whole norm."""
-    monkeypatch.setattr(counting, "_is_fused", lambda *_: False)
+def test_the_facts_of_a_family_are_what_its_model_computes_and_keeps(name: str) -> None:
     data = (
         [*IMAGES, "data.image_size=224"] if name.startswith("vit") else ["data=synthetic", "data.sequence_length=128"]
     )

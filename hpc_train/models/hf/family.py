@@ -163,6 +163,7 @@ HF_FAMILY = ModelFamily(
     parameters=sizes.parameters,
     trained_parameters=sizes.trained_parameters,
     layer_parameters=sizes.layer_parameters,
+    stem_parameters=sizes.stem_parameters,
     activations=sizes.activations,
     flops_per_sample=sizes.flops_per_sample,
     tensor_parallel=None,

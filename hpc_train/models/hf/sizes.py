@@ -172,6 +172,12 @@ def layer_parameters(model: HFModelConfig) -> int | None:
     return None if found is None else found.layer + found.adapter
 
 
+def stem_parameters(model: HFModelConfig) -> int | None:
+    """Returns the number of parameters before the layers; a tied table counts here."""
+    found = sizes(model)
+    return None if found is None else found.stem
+
+
 def activations(model: HFModelConfig, data: Any) -> Activations:
     """Returns the activations of a layer, as the estimates of the built-in models count them.
 
@@ -189,6 +195,7 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
         products=2 * width + 2 * query + 2 * key_value + 2 * ffn if found.gated else 6 * width + ffn,
         layer_input=width,
         logits=found.logits,
+        backward=2 * ffn if found.gated else ffn,
     )
 
 

@@ -84,6 +84,8 @@ class LocalShard:
     def write_back(self) -> None:
         if self.offloaded:
             local_part(self.parameter.detach()).copy_(self.local, non_blocking=True)
+        elif self.local is not self.parameter:
+            self.local.grad = None  # or the engine could not free it before the next step
 
     def fetch(self) -> None:
         if self.offloaded:

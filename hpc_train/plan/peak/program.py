@@ -1,0 +1,307 @@
+"""States what one rank allocates and frees in a step, in the order in which the engine does. Imports no torch.
+
+The order of the passes is that of the pipeline's schedule. What a pass allocates is that of the engines in ``parallel``
+and of torch: a step keeps copies of the matrices in the compute type; the softmax of the head and its two gradients are
+fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer is whole for a moment; a
+gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time.
+
+A step of many micro-batches repeats itself, so the first ones suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from hpc_train.config.schema import Config
+from hpc_train.config.values import parse_recomputation
+from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
+from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.peak.replay import Change, Part
+from hpc_train.plan.peak.sizes import Sizes
+
+if TYPE_CHECKING:
+    from hpc_train.plan.layout import Layout  # which uses the estimate
+
+Gathers = Literal["never", "step", "layer"]
+Reduces = Literal["each", "last", "after"]
+Run = tuple[bool, int]  # whether consecutive layers are recomputed, and how many they are
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a rank.
+
+    Attributes:
+        first, last: whether it has the stem, and the head.
+        runs: its layers, in the order of the forward.
+    """
+
+    first: bool
+    last: bool
+    runs: tuple[Run, ...]
+
+    @property
+    def layers(self) -> int:
+        return sum(count for _, count in self.runs)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one pipeline rank does in a step.
+
+    Attributes:
+        stages: its stages by number.
+        actions: its passes, without those that repeat others.
+        micro_batches: how many it computes in truth.
+        gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
+        reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
+            whole.
+        keeps_gradients: whether gradients have memory from step to step.
+    """
+
+    stages: dict[int, Stage]
+    actions: tuple[Action, ...]
+    micro_batches: int
+    gathers: Gathers
+    reduces: Reduces
+    keeps_gradients: bool
+
+
+def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
+    """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches."""
+    seen, stages = set[tuple[Stage, ...]](), _stages(config, layout)
+    gathers, reduces = _sharing(layout)
+    for rank in range(layout.pp):
+        own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
+        if tuple(own.values()) not in seen:
+            seen.add(tuple(own.values()))
+            views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
+            yield Rank(own, _actions(layout, rank, [*own]), layout.micro_batches, gathers, reduces, views)
+
+
+def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
+    """Returns what ``Rank.gathers`` and ``Rank.reduces`` are in ``layout``."""
+    if not layout.shards_state:
+        return "never", "after"
+    shards = layout.kind.shards
+    each = layout.micro_batches == 1 or "gradients" in shards
+    return "layer" if "parameters" in shards else "step", "each" if each else "last"
+
+
+def _stages(config: Config, layout: Layout) -> list[Stage]:
+    counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
+    recomputation = parse_recomputation(config.train.activation_checkpointing)
+    found, first = [], 0
+    for stage, count in enumerate(counts):
+        numbers = range(first, first + count)
+        flags = (recomputation.applies_to(number) for number in numbers)
+        runs = tuple((again, len([*group])) for again, group in groupby(flags))
+        found.append(Stage(stage == 0, stage == layout.stages - 1, runs))
+        first += count
+    return found
+
+
+def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, ...]:
+    """Returns the passes of a rank in the first micro-batches of a step."""
+    if layout.pp == 1:
+        batches = range(min(2, layout.micro_batches))
+        return tuple(Action(work, 0, batch) for batch in batches for work in (FORWARD, FULL_BACKWARD))
+    in_flight = {stage: layout.in_flight(stage) for stage in stages}
+    order = layout.pipeline.order
+    if order is None:
+        forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in range(in_flight[stage])]
+        backwards = [action._replace(work=FULL_BACKWARD) for action in reversed(forwards)]
+        return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
+    enough = -(-(max(in_flight.values()) + 2 * layout.pp) // layout.pp) * layout.pp
+    return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
+
+
+@dataclass
+class _Step:
+    """Follows the passes of a rank.
+
+    Attributes:
+        gathered: the stages whose parameters are whole.
+        summed: the stages whose gradients have memory.
+        left: the passes that are left for each stage.
+    """
+
+    sizes: Sizes
+    rank: Rank
+    gathered: set[int] = field(default_factory=set)
+    summed: set[int] = field(default_factory=set)
+    left: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> Iterator[Change]:
+        yield from self._begin()
+        for work, stage, _ in self.rank.actions:
+            if work in (FULL_BACKWARD, BACKWARD_WEIGHT):
+                self.left[stage] = self.left.get(stage, 0) + 1
+        for work, stage, _ in self.rank.actions:
+            if work == FORWARD:
+                yield from self._forward(stage)
+            elif work == BACKWARD_INPUT:
+                yield from self._inputs(stage)
+            else:
+                self.left[stage] -= 1
+                yield from self._backward(stage, split=work == BACKWARD_WEIGHT)
+
+    def _parameters(self, stage: Stage) -> tuple[float, float, float]:
+        """Returns the parameters of the stem, one layer and the head of a stage, as far as it has them."""
+        of = self.sizes.parameters
+        stem = of.stem if stage.first else 0.0
+        # the last stage has a copy of a shared table, unless the first one is on the same rank
+        copies = of.table and not any(each.first for each in self.rank.stages.values())
+        return stem, of.layer, (of.head + (of.table if copies else 0.0)) if stage.last else 0.0
+
+    def _begin(self) -> Iterator[Change]:
+        """Allocates the state, its casts, and the buffers of messages, which torch has for each micro-batch."""
+        count = cast = 0.0
+        of, per = self.sizes.parameters, self.sizes.per_parameter
+        for stage in self.rank.stages.values():
+            stem, layer, head = self._parameters(stage)
+            count += stem + stage.layers * layer + head
+            cast += stage.layers * layer + (of.head + of.table if stage.last else 0.0)
+        yield Change("parameters", cast * per.cast)
+        state: tuple[tuple[Part, float], ...] = (
+            ("parameters", per.held), ("optimizer", per.optimizer), ("hooks", per.hooks),
+        )  # fmt: skip
+        for part, size in state:
+            yield Change(part, count * size)
+        if self.rank.keeps_gradients:
+            yield Change("gradients", count * per.whole)
+            self.summed |= {*self.rank.stages}
+        messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
+        yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
+
+    def _forward(self, number: int) -> Iterator[Change]:
+        stage, held = self.rank.stages[number], self.sizes.activations
+        _, layer, _ = self._parameters(stage)
+        yield from self._gather(number)
+        for again, count in stage.runs:
+            kept = held.checkpointed if again else held.layer
+            yield Change("activations", count * kept)
+            yield from self._one_layer(layer)
+        if stage.last:
+            yield Change("activations", held.head)
+            yield Change("gradients", held.matrix)
+            yield Change("activations", held.forward, moment=True)
+        yield Change("activations", self._boundary(stage))
+
+    def _boundary(self, stage: Stage) -> float:
+        """Returns the bytes of a stage's output, which is kept, less its input, which is in the buffer of a message."""
+        return ((not stage.last) - (not stage.first)) * self.sizes.activations.hidden
+
+    def _gather(self, number: int) -> Iterator[Change]:
+        """Gathers what stays whole until the backward, or until the last one of the step."""
+        if self.rank.gathers == "never" or number in self.gathered:
+            return
+        self.gathered.add(number)
+        stage, per = self.rank.stages[number], self.sizes.per_parameter
+        stem, layer, head = self._parameters(stage)
+        yield Change("parameters", (stem + head) * per.gathered)
+        yield Change("parameters", (stem + head) * per.gathered, moment=True)  # the buffer of the collective
+        if self.rank.gathers == "step":
+            yield Change("parameters", stage.layers * layer * per.gathered)
+
+    def _one_layer(self, layer: float) -> Iterator[Change]:
+        """Holds a gathered layer, and the buffer in which the next one arrives."""
+        buffers = {"never": 0, "step": 1, "layer": 2}[self.rank.gathers]
+        yield Change("parameters", buffers * layer * self.sizes.per_parameter.gathered, moment=True)
+
+    def _inputs(self, number: int) -> Iterator[Change]:
+        """Computes the gradients of inputs only. Nothing is freed, and gradients of results are kept."""
+        stage, held = self.rank.stages[number], self.sizes.activations
+        if stage.first:
+            return  # which torch leaves to the second part
+        if stage.last:
+            yield Change("activations", held.backward, moment=True)
+        recomputed = max((again for again, _ in stage.runs), default=False)
+        yield Change("activations", held.gradients + (held.layer if recomputed else 0.0), moment=True)
+        yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
+
+    def _backward(self, number: int, split: bool) -> Iterator[Change]:
+        """Computes all gradients, or those of parameters if those of inputs are ``split`` off and done."""
+        stage, held = self.rank.stages[number], self.sizes.activations
+        _, layer, _ = self._parameters(stage)
+        inputs_done = split and not stage.first
+        if stage.last:
+            yield from self._head_backward(number, inputs_done)
+        for again, count in reversed(stage.runs):
+            kept = (held.checkpointed if again else held.layer) + (held.products if inputs_done else 0.0)
+            # layers that follow each other are alike: the first and the last one tell the peak
+            for several in (1, count - 2, 1) if count > 2 else (1,) * count:
+                yield from self._layer_backward(number, again, layer, several)
+                yield Change("activations", -several * kept)
+        yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
+        yield from self._end(number)
+
+    def _head_backward(self, number: int, inputs_done: bool) -> Iterator[Change]:
+        per, held = self.sizes.per_parameter, self.sizes.activations
+        _, _, head = self._parameters(self.rank.stages[number])
+        if not inputs_done:
+            yield Change("activations", held.backward, moment=True)
+        yield Change("activations", held.logits - held.head)
+        if self.rank.reduces != "after":  # ZeRO reduces it with that of the stem
+            yield Change("gradients", head * per.fresh)
+        elif held.matrix:  # it exists already, and passes a cast
+            yield Change("gradients", head * per.fresh if per.fresh != per.whole else 0.0, moment=True)
+            yield Change("gradients", head * per.whole if number not in self.summed else 0.0)
+        else:
+            yield from self._gradient(number, head, head)
+        yield Change("gradients", -held.matrix)
+        yield Change("activations", -held.logits - held.logits * inputs_done)
+
+    def _layer_backward(self, number: int, again: bool, layer: float, several: int) -> Iterator[Change]:
+        """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
+        per, held, matrix = self.sizes.per_parameter, self.sizes.activations, self.sizes.parameters.matrix
+        recomputed = held.layer if again else 0.0
+        gathered = 2 * layer * per.gathered if self.rank.gathers == "layer" else 0.0
+        # with ZeRO, that in which the gradients of the layer before are sent
+        fresh = matrix * self._copies(number) if self.rank.reduces == "after" else layer * per.whole
+        yield Change("parameters", gathered)
+        yield Change("activations", recomputed)
+        yield Change("gradients", fresh)
+        yield Change("activations", held.gradients, moment=True)
+        yield Change("gradients", -fresh)
+        yield Change("activations", -recomputed)
+        yield Change("parameters", -gathered)
+        yield from self._gradient(number, several * layer, matrix if self.rank.reduces == "after" else layer)
+
+    def _copies(self, number: int) -> float:
+        """Returns the bytes per parameter of a gradient while it is computed and added."""
+        per = self.sizes.per_parameter
+        return per.whole + (per.fresh if number in self.summed and per.fresh != per.whole else 0.0)
+
+    def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
+        """Adds the gradients of ``parameters``, which are computed or reduced in blocks of ``block``."""
+        per, new = self.sizes.per_parameter, number not in self.summed
+        kept = per.shard if self.rank.reduces == "each" else per.whole
+        copies = per.whole + (per.fresh if per.fresh != per.whole or self.rank.reduces != "after" else 0.0)
+        yield Change("gradients", block * copies, moment=True)
+        yield Change("gradients", parameters * kept if new else 0.0)
+        if self.rank.reduces == "last" and not self.left[number]:
+            yield Change("gradients", parameters * (per.shard - per.whole))
+
+    def _end(self, number: int) -> Iterator[Change]:
+        """Ends the backward of a micro-batch with the stem and, for ZeRO, what is reduced and resharded with it."""
+        per, stage = self.sizes.per_parameter, self.rank.stages[number]
+        stem, layer, head = self._parameters(stage)
+        if self.rank.reduces == "after":
+            yield from self._gradient(number, stem, stem)
+        else:
+            yield Change("gradients", -head * per.fresh)
+            yield from self._gradient(number, stem + head, stem + head)
+        self.summed.add(number)
+        if self.rank.gathers == "layer" or (self.rank.gathers == "step" and not self.left[number]):
+            self.gathered.discard(number)
+            layers = stage.layers if self.rank.gathers == "step" else 0
+            yield Change("parameters", -(stem + head + layers * layer) * per.gathered)
+
+
+def changes_of(sizes: Sizes, rank: Rank) -> Iterator[Change]:
+    """Returns what ``rank`` allocates and frees in a step."""
+    return _Step(sizes, rank).run()

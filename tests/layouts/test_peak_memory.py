@@ -1,0 +1,123 @@
+"""The replay's peak is what the engine holds at once when it runs a step, counted tensor by tensor on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.config.schema import (
+    BatchConfig,
+    Config,
+    GPTConfig,
+    PrecisionConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TrainConfig,
+)
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.mesh import join_mesh
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.memory import estimate
+from hpc_train.train.optimizer import Optimizer
+from tests.layouts.memory import PeakMemory, norms_of_gpus
+from tests.ranks import run_ranks
+
+LENGTH = 64
+Case = dict[str, Any]  # keys of the strategy, and those of ``config_of``
+
+
+def config_of(
+    layers: int = 6,
+    dim: int = 64,
+    vocabulary: int = 512,
+    micro: int = 4,
+    batches: int = 1,
+    precision: str = "fp32",
+    recompute: str = "none",
+    chunks: int = 1,
+    **strategy: Any,
+) -> Config:
+    """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
+    return Config(
+        model=GPTConfig(
+            vocab_size=vocabulary, n_layers=layers, dim=dim, n_heads=4, n_kv_heads=4, ffn_dim=11 * dim // 4
+        ),
+        data=SyntheticDataConfig(sequence_length=LENGTH, vocab_size=vocabulary),
+        batch=BatchConfig(global_size=micro * batches * strategy.get("dp", 1), micro_size=micro),
+        precision=PrecisionConfig(name=precision),
+        strategy=StrategyConfig(**strategy),
+        train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks),
+    )
+
+
+def peaks(rank: int, world_size: int, cases: list[Case]) -> list[int]:
+    """Returns the most bytes that this rank holds in the second step of each case."""
+    torch.set_num_threads(1)
+    return [_peak(rank, world_size, config_of(**case)) for case in cases]
+
+
+def _peak(rank: int, world_size: int, config: Config) -> int:
+    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+    layout = mesh.layout
+    tokens = torch.arange(LENGTH).expand(layout.micro_size, -1).contiguous()
+    targets = config.batch.global_size * LENGTH
+    batch = StepBatch((Batch(tokens, tokens.clone()),) * layout.micro_batches, targets)
+    with norms_of_gpus(), PeakMemory() as memory:
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        for step in range(2):
+            memory.peak = 0
+            engine.train_step(step, batch)
+            optimizer.step(1e-3, engine.clip_grad_norm_(1.0).isfinite())
+    return memory.peak
+
+
+ALONE: list[Case] = [
+    {},
+    {"batches": 3},
+    {"precision": "bf16", "micro": 16},
+    {"precision": "bf16", "vocabulary": 4096, "batches": 2},
+    {"recompute": "full", "micro": 16},
+    {"recompute": "full", "precision": "bf16"},
+    {"recompute": "selective"},
+    {"recompute": "ops"},
+    {"chunks": 4, "micro": 16},
+]
+PIPELINE: Case = {"pp": 2, "layers": 8, "batches": 8}
+TWO: list[list[Case]] = [
+    [
+        {"dp": 2, "data_parallel": "ddp"},
+        {"dp": 2, "batches": 2, "precision": "bf16"},
+        {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16"},
+        {"dp": 2, "data_parallel": "zero2", "batches": 3},
+        {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16"},
+        {"dp": 2, "data_parallel": "zero3", "recompute": "full", "micro": 16},
+    ],
+    [
+        PIPELINE | {"schedule": "1f1b", "precision": "bf16"},
+        PIPELINE | {"schedule": "1f1b", "recompute": "full"},
+        PIPELINE | {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "batches": 4},
+        PIPELINE | {"schedule": "zbv", "stages_per_rank": 2},
+    ],
+    [{"tp": 2}, {"tp": 2, "precision": "bf16", "micro": 16}, {"tp": 2, "recompute": "full", "micro": 16}],
+]
+
+
+def check(cases: list[Case], found: list[list[int]]) -> None:
+    for case, *of_ranks in zip(cases, *found, strict=True):
+        config = config_of(**case)
+        wanted = estimate(config, resolve_layout(config, 1, len(found)))
+        assert wanted is not None
+        assert wanted.total == pytest.approx(max(of_ranks), rel=0.05), case
+
+
+def test_the_peak_of_one_rank() -> None:
+    check(ALONE, run_ranks(1, peaks, ALONE, timeout=300))
+
+
+@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor"])
+def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
+    check(cases, run_ranks(2, peaks, cases, timeout=300))

@@ -1,0 +1,164 @@
+"""What the engines of published measurements hold in memory where they differ from hpc_train's.
+
+``peak`` replays the step of a row with the program of its source: the same order of passes as the product's estimate
+(``hpc_train.plan.peak``), with other sizes. Facts that a source states or its code shows are in the docstrings; numbers
+that are fitted to its rows say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from hpc_train.config.schema import Config
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.memory import estimate
+from hpc_train.plan.peak.program import Rank, changes_of, ranks_of
+from hpc_train.plan.peak.replay import Memory, replay
+from hpc_train.plan.peak.sizes import PerParameter, Sizes, sizes_of
+
+Row = Mapping[str, str]
+IN_BF16 = PerParameter(held=2, optimizer=0, hooks=0, cast=0, gathered=0, fresh=2, whole=2, shard=0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the engine of a source differs.
+
+    Attributes:
+        sizes: takes the row, the config, the layout and hpc_train's sizes, and returns those of the source.
+        rank: takes hpc_train's passes and buffers and returns those of the source.
+    """
+
+    sizes: Callable[[Row, Config, Layout, Sizes], Sizes]
+    rank: Callable[[Layout, Rank], Rank] = lambda layout, rank: replace(rank, micro_batches=0)
+
+
+def peak(row: Row, config: Config, layout: Layout) -> Memory | None:
+    """Returns the memory of the fullest rank of a row, in the engine of its source."""
+    program = PROGRAMS.get(row["source"])
+    if program is None:
+        return estimate(config, layout)
+    sizes = program.sizes(row, config, layout, sizes_of(config, layout))
+    ranks = (program.rank(layout, rank) for rank in ranks_of(config, layout))
+    return max((replay(changes_of(sizes, rank)) for rank in ranks), key=lambda memory: memory.total)
+
+
+def _tokens(config: Config, layout: Layout) -> int:
+    return layout.micro_size * int(config.data.sequence_length)  # type: ignore[attr-defined]
+
+
+def _aleph_alpha(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """Parameters and gradients are bf16, and ZeRO-1 shares the fp32 copies and moments (12 bytes per parameter).
+
+    Without sequence parallelism each tensor-parallel rank holds the hidden states and norms whole; with it, the inputs
+    that it gathers. Fitted: the inputs and results that a norm without the kernel keeps (12 bytes per element of the
+    width and layer more), one more hidden state per layer, and the logits (14 bytes each, and 10 more where
+    tensor-parallel ranks gather them).
+    """
+    model, tp, tokens = config.model, layout.tp, _tokens(config, layout)
+    dim, ffn, vocabulary = model.dim, model.ffn_dim, model.vocab_size  # type: ignore[attr-defined]
+    shared = tp if "sequence parallel" in row["notes"] else 1
+    normed = 8 * dim if "RMS kernel" in row["notes"] else 20 * dim
+    gathered = 4 * dim if shared > 1 else 0
+    activations = replace(
+        ours.activations,
+        layer=tokens * ((8 * dim + 8 * ffn) / tp + normed / shared + gathered + 2 * dim),
+        checkpointed=tokens * 2 * dim / shared,
+        gradients=tokens * (4 * ffn / tp + 4 * dim / shared + 2 * dim * (tp > 1)),
+        head=tokens * (4 * vocabulary + 4 * dim / shared),
+        forward=tokens * 6 * vocabulary,
+        backward=tokens * vocabulary * (10 + 10 * (tp > 1)),
+        logits=tokens * 2 * vocabulary,
+    )
+    return replace(ours, per_parameter=replace(IN_BF16, optimizer=12 / layout.dp), activations=activations)
+
+
+def _kempnerforge(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """All state is bf16. FSDP shards stem and head, too, and sums whole gradients in fp32 over micro-batches.
+
+    Fitted: the logits (9 bytes each; with tensor parallelism 10, or 12 where it is alone).
+    """
+    tokens, logits = _tokens(config, layout), config.model.vocab_size  # type: ignore[attr-defined]
+    sharded, shard = layout.shards_state, layout.dp
+    per = replace(
+        IN_BF16, held=2 / shard, optimizer=4 / shard, gathered=2 * sharded, whole=4 if sharded else 2,
+        shard=2 / shard if sharded else 0,
+    )  # fmt: skip
+    of = replace(ours.activations, head=tokens * 4 * logits, forward=0.0, logits=tokens * 2 * logits)
+    return replace(
+        ours,
+        per_parameter=per,
+        activations=replace(of, backward=tokens * logits * (5 if layout.tp == 1 else 6 if sharded else 8)),
+    )
+
+
+def _accumulating(layout: Layout, rank: Rank) -> Rank:
+    return replace(rank, reduces="last" if layout.shards_state and layout.micro_batches > 1 else rank.reduces)
+
+
+def _internevo(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """Parameters and gradients are bf16; ZeRO-1 shares the rest, and FSDP shares all.
+
+    Fitted: 24 bytes of fp32 copies, moments, gradients and temporaries of an unfused AdamW per parameter, 22 with FSDP.
+    """
+    shards = 8 if "over 8 ranks" in row["notes"] or "zero1=8" in row["notes"] else layout.dp
+    shards = 4 if "zero1=4" in row["notes"] else min(shards, layout.dp)
+    if row["zero_stage"] == "3":
+        per = replace(IN_BF16, held=2 / shards, optimizer=22 / shards, gathered=2, shard=2 / shards)
+        per = per if layout.shards_state else replace(per, gathered=0, shard=0)
+    else:
+        per = replace(IN_BF16, optimizer=24 / shards)
+    return replace(ours, per_parameter=per)
+
+
+def _whole(layout: Layout, rank: Rank) -> Rank:
+    """Parameters and gradients are whole unless FSDP shares them."""
+    if "parameters" in layout.kind.shards:
+        return replace(rank, micro_batches=0)
+    return replace(rank, micro_batches=0, gathers="never", reduces="after", keeps_gradients=True)
+
+
+def _litgpt(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """All state is bf16 (``bf16-true``). Norms are not fused: each keeps its input and result in fp32. Keys and values
+    are expanded to all heads, and the training loop holds the logits.
+    """
+    model, tokens, shard = config.model, _tokens(config, layout), layout.shard if layout.shards_state else 1
+    dim, heads, groups = model.dim, model.n_heads, model.n_kv_heads  # type: ignore[attr-defined]
+    sharded = layout.shards_state
+    expanded = 2 * dim * (1 - groups / heads)
+    more = tokens * (2 * 6 * dim + 2 * expanded)
+    of = ours.activations
+    per = replace(IN_BF16, held=2 / shard, optimizer=4 / shard, gathered=2 * sharded, shard=2 / shard if sharded else 0)
+    logits = tokens * 2 * model.vocab_size  # type: ignore[attr-defined]
+    return replace(ours, per_parameter=per, activations=replace(of, layer=of.layer + more, head=of.head + logits))
+
+
+def _torchtitan(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """Tensor-parallel ranks compute the loss of their share of the vocabulary each ("loss parallel")."""
+    of, tp = ours.activations, layout.tp
+    return replace(
+        ours,
+        activations=replace(
+            of, head=of.head / tp, forward=of.forward / tp, backward=of.backward / tp, logits=of.logits / tp
+        ),
+    )
+
+
+def _fms(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """HFU / MFU - 1 is a third of the share of blocks that are recomputed: of 34B and 70B nearly all are."""
+    of, hfu = ours.activations, row["notes"].partition("HFU ")[2].partition(";")[0]
+    every = float(hfu) / float(row["mfu"]) > 1.2
+    return replace(ours, activations=replace(of, layer=of.checkpointed)) if every else ours
+
+
+PROGRAMS = {
+    "aleph-alpha-layouts": Program(_aleph_alpha, _whole),
+    "kempnerforge": Program(_kempnerforge, _accumulating),
+    "internevo": Program(_internevo, _whole),
+    "fms-fsdp": Program(_fms, lambda layout, rank: rank),
+    "torchtitan-asynctp": Program(_torchtitan, lambda layout, rank: rank),
+    "torchtitan-h100": Program(_torchtitan, lambda layout, rank: rank),
+    "torchtitan-405b": Program(_torchtitan, lambda layout, rank: rank),
+    "litgpt-thunder": Program(_litgpt, lambda layout, rank: replace(rank, keeps_gradients=rank.gathers == "never")),
+}
