@@ -34,6 +34,7 @@ from hpc_train.models.packed_attention import Scores, document_context, local_co
 from hpc_train.models.projections import Together, project
 from hpc_train.models.rotary import RotaryCache, RotaryScaling
 from hpc_train.models.transformer import OffsetRMSNorm, PreNormLayer, RMSNorm, in_compute_dtype
+from hpc_train.models.vocabulary_shard import WordEmbedding
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -46,7 +47,7 @@ class GPTStem(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding = WordEmbedding(config.vocab_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self._scale = math.sqrt(config.dim) if config.scaled_embeddings else None
 

@@ -1,4 +1,4 @@
-"""Computes softmax and accuracy of logits whose words are spread over tensor-parallel ranks.
+"""Computes embeddings, and softmax and accuracy of logits, of words that are spread over tensor-parallel ranks.
 
 Each rank has the logits of its own words for all tokens. The largest logit, the sum of the exponentials and the logit
 of the target are reduced over the ranks, which exchanges three numbers per token instead of the logits (Shoeybi et al.
@@ -12,7 +12,8 @@ from math import ceil
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hpc_train.data.dataset import IGNORED
@@ -39,10 +40,25 @@ class VocabularyShard:
 
         A target that is no word stays what it is, so that a loss refuses it.
         """
-        first, end = self.first, self.first + self.words
-        words = (targets >= 0) & (targets < self.vocabulary)
-        own = (targets >= first) & (targets < end)
-        return torch.where(own, targets - first, torch.where(words, IGNORED, targets))
+        own = self.is_own(targets)
+        return torch.where(own, targets - self.first, torch.where(self._is_word(targets), IGNORED, targets))
+
+    def is_own(self, ids: Tensor) -> Tensor:
+        """Returns which of ``ids`` are words of this rank."""
+        return (ids >= self.first) & (ids < self.first + self.words)
+
+    def _is_word(self, ids: Tensor) -> Tensor:
+        return (ids >= 0) & (ids < self.vocabulary)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Returns the rows of ``table`` ``[words, dim]`` for ``ids``, and zeros for words of other ranks.
+
+        Raises:
+            IndexError: an id is no word (on CPUs; on GPUs a kernel raises an assertion).
+        """
+        own = self.is_own(ids)
+        rows = torch.where(own, ids - self.first, torch.where(self._is_word(ids), 0, self.vocabulary))
+        return F.embedding(rows, table) * own.unsqueeze(-1)
 
     def largest(self, values: Tensor) -> Tensor:
         """Returns the largest of the ranks' ``values``, in place. Collective."""
@@ -67,6 +83,21 @@ class VocabularyShard:
         predicted = torch.where(own == largest, word + self.first, self.vocabulary)
         dist.all_reduce(predicted, dist.ReduceOp.MIN, group=self.group)
         return (predicted == targets).sum()
+
+
+class WordEmbedding(nn.Embedding):
+    """Looks up words. With tensor parallelism each rank looks up those of its shard, and the results are to be added.
+
+    DTensors would compute the gradient of the whole table on every rank.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if not isinstance(weight, DTensor):
+            return super().forward(input)
+        ids = input.to_local() if isinstance(input, DTensor) else input
+        rows = shard_of(weight).embed(ids, weight.to_local())
+        return DTensor.from_local(rows, weight.device_mesh, [Partial()], run_check=False)
 
 
 def shard_of(weight: DTensor) -> VocabularyShard:

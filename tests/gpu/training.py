@@ -22,6 +22,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "checkpointing: full": ("train.activation_checkpointing=full",),
     "checkpointing: every second layer": ("train.activation_checkpointing=selective",),
     "loss in chunks": ("train.loss_chunks=4",),
+    "loss of whole logits": ("train.loss_chunks=1",),
     "two micro-batches": ("batch.micro_size=4",),
     "optimizer on the host": ("strategy.offload=optimizer",),
     "moments in bf16": ("optim.moments=bf16",),

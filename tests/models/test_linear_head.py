@@ -202,6 +202,15 @@ def test_the_bytes_of_the_loss_are_those_of_one_chunk_and_the_gradients(chunks: 
     assert peak == pytest.approx(3 * logits, rel=0.05)
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_half_precision_takes_six_bytes_per_logit_of_a_chunk(chunks: int) -> None:
+    logits, values = TOKENS * WORDS // chunks, TOKENS * WIDTH
+    of_matrix = WORDS * WIDTH * (2 if chunks == 1 else 4)  # fp32 while it is summed
+    kept, peak = kept_and_peak(LossForm(chunks, fused=True), torch.bfloat16)
+    assert kept == pytest.approx(of_matrix + 2 * values, rel=0.05)
+    assert peak == pytest.approx(6 * logits + 2 * values + (of_matrix if chunks > 1 else 0), rel=0.05)
+
+
 def form_of(sizes: dict[str, Any], micro_size: int, chunks: int | str = "auto", **strategy: Any) -> LossForm:
     config = Config(
         model=GPTConfig(n_layers=8, n_heads=8, n_kv_heads=8, **sizes),
