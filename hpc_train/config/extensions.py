@@ -213,6 +213,8 @@ def load_family(kind: str) -> ModelFamily:
         if family.tensor_parallel is not None:
             _check_schema(family.schema, family.tensor_parallel.divisible, where, "model")
             check_call(family.tensor_parallel.plan, f"{where}, tensor_parallel.plan", positional=1)
+        if family.context_heads is not None:
+            _check_schema(family.schema, family.context_heads, where, "model")
         if (family.parameters is None) != (family.activations is None):
             raise UserError(
                 "the memory estimate needs both parameters and activations, and one of them is None",

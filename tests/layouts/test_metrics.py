@@ -45,6 +45,8 @@ CELLS = [
     Cell(4, "gpt", strategy={"dp": 2, "pp": 2, "schedule": "zbv", "stages_per_rank": 2} | REDUCE),
     Cell(4, "gpt", strategy={"dp": 2, "tp": 2} | REDUCE, train={"loss_chunks": 2}),
     Cell(4, "gpt", strategy={"pp": 2, "tp": 2, "schedule": "1f1b"} | REDUCE),
+    Cell(4, "gpt", strategy={"dp": 2, "cp": 2, "data_parallel": "zero3"}, train={"loss_chunks": 2}),
+    Cell(4, "gpt", strategy={"pp": 2, "cp": 2, "schedule": "1f1b"}),
     Cell(4, "custom", strategy={"dp": 4, "data_parallel": "zero2"}),
     Cell(4, "gpt-weighted", strategy={"dp": 4}),
     Cell(4, "custom-weighted", strategy={"dp": 4}),

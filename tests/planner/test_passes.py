@@ -65,6 +65,18 @@ def test_tensor_parallel_ranks_gather_and_scatter_twice_in_each_pass() -> None:
     assert found.backward(block, True) - free.backward(block, True) == pytest.approx(7 * one), "3 of them once more"
 
 
+def test_context_parallel_ranks_exchange_queries_keys_values_and_the_result_in_each_pass() -> None:
+    config = config_of("strategy.cp=4", "strategy.dp=2", "strategy.data_parallel=zero1")
+    machine = changed(**ONLY_PRODUCTS)
+    free, found = passes(config, changed(**ONLY_PRODUCTS, node_bytes_per_s=1e30)), passes(config, machine)
+    alone = passes(config_of("strategy.dp=8", "strategy.data_parallel=zero1"), machine)
+    block = count_work(config).blocks[1]
+    both = sum(gather(each * 2 * 4096 * 4096 * 2 / 4, group_of(4, 1, 8), machine.rates) for each in (3, 1))
+    assert found.forward(block) - free.forward(block) == pytest.approx(both)
+    assert found.backward(block, True) - free.backward(block, True) == pytest.approx(2 * both), "once more"
+    assert free.forward(block) == pytest.approx(alone.forward(block) / 4)
+
+
 def test_a_collective_slows_the_computation_that_covers_it_by_the_bytes_it_moves() -> None:
     config = config_of("+strategy=zero3")
 
