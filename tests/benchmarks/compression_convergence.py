@@ -53,7 +53,7 @@ def plot(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
     from matplotlib import pyplot
 
     for name, lines in found.items():
-        style = {"color": "black", "linewidth": 2} if name == "none" else {}
+        style: dict[str, Any] = {"color": "black", "linewidth": 2} if name == "none" else {}
         pyplot.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name, **style)
     pyplot.xlabel("step")
     pyplot.ylabel("training loss")
