@@ -171,7 +171,8 @@ class _Step:
             yield Change(part, count * size)
         if self.rank.keeps_gradients:
             yield Change("gradients", count * per.whole)
-            self.summed |= {*self.rank.stages}
+            if self.rank.micro_batches < 2:  # else DDP sums the first ones outside its buckets
+                self.summed |= {*self.rank.stages}
         messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
         yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
 
@@ -189,8 +190,8 @@ class _Step:
             yield Change("activations", held.head)
             yield Change("activations", held.forward, moment=True)
         yield Change("activations", self._boundary(stage))
-        again = sum(count for recomputed, count in stage.runs if recomputed)
-        yield Change("parameters", -again * layer * per.cast)  # autocast forgets its copies
+        recomputed = sum(count for again, count in stage.runs if again)
+        yield Change("parameters", -recomputed * layer * per.cast)  # autocast forgets its copies
 
     def _boundary(self, stage: Stage) -> float:
         """Returns the bytes of a stage's output, which is kept, less its input, which is in the buffer of a message."""
