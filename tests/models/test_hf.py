@@ -260,7 +260,8 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state(tmp_path: 
 
 def test_the_estimate_is_that_of_the_native_model_with_what_its_norms_keep(tmp_path: Path) -> None:
     """No kernel computes the norms of transformers, so they keep their results, too."""
-    values = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    values: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    values["num_attention_heads"] = 4
     values |= {"num_key_value_heads": 2, "vocab_size": 32, "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "model.safetensors").touch()

@@ -108,7 +108,7 @@ def test_of_equally_fast_layouts_the_simplest_is_taken(monkeypatch: pytest.Monke
     sizes = ("model=llama_7b", "data=synthetic", "precision=bf16", "batch.global_size=64")
     config, machine = config_of("+strategy=auto", *sizes), read_machine("a100-40")
     rows = choose(config, Devices(1, 1, 8), machine).content["rows"]
-    assert "tp 1 (zero3)" in rows[0]["layout"] and min(row["step_s"] for row in rows) < rows[0]["step_s"]
+    assert "tp 1 (zero1)" in rows[0]["layout"] and min(row["step_s"] for row in rows) < rows[0]["step_s"]
     monkeypatch.setattr(auto, "ERROR", 0.0)
     auto._shared.cache_clear()
     exact = choose(config, Devices(1, 1, 8), machine).content["rows"]

@@ -173,7 +173,8 @@ class _Step:
             yield Change(part, count * size)
         if self.rank.keeps_gradients:
             yield Change("gradients", count * per.whole)
-            self.summed |= {*self.rank.stages}
+            if self.rank.micro_batches < 2:  # else DDP sums the first ones outside its buckets
+                self.summed |= {*self.rank.stages}
         messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
         yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
 

@@ -7,7 +7,7 @@ that they replace.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig
@@ -245,7 +245,8 @@ def layer_parameters(model: ModelConfig) -> int:
     count = family_of(model).layer_parameters
     if count is not None:
         return count(model) or 0
-    one, two = (parameter_count(replace(model, n_layers=number)) for number in (1, 2))
+    sized: Any = model  # which has ``n_layers``
+    one, two = (parameter_count(replace(sized, n_layers=number)) for number in (1, 2))
     assert one is not None and two is not None
     return two - one
 
