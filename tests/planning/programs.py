@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 from hpc_train.config.schema import Config
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.loss_chunks import LossForm
 from hpc_train.plan.memory import estimate
+from hpc_train.plan.peak import sizes as peak_sizes
 from hpc_train.plan.peak.program import Rank, changes_of, ranks_of
 from hpc_train.plan.peak.replay import Memory, replay
 from hpc_train.plan.peak.sizes import PerParameter, Sizes, sizes_of
@@ -35,7 +38,12 @@ class Program:
 
 
 def peak(row: Row, config: Config, layout: Layout) -> Memory | None:
-    """Returns the memory of the fullest rank of a row, in the engine of its source."""
+    """Returns the memory of the fullest rank of a row, in the engine of its source, which keeps whole logits."""
+    with patch.object(peak_sizes, "loss_form", lambda config, layout: LossForm()):
+        return _peak(row, config, layout)
+
+
+def _peak(row: Row, config: Config, layout: Layout) -> Memory | None:
     program = PROGRAMS.get(row["source"])
     if program is None:
         return estimate(config, layout)
