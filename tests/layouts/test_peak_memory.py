@@ -85,6 +85,7 @@ ALONE: list[Case] = [
     {"recompute": "selective"},
     {"recompute": "ops"},
     {"chunks": 4, "micro": 16},
+    {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16", "batches": 2},
 ]
 PIPELINE: Case = {"pp": 2, "layers": 8, "batches": 8}
 TWO: list[list[Case]] = [
@@ -103,6 +104,7 @@ TWO: list[list[Case]] = [
         PIPELINE | {"schedule": "zbv", "stages_per_rank": 2},
     ],
     [{"tp": 2}, {"tp": 2, "precision": "bf16", "micro": 16}, {"tp": 2, "recompute": "full", "micro": 16}],
+    [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
 ]
 
 
@@ -118,6 +120,6 @@ def test_the_peak_of_one_rank() -> None:
     check(ALONE, run_ranks(1, peaks, ALONE, timeout=300))
 
 
-@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor"])
+@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "context"])
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
     check(cases, run_ranks(2, peaks, cases, timeout=300))
