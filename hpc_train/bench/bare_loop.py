@@ -30,9 +30,9 @@ from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import (
-    apply_activation_checkpointing,
     apply_chunked_loss,
     compile_layers,
     is_meta,
@@ -41,6 +41,7 @@ from hpc_train.parallel.parallelise import (
 from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
+from hpc_train.plan.recomputation import recomputation_of
 
 Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, targets in the global batch)
 
@@ -67,7 +68,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         model = cut(model, mesh.pp_rank, layers)
     set_hidden_dtype(model, config.precision)
     apply_chunked_loss(model, config.train.loss_chunks)  # or the loops would compute different products
-    apply_activation_checkpointing(model, config.train.activation_checkpointing)
+    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
         compile_layers(model)
     return BareLoop(model, loops[kind](model, config, mesh))

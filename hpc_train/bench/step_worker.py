@@ -38,6 +38,7 @@ from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -256,7 +257,8 @@ def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     peaks: list[float] = _gather(peak, mesh)
     if not isinstance(model, Model):
         return None
-    count = count_flops(model, torch.empty((1, *bench.inputs_shape), device="meta"), config.train)
+    inputs = torch.empty((1, *bench.inputs_shape), device="meta")
+    count = count_flops(model, inputs, config.train, recomputation_of(config, mesh.layout))
     found = count.utilisation(samples_per_s, sum(peaks))
     return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}
 

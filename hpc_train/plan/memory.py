@@ -8,16 +8,16 @@ adds it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
-from hpc_train.config.values import parse_recomputation, runs_own_code
+from hpc_train.config.values import runs_own_code
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
 from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.recomputation import kept_by_layers, layer_bytes, recomputation_of
 from hpc_train.plan.techniques import CARRYING
 from hpc_train.units import format_bytes
 
@@ -153,42 +153,11 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     count = family_of(config.model).activations
     assert count is not None
     kept = count(config.model, config.data)
-    every, checkpointed = _layer_bytes(config, layout, kept, narrow)
-    of_stages = _layers_of_rank(config, layout, pp_rank)
-    layers = sum(of_stages.values())
-    recomputed = _recomputed_layers(config, layers)
-    of_layer = ((layers - recomputed) * every + recomputed * checkpointed) / max(1, layers)
-    in_flight = sum(held * layout.in_flight(stage) for stage, held in of_stages.items())  # layers x micro-batches
-    # only one recomputed layer is complete at a time
-    of_layers = in_flight * of_layer + (every if recomputed else 0)
+    of_layers = kept_by_layers(config, layout, pp_rank)
+    if recomputation_of(config, layout).recomputes:
+        of_layers += layer_bytes(config, layout)["none"]  # only one recomputed layer is complete at a time
     logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
-    return layout.micro_size * kept.tokens * (of_layers + logits)
-
-
-def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int) -> tuple[float, float]:
-    """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing.
-
-    Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
-    family does not split the sequence, the ranks also share the hidden states and the inputs of norms.
-    """
-    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
-    every = kept.norm_inputs * normed + kept.layer * narrow + kept.scores * of_scores
-    keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    checkpointed = kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
-    if layout.tp == 1:
-        return every, checkpointed
-    split = family_of(config.model).tensor_parallel
-    gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
-    whole, whole_checkpointed = gathered, gathered if keeps else 0.0
-    if split is None or not split.shards_sequence:
-        whole, whole_checkpointed = whole + kept.norm_inputs * normed, whole_checkpointed + kept.layer_input * normed
-    return whole + (every - whole) / layout.tp, whole_checkpointed + (checkpointed - whole_checkpointed) / layout.tp
-
-
-def _recomputed_layers(config: Config, layers: int) -> int:
-    every = parse_recomputation(config.train.activation_checkpointing).every
-    return ceil(layers / every) if every else 0
+    return of_layers + layout.micro_size * kept.tokens * logits
 
 
 def _logit_bytes(config: Config, kept: Activations, narrow: int) -> float:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpc_train.config.schema import Config
+from hpc_train.config.values import LayerMode, Recomputation
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import Memory, estimate, needed_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message, scatter
 from hpc_train.planner.machine import Machine, Rates
 from hpc_train.planner.passes import Passes
@@ -96,7 +98,8 @@ class _Step:
         self.rates: Rates = machine.rates
         self.work: Work = count_work(config)
         self.passes = Passes(config, layout, machine, self.work)
-        self.width, self.narrow, self.recomputation = self.passes.width, self.passes.narrow, self.passes.recomputation
+        self.width, self.narrow = self.passes.width, self.passes.narrow
+        self.recomputation: Recomputation = recomputation_of(config, layout)
         self.stages = self._stages()
 
     def predict(self, simulated: bool) -> Prediction:
@@ -122,18 +125,19 @@ class _Step:
             mfu=samples * self.work.sample_flops / peak,
         )
 
-    def _stages(self) -> list[list[tuple[Block, bool]]]:
-        """Returns the blocks of each stage, and whether each is recomputed."""
+    def _stages(self) -> list[list[tuple[Block, LayerMode]]]:
+        """Returns the blocks of each stage, and what of each is recomputed."""
         split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
         stem, *layers, head = self.work.blocks
         counts = layer_counts(len(layers), self.layout.stages, split)
-        stages, first = [], 0
+        stages: list[list[tuple[Block, LayerMode]]] = []
+        first = 0
         for count in counts:
             numbers = range(first, first + count)
-            stages.append([(layers[number], self.recomputation.applies_to(number)) for number in numbers])
+            stages.append([(layers[number], self.recomputation.mode(number)) for number in numbers])
             first += count
-        stages[0].insert(0, (stem, False))
-        stages[-1].append((head, False))
+        stages[0].insert(0, (stem, "none"))
+        stages[-1].append((head, "none"))
         return stages
 
     def _passes(self, simulated: bool) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpc_train.config.schema import GPTConfig, TrainConfig, ViTConfig
+from hpc_train.config.values import Recomputation, parse_recomputation
 from hpc_train.health import nvml
 from hpc_train.measure import utilisation
 from hpc_train.measure.utilisation import GpuUtilisation, busy_share, count_flops, device_peak
@@ -34,8 +35,9 @@ def model(config: GPTConfig | ViTConfig) -> Model:
     [("none", 0), ("ops", 0), ("full", 3 * LAYER / 3), ("selective", 2 * LAYER / 3), ("selective:3", LAYER / 3)],
 )
 def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
-    count = count_flops(model(SIZES), TOKENS, TrainConfig(activation_checkpointing=checkpointing))
-    chunks = count_flops(model(SIZES), TOKENS, TrainConfig(activation_checkpointing=checkpointing, loss_chunks=2))
+    again = parse_recomputation(checkpointing)
+    count = count_flops(model(SIZES), TOKENS, TrainConfig(), again)
+    chunks = count_flops(model(SIZES), TOKENS, TrainConfig(loss_chunks=2), again)
     assert chunks.recomputed == pytest.approx(recomputed + HEAD / 3)
     assert count.model == 3 * LAYER + HEAD
     assert count.hardware == pytest.approx(count.model + recomputed)
@@ -50,7 +52,7 @@ def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
 def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
     sizes = ViTConfig(image_size=8, patch_size=4, n_classes=5, n_layers=1, dim=8, n_heads=2, mlp_dim=16)
     images = torch.empty(1, 3, 8, 8, device="meta")
-    count = count_flops(model(sizes), images, TrainConfig())
+    count = count_flops(model(sizes), images, TrainConfig(), Recomputation())
     assert count.causal is None and count.with_embeddings == count.model == count.hardware
 
 

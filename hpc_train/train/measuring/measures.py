@@ -28,6 +28,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
+from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.run.events import EventLog
 
 
@@ -232,7 +233,8 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time
     if not isinstance(model, Model):
         return Meter()
-    count = count_flops(model, torch.empty((1, *dataset.inputs_shape()), device="meta"), config.train)
+    inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
+    count = count_flops(model, inputs, config.train, recomputation_of(config, mesh.layout))
     return Meter(count, per_device * mesh.layout.world_size) if count.model else Meter()
 
 
