@@ -36,7 +36,7 @@ LAYERS, SEQUENCE, KEY = 12, 32, "activation_checkpointing"
 
 
 def config_of(budget: str, layers: int = LAYERS, **strategy: Any) -> Config:
-    sizes = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 64}
+    sizes: dict[str, Any] = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 64}
     return Config(
         model=GPTConfig(n_layers=layers, **sizes),
         data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=64),
@@ -47,7 +47,9 @@ def config_of(budget: str, layers: int = LAYERS, **strategy: Any) -> Config:
 
 
 def layout_of(config: Config) -> Layout:
-    return resolve_layout(config, 1, config.strategy.pp * config.strategy.tp)  # type: ignore[operator]
+    ranks = config.strategy.pp
+    assert isinstance(ranks, int)
+    return resolve_layout(config, 1, ranks)
 
 
 def with_budget(config: Config, size: float) -> Config:
@@ -72,9 +74,9 @@ def test_cheap_operations_are_recomputed_first_and_whole_layers_only_if_that_is_
         (12 * full, ["full"] * 12),
     ):
         assert [*chosen(with_budget(config, size + 1))] == modes
-    modes = chosen(with_budget(config, 12 * ops - 1024))
-    assert modes.count("full") == 1, "the last whole layer leaves room for others"
-    assert modes.count("none") == (ops - full - 1024) // (none - ops) > 0
+    found = chosen(with_budget(config, 12 * ops - 1024))
+    assert found.count("full") == 1, "the last whole layer leaves room for others"
+    assert found.count("none") == (ops - full - 1024) // (none - ops) > 0
 
 
 def test_the_layers_of_a_stage_with_more_micro_batches_in_flight_come_first() -> None:
@@ -153,7 +155,7 @@ def test_a_real_step_keeps_what_the_formula_says_and_no_more_than_the_budget(str
         stated = kept_by_layers(config, layout, 0)
         assert 0.9 * share * sizes < stated <= share * sizes + 1
         assert kept == pytest.approx(stated, rel=0.05), share
-        statistics = LAYERS * 2 * SEQUENCE * 4 * 4  # of two norms and two heads, negligible at the widths of real models
+        statistics = LAYERS * 2 * SEQUENCE * 4 * 4  # of two norms and two heads, few at the widths of real models
         outputs = 3 * 2 * SEQUENCE * 32 * 4 if layout.pp > 1 else 0  # of the stage, which wait for their gradients
         assert kept <= share * sizes + statistics + outputs + 1, share
 
