@@ -23,11 +23,13 @@ from hpc_train.models.hf.whole import HFWhole
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
+from hpc_train.plan.activation_offload import parse_activation_offload
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.recomputation import recomputation_of
 
@@ -114,13 +116,16 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor parallelism, the dtype of hidden states, chunked loss, activation checkpointing and compilation
-    in place, without sharding."""
+    """Applies tensor parallelism, the dtype of hidden states, chunked loss, activation checkpointing, activation
+    offload and compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     apply_chunked_loss(model, config.train.loss_chunks)
     apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
+    least_bytes = parse_activation_offload(config.train.activation_offload)
+    if least_bytes is not None:
+        offload_activations(model, least_bytes, mesh.device)
     if config.train.compile:
         compile_layers(model)
 

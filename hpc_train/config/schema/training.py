@@ -273,6 +273,11 @@ class TrainConfig:
         "budget for what the layers of a rank keep: ops and full then apply to as few layers as necessary. auto is "
         "none, unless strategy=auto chooses.",
     )
+    activation_offload: str = key(
+        "none",
+        "The size from which what layers save for the backward pass is kept in host memory, such as 1MiB. none keeps "
+        "all of it on the device.",
+    )
     loss_chunks: int = key(
         1,
         "The number of chunks into which the loss splits a sequence of tokens. Only one chunk's logits are in memory; "
