@@ -16,8 +16,8 @@ On the CPU the same code copies synchronously between two places of host memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,12 +86,13 @@ class _Transfers:
             host.copy_(flat, non_blocking=True)
         return host
 
-    def to_device(self, host: Tensor) -> Tensor:
-        """Begins a copy of ``host``, which is complete after a wait for ``mark``."""
-        flat = torch.empty(len(host), dtype=torch.uint8, device=self.device)
+    def to_device(self, hosts: Sequence[Tensor]) -> list[Tensor]:
+        """Begins copies of ``hosts``, which are complete after a wait for ``mark``."""
+        flats = [torch.empty(len(host), dtype=torch.uint8, device=self.device) for host in hosts]
         with self._beside():
-            flat.copy_(host, non_blocking=True)
-        return flat
+            for flat, host in zip(flats, hosts, strict=True):
+                flat.copy_(host, non_blocking=True)
+        return flats
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after all copies that have begun; None if they are complete."""
@@ -120,28 +121,18 @@ def host_buffer(size: int, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
+@dataclass(eq=False)
 class _Copy:
-    """The copy of one storage. Its memory is freed with the last saved tensor that refers to it."""
+    """The copy of one storage. Its memory is freed with the last saved tensor that refers to it.
 
-    def __init__(self, flat: Tensor, transfers: _Transfers) -> None:
-        self._transfers = transfers
-        self._host: Tensor | None = transfers.to_host(flat)
-        self._flat: Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
+    Attributes:
+        host: the bytes in host memory, until they are on the way back.
+        flat: the bytes on the device, complete after ``arrival``.
+    """
 
-    def fetch(self) -> None:
-        """Begins to bring the bytes back to the device, once."""
-        if self._host is not None:
-            self._flat = self._transfers.to_device(self._host)
-            self._arrival = self._transfers.mark()
-            self._host = None  # torch does not reuse pinned memory before the copy is complete
-
-    def on_device(self) -> Tensor:
-        """Returns the bytes; the current stream waits for them."""
-        self.fetch()
-        self._transfers.wait_for(self._arrival)
-        assert self._flat is not None
-        return self._flat
+    host: Tensor | None
+    flat: Tensor | None = None
+    arrival: torch.cuda.Event | None = None
 
 
 class _SavedLayer:
@@ -152,9 +143,10 @@ class _SavedLayer:
         sources: storages on the device whose copies may not be complete.
     """
 
-    def __init__(self, below: _SavedLayer | None) -> None:
+    def __init__(self, transfers: _Transfers, below: _SavedLayer | None) -> None:
         self.below = below
         self.sources: list[Tensor] = []
+        self._transfers = transfers
         self._copies: list[weakref.ref[_Copy]] = []
         self._reached = False
 
@@ -162,28 +154,51 @@ class _SavedLayer:
         self._copies.append(weakref.ref(copy))
 
     def reach(self) -> None:
-        """Brings back this layer and begins with the one below, when the backward pass reaches the layer."""
+        """Brings back this layer and begins with the one below, when the backward pass reaches the layer.
+
+        The current stream waits for all of the layer, also for what its backward pass does not use.
+        """
         if self._reached:
             return
         self._reached = True
         self.fetch()
+        for copy in self._alive():
+            self._transfers.wait_for(copy.arrival)
         if self.below is not None:
             self.below.fetch()
             self.below = None
 
     def fetch(self) -> None:
-        for reference in self._copies:
-            copy = reference()
-            if copy is not None:
-                copy.fetch()
+        """Begins to bring back what is in host memory."""
+        away = [copy for copy in self._alive() if copy.host is not None]
+        flats = self._transfers.to_device([copy.host for copy in away if copy.host is not None])
+        arrival = self._transfers.mark()
+        for copy, flat in zip(away, flats, strict=True):
+            copy.flat, copy.arrival = flat, arrival
+            copy.host = None  # torch does not use pinned memory again before the copy is complete
+
+    def _alive(self) -> list[_Copy]:
+        return [copy for copy in (reference() for reference in self._copies) if copy is not None]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What autograd holds instead of a tensor that stays on the device."""
+
+    layer: _SavedLayer
+    tensor: Tensor
+
+    def restore(self) -> Tensor:
+        self.layer.reach()
+        return self.tensor
 
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd holds instead of a saved tensor: a copy of its storage, its place there, and a DTensor's spec."""
+    """What autograd holds instead of another tensor: a copy of its storage, its place there, and a DTensor's spec."""
 
-    copy: _Copy
     layer: _SavedLayer
+    copy: _Copy
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -192,12 +207,11 @@ class _View:
 
     def restore(self) -> Tensor:
         self.layer.reach()
-        storage = self.copy.on_device().untyped_storage()
-        local = torch.empty(0, dtype=self.dtype, device=storage.device)
-        local.set_(storage, self.offset, self.size, self.stride)
-        if self.spec is None:
-            return local
-        return DTensor(local, self.spec, requires_grad=False)
+        flat = self.copy.flat
+        assert flat is not None
+        local = torch.empty(0, dtype=self.dtype, device=flat.device)
+        local.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
 
 class _Offload:
@@ -210,7 +224,8 @@ class _Offload:
     def __init__(self, least_bytes: int, device: torch.device) -> None:
         self._least, self._device = least_bytes, device
         self._transfers = _Transfers(device)
-        self._layer: _SavedLayer | None = None  # the newest one of this forward pass
+        self._layer: _SavedLayer | None = None  # the newest one
+        self._copied: torch.cuda.Event | None = None  # after its copies
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
 
     @contextmanager
@@ -219,28 +234,28 @@ class _Offload:
         before = self._layer
         if first:
             self._known.clear()
-        saved = _SavedLayer(None if first else before)
+        saved = _SavedLayer(self._transfers, None if first else before)
         weights = {_local(parameter).untyped_storage()._cdata for parameter in module.parameters()}
-        pack = partial(self._pack, saved, weights)
-        with nullcontext() if kept else saved_tensors_hooks(pack, _unpack):
+        pack = partial(_Kept, saved) if kept else partial(self._pack, saved, weights)
+        with saved_tensors_hooks(pack, _unpack):
             yield
         if before is not None and before.sources:
             self._transfers.wait_for(self._copied)
-            before.sources.clear()  # the memory is used again by what the current stream begins after the wait
+            before.sources.clear()  # what the current stream begins after the wait may use the memory again
         self._layer, self._copied = saved, self._transfers.mark()
 
     @torch.no_grad()
-    def _pack(self, saved: _SavedLayer, weights: set[int], tensor: Tensor) -> Tensor | _View:
+    def _pack(self, saved: _SavedLayer, weights: set[int], tensor: Tensor) -> _Kept | _View:
         local = _local(tensor)
-        if type(local) not in (Tensor, nn.Parameter) or local.device.type != self._device.type or local.is_sparse:
-            return tensor
+        if type(local) is not Tensor or local.device.type != self._device.type or local.is_sparse:
+            return _Kept(saved, tensor)
         storage = local.untyped_storage()
         if storage.nbytes() < self._least or storage._cdata in weights or _is_cast_weight(tensor):
-            return tensor
+            return _Kept(saved, tensor)
         copy = self._copy_of(storage, local._version, saved)
         saved.add(copy)
         spec = tensor._spec if isinstance(tensor, DTensor) else None
-        return _View(copy, saved, local.dtype, local.size(), local.stride(), local.storage_offset(), spec)
+        return _View(saved, copy, local.dtype, local.size(), local.stride(), int(local.storage_offset()), spec)
 
     def _copy_of(self, storage: torch.UntypedStorage, version: int, saved: _SavedLayer) -> _Copy:
         """Returns the copy of ``storage`` in this state, which another saved tensor may have made."""
@@ -251,18 +266,16 @@ class _Offload:
             if copy is not None and not reference.expired():
                 return copy
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copy = _Copy(flat, self._transfers)
+        copy = _Copy(self._transfers.to_host(flat))
         if self._transfers.asynchronous:
             saved.sources.append(flat)
         self._known[key] = StorageWeakRef(storage), weakref.ref(copy)
         return copy
 
 
-def _unpack(packed: Tensor | _View) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    with torch.no_grad():
-        return packed.restore()
+@torch.no_grad()
+def _unpack(packed: _Kept | _View) -> Tensor:
+    return packed.restore()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
-from hpc_train.config.values import parse_recomputation
+from hpc_train.config.values import LayerMode, parse_recomputation
 from hpc_train.errors import UserError
+from hpc_train.plan.recomputation import kept_by_layers, layer_bytes, layers_of_rank, recomputation_of
 from hpc_train.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -48,8 +50,57 @@ def check_activation_offload(config: Config, layout: Layout) -> None:
     asked = config.train.activation_checkpointing
     if parse_recomputation(asked).budget is not None:
         raise UserError(
-            f"train.activation_checkpointing={asked} is a budget for what layers keep on a device, which {_WHERE} moves "
-            "to host memory",
+            f"train.activation_checkpointing={asked} is a budget for what stays on a device, but {_WHERE} moves it",
             where=f"train.activation_checkpointing, {_WHERE}",
             fix=f"train.activation_checkpointing=none or full, or {_WHERE}=none",
         )
+
+
+def bytes_of_layers(config: Config, layout: Layout, pp_rank: int) -> float:
+    """Returns the bytes on the device of a rank that its layers need between forward and backward.
+
+    They are what the layers keep, one complete layer while it is recomputed, and of what is in host memory two layers:
+    the one that computes and its neighbour on the way. The last layer of the model, which stays, replaces one of them.
+    """
+    kept, modes = kept_by_layers(config, layout, pp_rank), _modes(config, layout, pp_rank)
+    sizes, moved = layer_bytes(config, layout), [_moved(config, layout, mode) for mode in modes]
+    away = offloaded_bytes(config, layout, pp_rank)
+    on_the_way = min(away, (1 if pp_rank == layout.placement[-1] else 2) * max(moved, default=0.0))
+    return kept - away + on_the_way + (sizes["none"] if recomputation_of(config, layout).recomputes else 0.0)
+
+
+def offloaded_bytes(config: Config, layout: Layout, pp_rank: int) -> float:
+    """Returns the bytes in host memory that a rank's layers need between forward and backward."""
+    held, modes = layers_of_rank(config, layout, pp_rank), _modes(config, layout, pp_rank)
+    last = config.model.n_layers - 1  # its backward pass comes next
+    return sum(
+        layer.in_flight * _moved(config, layout, mode)
+        for layer, mode in zip(held, modes, strict=True)
+        if layer.number != last
+    )
+
+
+def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
+    """Returns the host memory that the activations of a node's ranks take; None if it is unknown or none is taken."""
+    family = family_of(config.model)
+    known = family.parameters is not None and family.parameters(config.model) is not None
+    if not known or family.activations is None:
+        return None
+    of_ranks = sum(offloaded_bytes(config, layout, rank) for rank in range(layout.pp))
+    return of_ranks * layout.dp * layout.tp / nodes or None
+
+
+def _modes(config: Config, layout: Layout, pp_rank: int) -> list[LayerMode]:
+    recomputation = recomputation_of(config, layout)
+    return [recomputation.mode(layer.number) for layer in layers_of_rank(config, layout, pp_rank)]
+
+
+def _moved(config: Config, layout: Layout, mode: LayerMode) -> float:
+    """Returns the bytes of a layer that are in host memory: of ``ops`` the input, like ``full``.
+
+    The input of a layer is the smallest of its large tensors; if it is too small, nothing is moved.
+    """
+    least, sizes = parse_activation_offload(config.train.activation_offload), layer_bytes(config, layout)
+    if least is None or sizes["full"] < least:
+        return 0.0
+    return sizes["none" if mode == "none" else "full"]

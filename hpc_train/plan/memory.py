@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, StrategyConfig
 from hpc_train.config.values import runs_own_code
+from hpc_train.plan.activation_offload import bytes_of_layers
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
 from hpc_train.plan.partition import layer_counts
-from hpc_train.plan.recomputation import kept_by_layers, layer_bytes, recomputation_of
 from hpc_train.plan.techniques import CARRYING
 from hpc_train.units import format_bytes
 
@@ -153,9 +153,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     count = family_of(config.model).activations
     assert count is not None
     kept = count(config.model, config.data)
-    of_layers = kept_by_layers(config, layout, pp_rank)
-    if recomputation_of(config, layout).recomputes:
-        of_layers += layer_bytes(config, layout)["none"]  # only one recomputed layer is complete at a time
+    of_layers = bytes_of_layers(config, layout, pp_rank)
     logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
     return of_layers + layout.micro_size * kept.tokens * logits
 

@@ -32,7 +32,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class _HeldLayer:
+class HeldLayer:
     """A layer of a rank, by its global number, and for how many micro-batches the rank keeps its activations."""
 
     number: int
@@ -54,7 +54,7 @@ def kept_by_layers(config: Config, layout: Layout, pp_rank: int) -> float:
     """Returns the bytes that the layers of a rank keep for the backward passes of the micro-batches in flight."""
     sizes, recomputation = layer_bytes(config, layout), recomputation_of(config, layout)
     return sum(
-        layer.in_flight * sizes[recomputation.mode(layer.number)] for layer in _layers_of_rank(config, layout, pp_rank)
+        layer.in_flight * sizes[recomputation.mode(layer.number)] for layer in layers_of_rank(config, layout, pp_rank)
     )
 
 
@@ -96,18 +96,19 @@ def _unsplit_bytes(kept: Activations, narrow: int, normed: int, shards_sequence:
     return {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
 
 
-def _layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[_HeldLayer]:
+def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLayer]:
+    """Returns the layers of all stages of a rank."""
     counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
     found, first = [], 0
     for stage, (count, rank) in enumerate(zip(counts, layout.placement, strict=True)):
         if rank == pp_rank:
-            found += [_HeldLayer(number, layout.in_flight(stage)) for number in range(first, first + count)]
+            found += [HeldLayer(number, layout.in_flight(stage)) for number in range(first, first + count)]
         first += count
     return found
 
 
 def _chosen(config: Config, layout: Layout, pp_rank: int, budget: int) -> dict[int, LayerMode]:
-    layers = sorted(_layers_of_rank(config, layout, pp_rank), key=lambda layer: (-layer.in_flight, layer.number))
+    layers = sorted(layers_of_rank(config, layout, pp_rank), key=lambda layer: (-layer.in_flight, layer.number))
     sizes = layer_bytes(config, layout)
     has_ops = layout.pp == 1 or layout.pipeline.ops_checkpointing
     cheapest_first: list[LayerMode] = ["ops", "full"] if has_ops and sizes["ops"] < sizes["none"] else ["full"]
