@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from hpc_train.models.wrapped import layers_of
 def offload_activations(model: nn.Module, least_bytes: int, device: torch.device) -> None:
     """Makes the layers or blocks of ``model`` (whole or a stage) offload what they save, in place.
 
-    Call it after activation checkpointing is applied and before the model is sharded.
+    Call it after activation checkpointing and compilation are applied and before the model is sharded.
 
     Args:
         least_bytes: the size from which a storage is copied.
@@ -56,15 +56,23 @@ def offload_activations(model: nn.Module, least_bytes: int, device: torch.device
     offload = _Offload(least_bytes, device)
     for position, layer in enumerate(layers):
         kept = ends and position == len(layers) - 1
-        layer.forward = partial(_forward, layer, layer.forward, offload, position == 0, kept)  # type: ignore[method-assign]
+        _wrap(layer, partial(offload.layer, layer, position == 0, kept))
 
 
-def _forward(
-    layer: nn.Module, forward: Callable[..., Any], offload: _Offload, first: bool, kept: bool, *args: Any, **kwargs: Any
+def _wrap(layer: nn.Module, saving: Callable[[], AbstractContextManager[None]]) -> None:
+    """Runs the forward passes of ``layer`` in the context ``saving``, which a compiled graph does not contain."""
+    if layer._compiled_call_impl is not None:
+        layer._compiled_call_impl = partial(_run, layer._compiled_call_impl, saving)
+    else:
+        layer.forward = partial(_run, layer.forward, saving)  # type: ignore[method-assign]
+
+
+def _run(
+    forward: Callable[..., Any], saving: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    with offload.layer(layer, first, kept):
+    with saving():
         return forward(*args, **kwargs)
 
 
@@ -214,6 +222,19 @@ class _View:
         return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
 
+class _Weights:
+    """The storages of a layer's weights, as they are when the layer saves its first tensor: ZeRO has gathered them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._storages: set[int] | None = None
+
+    def have(self, storage: torch.UntypedStorage) -> bool:
+        if self._storages is None:
+            self._storages = {_local(each).untyped_storage()._cdata for each in self._layer.parameters()}
+        return storage._cdata in self._storages
+
+
 class _Offload:
     """Offloads what the layers of one model or stage save.
 
@@ -235,8 +256,7 @@ class _Offload:
         if first:
             self._known.clear()
         saved = _SavedLayer(self._transfers, None if first else before)
-        weights = {_local(parameter).untyped_storage()._cdata for parameter in module.parameters()}
-        pack = partial(_Kept, saved) if kept else partial(self._pack, saved, weights)
+        pack = partial(_Kept, saved) if kept else partial(self._pack, saved, _Weights(module))
         with saved_tensors_hooks(pack, _unpack):
             yield
         if before is not None and before.sources:
@@ -245,12 +265,12 @@ class _Offload:
         self._layer, self._copied = saved, self._transfers.mark()
 
     @torch.no_grad()
-    def _pack(self, saved: _SavedLayer, weights: set[int], tensor: Tensor) -> _Kept | _View:
+    def _pack(self, saved: _SavedLayer, weights: _Weights, tensor: Tensor) -> _Kept | _View:
         local = _local(tensor)
         if type(local) is not Tensor or local.device.type != self._device.type or local.is_sparse:
             return _Kept(saved, tensor)
         storage = local.untyped_storage()
-        if storage.nbytes() < self._least or storage._cdata in weights or _is_cast_weight(tensor):
+        if storage.nbytes() < self._least or weights.have(storage) or _is_cast_weight(tensor):
             return _Kept(saved, tensor)
         copy = self._copy_of(storage, local._version, saved)
         saved.add(copy)

@@ -123,11 +123,11 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     apply_chunked_loss(model, config.train.loss_chunks)
     apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
+    if config.train.compile:
+        compile_layers(model)
     least_bytes = parse_activation_offload(config.train.activation_offload)
     if least_bytes is not None:
         offload_activations(model, least_bytes, mesh.device)
-    if config.train.compile:
-        compile_layers(model)
 
 
 def check_no_scalars(model: nn.Module, kind: str) -> None:
