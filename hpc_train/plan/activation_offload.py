@@ -34,19 +34,13 @@ def parse_activation_offload(text: str) -> int | None:
     )
 
 
-def check_activation_offload(config: Config, layout: Layout) -> None:
+def check_activation_offload(config: Config) -> None:
     """
     Raises:
         UserError: another option does not support activation offload.
     """
     if parse_activation_offload(config.train.activation_offload) is None:
         return
-    if config.train.compile:
-        raise UserError(
-            f"{_WHERE} does not support train.compile: a compiled layer cannot hand over the tensors that it saves",
-            where=f"{_WHERE}, train.compile",
-            fix=f"train.compile=false, or {_WHERE}=none",
-        )
     asked = config.train.activation_checkpointing
     if parse_recomputation(asked).budget is not None:
         raise UserError(

@@ -21,7 +21,7 @@ def check_savers(config: Config, layout: Layout) -> None:
     check_all(
         lambda: _check_loss_chunks(config, layout),
         lambda: check_budget(config, layout),
-        lambda: check_activation_offload(config, layout),
+        lambda: check_activation_offload(config),
         lambda: _check_offload(config, layout),
         lambda: _check_whole_updates(config),
         lambda: _check_moments(config),

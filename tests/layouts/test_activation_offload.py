@@ -32,6 +32,7 @@ from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.recomputation import kept_by_layers
 from hpc_train.plan.techniques import KINDS, SCHEDULES
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.layouts.cells import Cell
 from tests.layouts.memory import Allocations, PeakMemory
 from tests.layouts.oracle import check_cells
@@ -65,6 +66,37 @@ def test_offload_goes_with_activation_checkpointing(record: Callable[..., None])
     all_of_it = offloading(2, "gpt", "full", dp=2, data_parallel="zero3", offload="all")
     cells += [replace(all_of_it, train=all_of_it.train | {"loss_chunks": 2})]
     record(check_cells(cells), [])
+
+
+@IN_LONG_FORM  # minutes of the C++ compiler
+def test_offload_goes_with_compiled_layers(record: Callable[..., None]) -> None:
+    cells = [offloading(2, checkpointing=mode, dp=2, data_parallel="zero3") for mode in ("none", "full")]
+    cells += [offloading(2, "gpt-tied", dp=2), offloading(2, **pipeline("1f1b"))]
+    record(check_cells([replace(cell, train=cell.train | {"compile": True}) for cell in cells], timeout=600), [])
+
+
+def moved_by_compiled_layers(rank: int, world_size: int, config: Config) -> tuple[list[int], int]:
+    """The bytes in host memory when the forward passes of a step end, without ``Allocations``, under which torch does
+    not compile; and those left after the step.
+    """
+    host = HostMemory()
+    activation_offload.host_buffer = host  # type: ignore[assignment]
+    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+    engine: Any = build_engine(config, mesh)
+    waiting = list[int]()
+    engine.parts[0].head.register_forward_pre_hook(lambda *_: waiting.append(host.alive))
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
+    engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
+    return waiting, host.alive
+
+
+@IN_LONG_FORM
+def test_compiled_layers_move_less_since_they_save_less() -> None:
+    config = config_of("none", "fp32")
+    config = replace(config, train=replace(config.train, compile=True))
+    ((waiting, left),) = run_ranks(1, moved_by_compiled_layers, config, timeout=300)
+    stated = offloaded_bytes(config, layout_of(config), 0)
+    assert len(set(waiting)) == 1 and 0.7 * stated < waiting[0] < stated and left == 0
 
 
 def config_of(mode: str, precision: str, offload: str = "4KiB", **strategy: Any) -> Config:
@@ -200,7 +232,6 @@ def test_the_estimate_has_two_layers_on_the_device_and_the_others_in_host_memory
 
 def test_what_offload_does_not_go_with_is_refused() -> None:
     for train, reason in (
-        ({"activation_offload": "1MiB", "compile": True}, "does not support train.compile"),
         ({"activation_offload": "1MiB", "activation_checkpointing": "1GiB"}, "is a budget for what stays on a device"),
         ({"activation_offload": "all"}, "'all', which is not a size"),
     ):
