@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
-from hpc_train.config.values import LayerMode, parse_recomputation
+from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.plan.recomputation import kept_by_layers, layer_bytes, layers_of_rank, recomputation_of
 from hpc_train.units import parse_bytes
@@ -56,22 +56,30 @@ def bytes_of_layers(config: Config, layout: Layout, pp_rank: int) -> float:
     They are what the layers keep, one complete layer while it is recomputed, and of what is in host memory two layers:
     the one that computes and its neighbour on the way. The last layer of the model, which stays, replaces one of them.
     """
-    kept, modes = kept_by_layers(config, layout, pp_rank), _modes(config, layout, pp_rank)
-    sizes, moved = layer_bytes(config, layout), [_moved(config, layout, mode) for mode in modes]
-    away = offloaded_bytes(config, layout, pp_rank)
+    kept, away = kept_by_layers(config, layout, pp_rank), offloaded_bytes(config, layout, pp_rank)
+    moved = [moved_bytes(config, layout, layer.number) for layer in layers_of_rank(config, layout, pp_rank)]
     on_the_way = min(away, (1 if pp_rank == layout.placement[-1] else 2) * max(moved, default=0.0))
-    return kept - away + on_the_way + (sizes["none"] if recomputation_of(config, layout).recomputes else 0.0)
+    again = layer_bytes(config, layout)["none"] if recomputation_of(config, layout).recomputes else 0.0
+    return kept - away + on_the_way + again
 
 
 def offloaded_bytes(config: Config, layout: Layout, pp_rank: int) -> float:
     """Returns the bytes in host memory that a rank's layers need between forward and backward."""
-    held, modes = layers_of_rank(config, layout, pp_rank), _modes(config, layout, pp_rank)
-    last = config.model.n_layers - 1  # its backward pass comes next
-    return sum(
-        layer.in_flight * _moved(config, layout, mode)
-        for layer, mode in zip(held, modes, strict=True)
-        if layer.number != last
-    )
+    layers = layers_of_rank(config, layout, pp_rank)
+    return sum(layer.in_flight * moved_bytes(config, layout, layer.number) for layer in layers)
+
+
+def moved_bytes(config: Config, layout: Layout, layer: int) -> float:
+    """Returns the bytes that ``layer``, by global number, moves to host memory and back for one micro-batch.
+
+    Of ``ops`` it is the input, like ``full``. The input is the smallest of a layer's large tensors; if it is too small,
+    nothing is moved. The last layer stays on the device, since its backward pass comes next.
+    """
+    least = parse_activation_offload(config.train.activation_offload)
+    if least is None or layer == config.model.n_layers - 1:
+        return 0.0
+    sizes, mode = layer_bytes(config, layout), recomputation_of(config, layout).mode(layer)
+    return 0.0 if sizes["full"] < least else sizes["none" if mode == "none" else "full"]
 
 
 def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
@@ -82,19 +90,3 @@ def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
         return None
     of_ranks = sum(offloaded_bytes(config, layout, rank) for rank in range(layout.pp))
     return of_ranks * layout.dp * layout.tp / nodes or None
-
-
-def _modes(config: Config, layout: Layout, pp_rank: int) -> list[LayerMode]:
-    recomputation = recomputation_of(config, layout)
-    return [recomputation.mode(layer.number) for layer in layers_of_rank(config, layout, pp_rank)]
-
-
-def _moved(config: Config, layout: Layout, mode: LayerMode) -> float:
-    """Returns the bytes of a layer that are in host memory: of ``ops`` the input, like ``full``.
-
-    The input of a layer is the smallest of its large tensors; if it is too small, nothing is moved.
-    """
-    least, sizes = parse_activation_offload(config.train.activation_offload), layer_bytes(config, layout)
-    if least is None or sizes["full"] < least:
-        return 0.0
-    return sizes["none" if mode == "none" else "full"]

@@ -13,6 +13,8 @@ from itertools import pairwise
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, Recomputation
+from hpc_train.plan.activation_offload import moved_bytes
+from hpc_train.plan.counted import counted
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import Memory, estimate, needed_bytes
 from hpc_train.plan.optimizers import values_per_parameter
@@ -127,12 +129,10 @@ class _Step:
 
     def _stages(self) -> list[list[tuple[Block, LayerMode]]]:
         """Returns the blocks of each stage, and what of each is recomputed."""
-        split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
         stem, *layers, head = self.work.blocks
-        counts = layer_counts(len(layers), self.layout.stages, split)
         stages: list[list[tuple[Block, LayerMode]]] = []
         first = 0
-        for count in counts:
+        for count in self._counts():
             numbers = range(first, first + count)
             stages.append([(layers[number], self.recomputation.mode(number)) for number in numbers])
             first += count
@@ -143,8 +143,11 @@ class _Step:
     def _passes(self, simulated: bool) -> tuple[float, float]:
         """Returns for how long the busiest rank computes in a step, and for how long it waits for other stages."""
         layout = self.layout
+        moving = self._moving()
         forwards = [sum(self.passes.forward(block) for block, _ in stage) for stage in self.stages]
+        forwards = [*map(max, forwards, moving)]
         backwards = [sum(self.passes.backward(block, again) for block, again in stage) for stage in self.stages]
+        backwards = [*map(max, backwards, moving)]
         of_rank = [0.0] * layout.pp
         for stage, rank in enumerate(layout.placement):
             of_rank[rank] += layout.micro_batches * (forwards[stage] + backwards[stage])
@@ -156,6 +159,21 @@ class _Step:
         simulated_s = step_seconds(layout, forwards, backwards, self._messages())
         ranks = min(layout.world_size, self.machine.devices_per_node)
         return busy, pipeline_seconds(simulated_s, busy, ranks, self.rates) - busy
+
+    def _moving(self) -> list[float]:
+        """Returns the seconds in which activations leave a stage in one pass; in the backward they come back."""
+        config, first, found = counted(self.config), 0, []
+        for count in self._counts():
+            numbers = range(first, first + count)
+            moved = sum(moved_bytes(config, self.layout, number) for number in numbers)
+            found.append(moved / self.rates.host_bytes_per_s if moved else 0.0)
+            first += count
+        return found
+
+    def _counts(self) -> list[int]:
+        """Returns the number of layers of each stage."""
+        split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
+        return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
 
     def _messages(self) -> list[float]:
         """Returns the seconds of a message from each stage to the next one."""
