@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 GIB = 2**30
 _BYTES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 
 
 def format_bytes(count: float) -> str:
@@ -13,6 +16,17 @@ def format_bytes(count: float) -> str:
         value, unit = value / 1024, unit + 1
     digits = f"{value:.0f}" if value >= 999.5 or unit == 0 else f"{value:.3g}"
     return f"{digits} {_BYTES[unit]}"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Returns the bytes of a size with a unit, binary or decimal: ``8GiB``, ``1.5 TiB``, ``500MB``; None if ``text`` is
+    none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return None
+    number, prefix, binary = found.groups()
+    return round(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
 
 
 def format_duration(seconds: float) -> str:

@@ -30,9 +30,9 @@ from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import (
-    apply_activation_checkpointing,
     apply_loss_form,
     compile_layers,
     is_meta,
@@ -42,6 +42,7 @@ from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, 
 from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.loss_chunks import loss_form
+from hpc_train.plan.recomputation import recomputation_of
 
 Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, targets in the global batch)
 
@@ -68,7 +69,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         model = cut(model, mesh.pp_rank, layers)
     set_hidden_dtype(model, config.precision)
     apply_loss_form(model, loss_form(config, mesh.layout))  # or the loops would compute different products
-    apply_activation_checkpointing(model, config.train.activation_checkpointing)
+    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
         compile_layers(model)
     return BareLoop(model, loops[kind](model, config, mesh))

@@ -40,6 +40,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.plan.loss_chunks import loss_form
+from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -261,7 +262,7 @@ def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     if not isinstance(model, Model):
         return None
     inputs = torch.empty((1, *bench.inputs_shape), device="meta")
-    count = count_flops(model, inputs, config.train, loss_form(config, mesh.layout))
+    count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
     found = count.utilisation(samples_per_s, sum(peaks))
     return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}
 

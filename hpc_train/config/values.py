@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from hpc_train.config.schema import (
     BatchConfig,
@@ -18,6 +18,7 @@ from hpc_train.config.schema import (
     StrategyConfig,
 )
 from hpc_train.errors import UserError, nearest
+from hpc_train.units import parse_bytes
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -238,29 +239,47 @@ def check_divides(divisor: int, number: int, key: str, what: str) -> None:
 
 RECOMPUTATION_MODES = ("auto", "none", "full", "selective", "ops")
 SELECTIVE_EVERY = 2  # layers, if ``selective`` has no number
+LayerMode: TypeAlias = Literal["none", "ops", "full"]
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Which layers recompute their forward in the backward pass (``train.activation_checkpointing``).
+    """What layers recompute of their forward in the backward pass (``train.activation_checkpointing``).
 
     Attributes:
         every: every ``every``-th layer recomputes, by global number; 0 means no layer.
         keep_products: whether results of matrix products and attention are kept, and only the rest is recomputed.
+        budget: the bytes that the layers of a rank may keep, from which ``plan.recomputation`` derives ``chosen``.
+        chosen: the mode of each layer under a budget.
     """
 
     every: int = 0
     keep_products: bool = False
+    budget: int | None = None
+    chosen: tuple[LayerMode, ...] = ()
 
-    def applies_to(self, layer: int) -> bool:
-        return self.every > 0 and layer % self.every == 0
+    def mode(self, layer: int) -> LayerMode:
+        """Returns what ``layer``, by global number, recomputes: nothing, cheap operations (``ops``) or all."""
+        if self.chosen:
+            return self.chosen[layer]
+        if not self.every or layer % self.every:
+            return "none"
+        return "ops" if self.keep_products else "full"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some layer may recompute something."""
+        return self.every > 0 or any(mode != "none" for mode in self.chosen)
 
 
 def parse_recomputation(text: str) -> Recomputation:
     """
     Raises:
-        UserError: ``text`` is neither in ``RECOMPUTATION_MODES`` nor ``selective:N``.
+        UserError: ``text`` is neither in ``RECOMPUTATION_MODES``, ``selective:N`` nor a size.
     """
+    budget = parse_bytes(text)
+    if budget is not None:
+        return Recomputation(budget=budget)
     selective = re.fullmatch(r"selective(?::([1-9]\d*))?", text)
     if selective:
         return Recomputation(int(selective[1] or SELECTIVE_EVERY))
@@ -269,8 +288,8 @@ def parse_recomputation(text: str) -> Recomputation:
     raise UserError(
         f"train.activation_checkpointing is {text!r}, which is unknown",
         where="train.activation_checkpointing",
-        fix="none, full, selective (every second layer), selective:N (every N-th) or ops (all but matrix products "
-        "and attention)",
+        fix="none, full, selective (every second layer), selective:N (every N-th), ops (all but matrix products "
+        "and attention), or the bytes that a rank may keep, such as 8GiB",
     )
 
 

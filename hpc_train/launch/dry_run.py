@@ -21,6 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import notices_of, prepare
+from hpc_train.plan.activation_offload import node_bytes
 from hpc_train.plan.memory import estimate, host_copy_bytes, needed_bytes
 from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
@@ -164,7 +165,22 @@ def _memory(job: Job) -> list[str]:
 
 
 def _host_memory(job: Job) -> list[str]:
-    """Returns the estimated host memory of a node for asynchronous saves, if the job asks for them."""
+    """Returns the estimated host memory of a node for activations and for asynchronous saves."""
+    return [*_offloaded(job), *_saved_copies(job)]
+
+
+def _offloaded(job: Job) -> list[str]:
+    config = job.config
+    if runs_own_code(config):
+        return []
+    needed = node_bytes(config, job.layout, node_range(config.cluster)[0])
+    asked = f"train.activation_offload={config.train.activation_offload}"
+    return (
+        [] if needed is None else [f"  host memory: activations take about {format_bytes(needed)} per node ({asked})"]
+    )
+
+
+def _saved_copies(job: Job) -> list[str]:
     config = job.config
     if not saves_asynchronously(config.checkpoint, job.gpus > 0):
         return []

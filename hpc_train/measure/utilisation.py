@@ -23,8 +23,7 @@ from torch import Tensor
 
 from hpc_train.cluster.amd_gpus import NODES, PCI, AmdNode
 from hpc_train.cluster.gpus import DEVICES
-from hpc_train.config.schema import TrainConfig
-from hpc_train.config.values import parse_recomputation
+from hpc_train.config.values import Recomputation
 from hpc_train.health.nvml import Nvml
 from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.models.model import Model
@@ -67,28 +66,26 @@ class FlopCount:
         return {name: count * samples_per_s / peak_flops for name, count in counts.items() if count is not None}
 
 
-def count_flops(model: Model, inputs: Tensor, train: TrainConfig, loss: LossForm) -> FlopCount:
+def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss: LossForm) -> FlopCount:
     """Counts the operations of the unsplit model; only the shape of ``inputs``, a micro-batch, is read."""
     total = model.flops_per_sample(inputs)
     terms = model.flop_terms(inputs)
     return FlopCount(
         model=total,
-        recomputed=_recomputed(model.block_flops(inputs), train, loss),
+        recomputed=_recomputed(model.block_flops(inputs), recomputation, loss),
         causal=total - terms.masked if terms is not None and terms.masked is not None else None,
         with_embeddings=total + terms.embedding if terms is not None else None,
     )
 
 
-def _recomputed(blocks: tuple[float, ...] | None, train: TrainConfig, loss: LossForm) -> float | None:
+def _recomputed(blocks: tuple[float, ...] | None, recomputation: Recomputation, loss: LossForm) -> float | None:
     """Returns the recomputed FLOPs, a third of forward and backward; kept products leave nothing that PaLM counts."""
-    recomputation = parse_recomputation(train.activation_checkpointing)
-    in_layers = recomputation.every > 0 and not recomputation.keep_products
-    if not in_layers and not loss.recomputes:
+    if not recomputation.recomputes and not loss.recomputes:
         return 0.0
     if blocks is None:
         return None
     _, *layers, head = blocks
-    recomputed = [flops for layer, flops in enumerate(layers) if in_layers and recomputation.applies_to(layer)]
+    recomputed = [flops for layer, flops in enumerate(layers) if recomputation.mode(layer) == "full"]
     return (sum(recomputed) + (head if loss.recomputes else 0.0)) / 3
 
 

@@ -2,46 +2,39 @@
 
 Each parameter is initialised from its own generator, seeded by (seed, canonical name), so the weights are the same
 under every layout. A rank never holds more than one full parameter besides its own shards.
-
-Activation checkpointing ``full`` keeps only the input of every layer and recomputes the rest in the backward pass.
-``selective:N`` does so in every N-th layer, for 1/N of the memory saved and 1/N of an extra forward pass (Chen et al.
-2016, arXiv:1604.06174). ``ops`` keeps the results of matrix products and attention in every layer and recomputes only
-cheap operations: norms, rotations and activation functions. Korthikanti et al. (2022, arXiv:2205.05198) recompute
-attention instead, but fused attention leaves little memory to save.
 """
 
 from __future__ import annotations
 
 import hashlib
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config
-from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
-from hpc_train.models import batch_norm, packed_attention
-from hpc_train.models.blocks import replace_block
+from hpc_train.models import batch_norm
 from hpc_train.models.hf.whole import HFWhole
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.activation_offload import offload_activations
+from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
+from hpc_train.plan.activation_offload import parse_activation_offload
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.loss_chunks import LossForm, loss_form
+from hpc_train.plan.recomputation import recomputation_of
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
@@ -127,16 +120,19 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
     """Applies tensor and context parallelism, the dtype of hidden states, the form of the loss, activation
-    checkpointing and compilation in place, without sharding."""
+    checkpointing, activation offload and compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)
     apply_loss_form(model, loss_form(config, mesh.layout))
-    apply_activation_checkpointing(model, config.train.activation_checkpointing)
+    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
         compile_layers(model)
+    least_bytes = parse_activation_offload(config.train.activation_offload)
+    if least_bytes is not None:
+        offload_activations(model, least_bytes, mesh.device)
 
 
 def check_no_scalars(model: nn.Module, kind: str) -> None:
@@ -223,46 +219,3 @@ def apply_loss_form(model: nn.Module, form: LossForm) -> None:
     head.chunks, head.sequence_shards = form.chunks, model.sequence_shards
     if isinstance(head, LinearHead):
         head.fused = form.fused
-
-
-_NAMES = (
-    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
-)  # fmt: skip
-PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
-PRODUCTS |= frozenset(packed_attention.OPERATORS)
-
-
-def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
-    """Wraps the layers or blocks of ``model`` (whole or a stage) in place.
-
-    ``canonical_name`` removes the wrappers from names.
-
-    Raises:
-        UserError: ``mode`` is unknown, or the model has neither ``layers`` nor blocks.
-    """
-    recomputation = parse_recomputation(mode)
-    if not recomputation.every:
-        return
-    names = [f"layers.{key}" for key in model.layers] if isinstance(model, Model) else getattr(model, "block_names", ())
-    if not names and not isinstance(model, Model):  # of which a stage may have no layer
-        raise UserError(
-            "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",
-            where="train.activation_checkpointing",
-            fix="use none, or name the classes of the blocks: model.wrap=[Block]",
-        )
-    extra = {"context_fn": _save_products} if recomputation.keep_products else {}
-    for position, name in enumerate(names):
-        number = int(name.rpartition(".")[2]) if isinstance(model, Model) else position
-        if recomputation.applies_to(number):
-            block = model.get_submodule(name)
-            wrapper = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **extra)
-            replace_block(model, name, wrapper)
-
-
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_save_products = partial(create_selective_checkpoint_contexts, _policy)

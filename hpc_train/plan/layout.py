@@ -5,7 +5,7 @@ This module imports no torch, so the submission refuses an impossible layout bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from hpc_train.config.schema import Config, StrategyConfig
@@ -14,6 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.plan.open_keys import check_chosen, for_nodes
 from hpc_train.plan.orders import PipelineShape
 from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks, stages_of_rank
+from hpc_train.plan.recomputation import describe_recomputation
 from hpc_train.plan.schedule import check_reproducible, choose_schedule, divide
 from hpc_train.plan.techniques import (
     CARRYING,
@@ -167,7 +168,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     if reproducible:
         check_reproducible(config, pp, tp, cp)
         logical, micro_batches, micro_size = divide(config, dp)
-    return Layout(
+    layout = Layout(
         dp=dp,
         pp=pp,
         tp=tp,
@@ -181,6 +182,8 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         logical_micro_batches=logical,
         cp=cp,
     )
+    chosen = describe_recomputation(config, layout)
+    return layout if chosen is None else replace(layout, notes=(*layout.notes, chosen))
 
 
 def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:

@@ -38,6 +38,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "eval_every",
         "eval_samples",
         "activation_checkpointing",
+        "activation_offload",
         "loss_chunks",
         "compile",
         "nonfinite_limit",

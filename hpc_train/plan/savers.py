@@ -1,12 +1,15 @@
-"""Checks the options that save memory against the model and the layout: chunks of the loss, offload, small moments."""
+"""Checks the options that save memory against the model and the layout: chunks of the loss, a budget of
+activations, offload, small moments."""
 
 from __future__ import annotations
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, check_all
+from hpc_train.plan.activation_offload import check_activation_offload
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.optimizers import own_targets
+from hpc_train.plan.recomputation import check_budget
 from hpc_train.plan.techniques import kinds_where
 
 
@@ -17,6 +20,8 @@ def check_savers(config: Config, layout: Layout) -> None:
     """
     check_all(
         lambda: _check_loss_chunks(config, layout),
+        lambda: check_budget(config, layout),
+        lambda: check_activation_offload(config),
         lambda: _check_offload(config, layout),
         lambda: _check_whole_updates(config),
         lambda: _check_moments(config),

@@ -37,6 +37,7 @@ from hpc_train.config.values import (
     runs_own_code,
 )
 from hpc_train.errors import Mistakes, UserError, check_all
+from hpc_train.plan.activation_offload import parse_activation_offload
 from hpc_train.plan.context import check_context_parallel
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
@@ -148,6 +149,7 @@ def check_values(config: Config) -> None:
         lambda: None if config.telemetry.mlflow.uri is None else server_uri(config.telemetry.mlflow),
         lambda: parse_save_every(config.checkpoint.every),
         lambda: parse_recomputation(config.train.activation_checkpointing),
+        lambda: parse_activation_offload(config.train.activation_offload),
         lambda: parse_hang_timeout(config.elastic.hang_timeout_s),
         lambda: _check_time("time", config.cluster.time),
         lambda: _check_time("time_min", config.cluster.time_min),

@@ -63,7 +63,8 @@ class Candidate:
         layout, ckpt = self.layout, str(self.values["train.activation_checkpointing"])
         split = (layout.pp > 1) + (layout.tp > 1)
         kind = KINDS.index(layout.data_parallel) if layout.data_parallel in KINDS else 0
-        return (split, kind, CHECKPOINTING.index(ckpt))
+        again = CHECKPOINTING.index(ckpt) if ckpt in CHECKPOINTING else len(CHECKPOINTING)
+        return (split, kind, again)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the layout with its settings and its prediction."""

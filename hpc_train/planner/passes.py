@@ -8,7 +8,7 @@ its kernels.
 from __future__ import annotations
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import Recomputation, parse_recomputation
+from hpc_train.config.values import LayerMode
 from hpc_train.plan.layout import Layout
 from hpc_train.planner.collectives import gather, group_of, scatter
 from hpc_train.planner.machine import Machine, Rates
@@ -29,7 +29,6 @@ class Passes:
         self.rates: Rates = machine.rates
         self.narrow = 2 if config.precision.name in ("bf16", "fp16") else 8 if config.precision.name == "fp64" else 4
         self.width = 8 if config.precision.name == "fp64" else 4
-        self.recomputation: Recomputation = parse_recomputation(config.train.activation_checkpointing)
         self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
@@ -41,20 +40,20 @@ class Passes:
         device = self._products(block) + self._attention(block) + self._moved(block)
         return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
 
-    def backward(self, block: Block, recomputed: bool) -> float:
-        """Returns the seconds of the backward of ``block``, with its recomputation if it is ``recomputed``."""
+    def backward(self, block: Block, recomputed: LayerMode) -> float:
+        """Returns the seconds of the backward of ``block``, with the recomputation of all or only cheap operations."""
         device = 2 * self._products(block) + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
         device += self.accumulated(block)
         own = pass_seconds(device, 2 * block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
-        return own + (self._again(block) if recomputed else 0.0)
+        return own + (0.0 if recomputed == "none" else self._again(block, recomputed))
 
-    def _again(self, block: Block) -> float:
+    def _again(self, block: Block, recomputed: LayerMode) -> float:
         """Returns the seconds of computing the forward of ``block`` again.
 
         It ends with the last tensor that the backward needs, which is the input of the layer's last product, so the
         product and the reduce-scatter of its result are left out (torch.utils.checkpoint with use_reentrant=False).
         """
-        if self.recomputation.keep_products:
+        if recomputed == "ops":
             return self._moved(block)
         last = block.last * self.layout.micro_size / self.split / self.flops_per_s
         device = self._products(block) - last + self._attention(block) + self._moved(block)

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpc_train.config.schema import Config
+from hpc_train.config.values import LayerMode, Recomputation
+from hpc_train.plan.activation_offload import moved_bytes
+from hpc_train.plan.counted import counted
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import Memory, estimate, needed_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message, scatter
 from hpc_train.planner.machine import Machine, Rates
 from hpc_train.planner.passes import Passes
@@ -96,7 +100,8 @@ class _Step:
         self.rates: Rates = machine.rates
         self.work: Work = count_work(config)
         self.passes = Passes(config, layout, machine, self.work)
-        self.width, self.narrow, self.recomputation = self.passes.width, self.passes.narrow, self.passes.recomputation
+        self.width, self.narrow = self.passes.width, self.passes.narrow
+        self.recomputation: Recomputation = recomputation_of(config, layout)
         self.stages = self._stages()
 
     def predict(self, simulated: bool) -> Prediction:
@@ -122,25 +127,27 @@ class _Step:
             mfu=samples * self.work.sample_flops / peak,
         )
 
-    def _stages(self) -> list[list[tuple[Block, bool]]]:
-        """Returns the blocks of each stage, and whether each is recomputed."""
-        split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
+    def _stages(self) -> list[list[tuple[Block, LayerMode]]]:
+        """Returns the blocks of each stage, and what of each is recomputed."""
         stem, *layers, head = self.work.blocks
-        counts = layer_counts(len(layers), self.layout.stages, split)
-        stages, first = [], 0
-        for count in counts:
+        stages: list[list[tuple[Block, LayerMode]]] = []
+        first = 0
+        for count in self._counts():
             numbers = range(first, first + count)
-            stages.append([(layers[number], self.recomputation.applies_to(number)) for number in numbers])
+            stages.append([(layers[number], self.recomputation.mode(number)) for number in numbers])
             first += count
-        stages[0].insert(0, (stem, False))
-        stages[-1].append((head, False))
+        stages[0].insert(0, (stem, "none"))
+        stages[-1].append((head, "none"))
         return stages
 
     def _passes(self, simulated: bool) -> tuple[float, float]:
         """Returns for how long the busiest rank computes in a step, and for how long it waits for other stages."""
         layout = self.layout
+        moving = self._moving()
         forwards = [sum(self.passes.forward(block) for block, _ in stage) for stage in self.stages]
+        forwards = [*map(max, forwards, moving)]
         backwards = [sum(self.passes.backward(block, again) for block, again in stage) for stage in self.stages]
+        backwards = [*map(max, backwards, moving)]
         of_rank = [0.0] * layout.pp
         for stage, rank in enumerate(layout.placement):
             of_rank[rank] += layout.micro_batches * (forwards[stage] + backwards[stage])
@@ -152,6 +159,21 @@ class _Step:
         simulated_s = step_seconds(layout, forwards, backwards, self._messages())
         ranks = min(layout.world_size, self.machine.devices_per_node)
         return busy, pipeline_seconds(simulated_s, busy, ranks, self.rates) - busy
+
+    def _moving(self) -> list[float]:
+        """Returns the seconds in which activations leave a stage in one pass; in the backward they come back."""
+        config, first, found = counted(self.config), 0, []
+        for count in self._counts():
+            numbers = range(first, first + count)
+            moved = sum(moved_bytes(config, self.layout, number) for number in numbers)
+            found.append(moved / self.rates.host_bytes_per_s if moved else 0.0)
+            first += count
+        return found
+
+    def _counts(self) -> list[int]:
+        """Returns the number of layers of each stage."""
+        split = self.config.strategy.pp_split if self.layout.pp > 1 else "even"
+        return layer_counts(len(self.work.blocks) - 2, self.layout.stages, split)
 
     def _messages(self) -> list[float]:
         """Returns the seconds of a message from each stage to the next one."""

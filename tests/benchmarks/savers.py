@@ -40,6 +40,8 @@ ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know f
     "moments in 8 bits": ("optim.moments=8bit",),
     "checkpointing: every third layer": ("train.activation_checkpointing=selective:3",),
     "optimizer on the host": ("strategy.offload=optimizer",),
+    "activations on the host": ("train.activation_offload=1MiB",),
+    "inputs of layers on the host": ("train.activation_offload=1MiB", "train.activation_checkpointing=full"),
 }
 LEAST_S = 20.0  # with less left no row is started
 END_S = 5.0  # from SIGTERM to SIGKILL

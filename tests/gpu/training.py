@@ -25,6 +25,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "loss of whole logits": ("train.loss_chunks=1",),
     "two micro-batches": ("batch.micro_size=4",),
     "optimizer on the host": ("strategy.offload=optimizer",),
+    "activations on the host": ("train.activation_offload=1KiB",),
+    "inputs of layers on the host": ("train.activation_offload=1KiB", "train.activation_checkpointing=full"),
+    "activations by a budget": ("train.activation_checkpointing=512KiB",),
     "moments in bf16": ("optim.moments=bf16",),
     "moments in 8 bits": ("optim.moments=8bit",),
 }
@@ -101,6 +104,7 @@ def no_synchronization(probe: Probe) -> None:
         ],
         IMAGES: ["model=vit_tiny", "data.task=images", "batch.micro_size=4"],
         "moments in bf16": ["optim.moments=bf16"],
+        "activations on the host": ["train.activation_offload=1KiB"],
     }  # fmt: skip
     for name, overrides in cases.items():
         steps = (world.steps if name == IMAGES else world.tiny_gpt)(*overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.units import format_bytes, format_duration
+from hpc_train.units import format_bytes, format_duration, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,14 @@ from hpc_train.units import format_bytes, format_duration
 )
 def test_bytes(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8GiB", 8 * 2**30), ("1.5 TiB", 1.5 * 2**40), ("500MB", 500e6), ("2KiB", 2048), ("8", None), ("8G", None)],
+)
+def test_sizes_are_read(text: str, count: float | None) -> None:
+    assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (61.4, "1:01"), (3723, "1:02:03")])

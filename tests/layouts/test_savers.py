@@ -144,7 +144,7 @@ def test_the_estimate_counts_what_tensor_parallel_ranks_gather(family: str) -> N
         kept = found[2 * place + 1] - found[2 * place]  # with the statistics of norms, which are not in the estimate
         config = split_config(family, many, mode)
         stated = sizes_of(config, resolve_layout(config, 1, 2)).activations
-        growth = (many - few) * (stated.layer if mode == "none" else stated.checkpointed)
+        growth = (many - few) * stated.kept[mode]
         assert growth == pytest.approx(kept, rel=0.04, abs=1.1 * hidden), (mode, growth, kept)
 
 

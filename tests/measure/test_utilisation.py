@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from hpc_train.config.schema import GPTConfig, TrainConfig, ViTConfig
+from hpc_train.config.schema import GPTConfig, ViTConfig
+from hpc_train.config.values import Recomputation, parse_recomputation
 from hpc_train.health import nvml
 from hpc_train.measure import utilisation
 from hpc_train.measure.utilisation import GpuUtilisation, busy_share, count_flops, device_peak
@@ -35,9 +36,9 @@ def model(config: GPTConfig | ViTConfig) -> Model:
     [("none", 0), ("ops", 0), ("full", 3 * LAYER / 3), ("selective", 2 * LAYER / 3), ("selective:3", LAYER / 3)],
 )
 def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
-    train = TrainConfig(activation_checkpointing=checkpointing)
+    layers = parse_recomputation(checkpointing)
     count, again, fused = (
-        count_flops(model(SIZES), TOKENS, train, loss) for loss in (LossForm(), LossForm(2), LossForm(2, fused=True))
+        count_flops(model(SIZES), TOKENS, layers, loss) for loss in (LossForm(), LossForm(2), LossForm(2, fused=True))
     )
     assert again.recomputed == pytest.approx(recomputed + HEAD / 3)
     assert fused == count
@@ -54,7 +55,7 @@ def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
 def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
     sizes = ViTConfig(image_size=8, patch_size=4, n_classes=5, n_layers=1, dim=8, n_heads=2, mlp_dim=16)
     images = torch.empty(1, 3, 8, 8, device="meta")
-    count = count_flops(model(sizes), images, TrainConfig(), LossForm())
+    count = count_flops(model(sizes), images, Recomputation(), LossForm())
     assert count.causal is None and count.with_embeddings == count.model == count.hardware
 
 

@@ -14,6 +14,7 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.config.schema import GPTConfig
+from hpc_train.config.values import parse_recomputation
 from hpc_train.data.dataset import IGNORED, Batch
 from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.document_ends import DOCUMENT_ENDS, with_document_ends, with_equal_numbers
@@ -23,7 +24,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import BOUNDARIES, EFFICIENT, MASK, VARLEN, Scores, kernel_for
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.parallelise import apply_activation_checkpointing
+from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from tests.models import varlen as plain
 from tests.models.models import TINY_GPT, TINY_VIT, with_values
 
@@ -209,7 +210,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, kernel: str, checkpointing: str =
     monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: kernel)
     model = build_model(ON_META, 0)
     assert isinstance(model, Model)
-    apply_activation_checkpointing(model, checkpointing)
+    apply_activation_checkpointing(model, parse_recomputation(checkpointing))
     batch = with_document_ends(batch_of([token // 32 for token in range(LENGTH)]), pin=False).to(META)
     with Operators() as found:
         loss, _ = model(batch.inputs, batch.context, batch.targets)
@@ -258,7 +259,7 @@ def test_a_compiled_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, chosen: 
     torch.compiler.reset()
     model = build_model(ON_META, 0)
     assert isinstance(model, Model)
-    apply_activation_checkpointing(model, checkpointing)
+    apply_activation_checkpointing(model, parse_recomputation(checkpointing))
     for layer in model.layers.values():
         layer.compile(backend=backend, fullgraph=True)
     for documents in (16, 32, 64):

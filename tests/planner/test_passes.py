@@ -41,7 +41,7 @@ def test_the_backward_takes_twice_the_products_and_two_and_a_half_times_the_atte
     found = passes(config, changed(**ONLY_PRODUCTS))
     products, attention = 2 * block.products / found.flops_per_s, 2 * block.attention / found.attention_per_s
     assert found.forward(block) == pytest.approx(products + attention)
-    assert found.backward(block, recomputed=False) == pytest.approx(2 * products + 2.5 * attention)
+    assert found.backward(block, "none") == pytest.approx(2 * products + 2.5 * attention)
 
 
 def test_recomputing_ends_before_the_last_product_of_a_layer() -> None:
@@ -49,10 +49,10 @@ def test_recomputing_ends_before_the_last_product_of_a_layer() -> None:
     block = count_work(config).blocks[1]
     found = passes(config, changed(**ONLY_PRODUCTS))
     assert block.last == 2 * 4096 * 4096 * 11008, "two operations for each token and weight of the second matrix"
-    again = found.backward(block, recomputed=True) - found.backward(block, recomputed=False)
+    again = found.backward(block, "full") - found.backward(block, "none")
     assert again == pytest.approx(found.forward(block) - 2 * block.last / found.flops_per_s)
     kept = passes(config_of("train.activation_checkpointing=ops"), changed(**ONLY_PRODUCTS))
-    assert kept.backward(block, recomputed=True) == pytest.approx(kept.backward(block, recomputed=False))
+    assert kept.backward(block, "ops") == pytest.approx(kept.backward(block, "none"))
 
 
 def test_tensor_parallel_ranks_gather_and_scatter_twice_in_each_pass() -> None:
@@ -62,7 +62,7 @@ def test_tensor_parallel_ranks_gather_and_scatter_twice_in_each_pass() -> None:
     block = count_work(config).blocks[1]
     one = gather(2 * 4096 * 4096 * 2, group_of(4, 1, 8), machine.rates)
     assert found.forward(block) - free.forward(block) == pytest.approx(4 * one)
-    assert found.backward(block, True) - free.backward(block, True) == pytest.approx(7 * one), "3 of them once more"
+    assert found.backward(block, "full") - free.backward(block, "full") == pytest.approx(7 * one), "3 of them once more"
 
 
 def test_context_parallel_ranks_exchange_queries_keys_values_and_the_result_in_each_pass() -> None:

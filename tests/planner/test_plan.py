@@ -71,6 +71,9 @@ def test_a_model_of_unknown_size_is_refused() -> None:
         count_work(config)
 
 
+FULL = "train.activation_checkpointing=full"
+
+
 def test_each_technique_costs_what_it_should() -> None:
     machine = read_machine("h100")
 
@@ -83,6 +86,13 @@ def test_each_technique_costs_what_it_should() -> None:
     # a third, less the last of seven products and the head, which are not recomputed
     assert 1.23 < again.compute_s / base.compute_s < 1.30
     assert again.needed_bytes < base.needed_bytes
+    moved = step("strategy.dp=fill", "strategy.data_parallel=zero1", "train.activation_offload=1MiB")
+    assert moved.needed_bytes < again.needed_bytes and moved.compute_s > again.compute_s, "the host is far away"
+    inputs = step("strategy.dp=fill", "strategy.data_parallel=zero1", "train.activation_offload=1MiB", FULL)
+    assert inputs.needed_bytes < moved.needed_bytes and inputs.compute_s == again.compute_s, "their way is covered"
+    budget = step("strategy.dp=fill", "strategy.data_parallel=zero1", "train.activation_checkpointing=4GiB")
+    assert again.needed_bytes < budget.needed_bytes < base.needed_bytes
+    assert base.compute_s < budget.compute_s < again.compute_s
     sharded = step("strategy.dp=fill", "strategy.data_parallel=zero3")
     assert sharded.needed_bytes < base.needed_bytes and sharded.communication_s > base.communication_s
     piped = step("strategy.dp=fill", "strategy.pp=4", "strategy.data_parallel=zero1")

@@ -71,8 +71,10 @@ def _aleph_alpha(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes
     gathered = 4 * dim if shared > 1 else 0
     activations = replace(
         ours.activations,
-        layer=tokens * ((8 * dim + 8 * ffn) / tp + normed / shared + gathered + 2 * dim),
-        checkpointed=tokens * 2 * dim / shared,
+        kept={
+            "none": tokens * ((8 * dim + 8 * ffn) / tp + normed / shared + gathered + 2 * dim),
+            "full": tokens * 2 * dim / shared,
+        },
         gradients=tokens * (4 * ffn / tp + 4 * dim / shared + 2 * dim * (tp > 1)),
         head=tokens * (4 * vocabulary + 4 * dim / shared),
         forward=tokens * 6 * vocabulary,
@@ -139,7 +141,8 @@ def _litgpt(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     of = ours.activations
     per = replace(IN_BF16, held=2 / shard, optimizer=4 / shard, gathered=2 * sharded, shard=2 / shard if sharded else 0)
     logits = tokens * 2 * model.vocab_size  # type: ignore[attr-defined]
-    return replace(ours, per_parameter=per, activations=replace(of, layer=of.layer + more, head=of.head + logits))
+    kept = {**of.kept, "none": of.kept["none"] + more}
+    return replace(ours, per_parameter=per, activations=replace(of, kept=kept, head=of.head + logits))
 
 
 def _torchtitan(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
@@ -157,7 +160,8 @@ def _fms(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     """HFU / MFU - 1 is a third of the share of blocks that are recomputed: of 34B and 70B nearly all are."""
     of, hfu = ours.activations, row["notes"].partition("HFU ")[2].partition(";")[0]
     every = float(hfu) / float(row["mfu"]) > 1.2
-    return replace(ours, activations=replace(of, layer=of.checkpointed)) if every else ours
+    kept = {**of.kept, "none": of.kept["full"]}
+    return replace(ours, activations=replace(of, kept=kept)) if every else ours
 
 
 PROGRAMS = {

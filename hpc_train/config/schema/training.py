@@ -275,8 +275,14 @@ class TrainConfig:
     activation_checkpointing: str = key(
         "auto",
         "Which activations are recomputed in the backward pass: none, full, selective (every second layer), "
-        "selective:N (every N-th layer) or ops (all but matrix products and attention). auto is none, unless "
-        "strategy=auto chooses.",
+        "selective:N (every N-th layer) or ops (all but matrix products and attention). A size such as 8GiB is a "
+        "budget for what the layers of a rank keep: ops and full then apply to as few layers as necessary. auto is "
+        "none, unless strategy=auto chooses.",
+    )
+    activation_offload: str = key(
+        "none",
+        "The size from which what layers save for the backward pass is kept in host memory, such as 1MiB. none keeps "
+        "all of it on the device.",
     )
     loss_chunks: int | str = key(
         "auto",

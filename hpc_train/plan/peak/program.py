@@ -13,21 +13,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hpc_train.config.schema import Config
-from hpc_train.config.values import parse_recomputation
+from hpc_train.config.values import LayerMode
 from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.peak.replay import Change, Part
 from hpc_train.plan.peak.sizes import Sizes
+from hpc_train.plan.recomputation import recomputation_of
 
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
 
 Gathers = Literal["never", "step", "layer"]
 Reduces = Literal["each", "last", "after"]
-Run = tuple[bool, int]  # whether consecutive layers are recomputed, and how many they are
+
+
+class Run(NamedTuple):
+    """Consecutive layers of a stage that are alike.
+
+    Attributes:
+        mode: what they recompute.
+        moves: whether their activations are in host memory if the config offloads them, as those of all layers but
+            the last of the model are.
+        count: how many they are.
+    """
+
+    mode: LayerMode
+    moves: bool
+    count: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Stage:
 
     @property
     def layers(self) -> int:
-        return sum(count for _, count in self.runs)
+        return sum(run.count for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -93,12 +108,12 @@ def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
 
 def _stages(config: Config, layout: Layout) -> list[Stage]:
     counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
-    recomputation = parse_recomputation(config.train.activation_checkpointing)
+    recomputation, last = recomputation_of(config, layout), config.model.n_layers - 1
     found, first = [], 0
     for stage, count in enumerate(counts):
         numbers = range(first, first + count)
-        flags = (recomputation.applies_to(number) for number in numbers)
-        runs = tuple((again, len([*group])) for again, group in groupby(flags))
+        kinds = ((recomputation.mode(number), number < last) for number in numbers)
+        runs = tuple(Run(*kind, len([*group])) for kind, group in groupby(kinds))
         found.append(Stage(stage == 0, stage == layout.stages - 1, runs))
         first += count
     return found
@@ -177,14 +192,22 @@ class _Step:
                 self.summed |= {*self.rank.stages}
         messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
         yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
+        yield Change("activations", self._on_the_way())
+
+    def _on_the_way(self) -> float:
+        """Returns what is on the device of activations that are kept in host memory: those of the layer that computes
+        and of its neighbour. The last layer of the model, which stays, replaces one of them.
+        """
+        stages, moved = self.rank.stages.values(), self.sizes.activations.moved
+        sizes = [moved[run.mode] for stage in stages for run in stage.runs for _ in range(run.count * run.moves)]
+        return sum(sorted(sizes)[-1 if any(stage.last for stage in stages) else -2 :])
 
     def _forward(self, number: int) -> Iterator[Change]:
         stage, held = self.rank.stages[number], self.sizes.activations
         _, layer, _ = self._parameters(stage)
         yield from self._gather(number)
-        for again, count in stage.runs:
-            kept = held.checkpointed if again else held.layer
-            yield Change("activations", count * kept)
+        for run in stage.runs:
+            yield Change("activations", run.count * held.on_device(run.mode, run.moves))
             yield from self._one_layer(layer)
         if stage.last:
             yield Change("activations", held.head)
@@ -220,8 +243,8 @@ class _Step:
             return  # which torch leaves to the second part
         if stage.last:
             yield Change("activations", held.backward, moment=True)
-        recomputed = max((again for again, _ in stage.runs), default=False)
-        yield Change("activations", held.gradients + (held.layer if recomputed else 0.0), moment=True)
+        recomputes = any(run.mode != "none" for run in stage.runs)
+        yield Change("activations", held.gradients + (held.kept["none"] if recomputes else 0.0), moment=True)
         yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
 
     def _backward(self, number: int, split: bool) -> Iterator[Change]:
@@ -231,11 +254,11 @@ class _Step:
         inputs_done = split and not stage.first
         if stage.last:
             yield from self._head_backward(number, inputs_done)
-        for again, count in reversed(stage.runs):
-            kept = (held.checkpointed if again else held.layer) + (held.products if inputs_done else 0.0)
+        for mode, moves, count in reversed(stage.runs):
+            kept = held.on_device(mode, moves) + (held.products if inputs_done else 0.0)
             # layers that follow each other are alike: the first and the last one tell the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
-                yield from self._layer_backward(number, again, layer, several)
+                yield from self._layer_backward(number, mode, layer, several)
                 yield Change("activations", -several * kept)
         yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
         yield from self._end(number)
@@ -256,10 +279,10 @@ class _Step:
         yield Change("gradients", -held.matrix)
         yield Change("activations", -held.logits - held.logits * inputs_done)
 
-    def _layer_backward(self, number: int, again: bool, layer: float, several: int) -> Iterator[Change]:
+    def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
         """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
         per, held, matrix = self.sizes.per_parameter, self.sizes.activations, self.sizes.parameters.matrix
-        recomputed = held.layer if again else 0.0
+        recomputed = 0.0 if mode == "none" else held.kept["none"]
         gathered = 2 * layer * per.gathered if self.rank.gathers == "layer" else 0.0
         # with ZeRO, that in which the gradients of the layer before are sent
         fresh = matrix * self._copies(number) if self.rank.reduces == "after" else layer * per.whole

@@ -6,15 +6,18 @@ that they replace.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig
-from hpc_train.config.values import parse_recomputation
+from hpc_train.config.values import LayerMode
+from hpc_train.plan.activation_offload import moved_by_mode
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
+from hpc_train.plan.recomputation import layer_bytes
 
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
@@ -69,7 +72,8 @@ class PerMicroBatch:
     """Bytes of the activations of one micro-batch on one rank.
 
     Attributes:
-        layer, checkpointed: what a layer keeps for its backward, without and with activation checkpointing.
+        kept: what a layer keeps for its backward, by what it recomputes.
+        moved: what of it is in host memory, if the layer's activations are offloaded.
         gradients: what the backward of a layer holds beside that when it holds the most.
         products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
             between.
@@ -80,8 +84,8 @@ class PerMicroBatch:
         matrix: the gradient of the output matrix, which a fused loss keeps from the forward to the backward.
     """
 
-    layer: float
-    checkpointed: float
+    kept: Mapping[LayerMode, float]
+    moved: Mapping[LayerMode, float]
     gradients: float
     products: float
     hidden: float
@@ -90,6 +94,10 @@ class PerMicroBatch:
     backward: float
     logits: float
     matrix: float
+
+    def on_device(self, mode: LayerMode, moves: bool) -> float:
+        """Returns what a layer keeps on the device."""
+        return self.kept[mode] - (self.moved[mode] if moves else 0.0)
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,6 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     _, narrow = widths(config)
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
     tokens, tp = layout.micro_size * kept.tokens / layout.cp, layout.tp
-    every, checkpointed = _layer_bytes(config, layout, kept, narrow, normed)
     split = family_of(config.model).tensor_parallel
     shards_sequence = tp > 1 and split is not None and split.shards_sequence
     hidden = kept.layer_input * normed / (tp if shards_sequence else 1)
@@ -175,8 +182,8 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     gradients = kept.layer // 4 if kept.backward is None else kept.backward
     of_gathered = 2 * kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient, and its sum over the ranks
     return PerMicroBatch(
-        layer=tokens * every,
-        checkpointed=tokens * checkpointed,
+        kept=layer_bytes(config, layout),
+        moved=moved_by_mode(config, layout),
         gradients=tokens * (gradients * narrow / tp + hidden + of_gathered),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
@@ -217,27 +224,6 @@ def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float
     if chunks == 1:
         return whole, widened, 2 * logits * wide
     return hidden, whole + widened, whole + 2 * logits * wide
-
-
-def _layer_bytes(config: Config, layout: Layout, kept: Activations, narrow: int, normed: int) -> tuple[float, float]:
-    """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing.
-
-    Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
-    family does not split the sequence, the ranks also share the hidden states and the inputs of norms.
-    """
-    of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
-    every = kept.norm_inputs * normed + kept.layer * narrow + kept.scores * of_scores
-    every += kept.mixed * narrow if layout.cp > 1 else 0
-    keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    checkpointed = kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
-    if layout.tp == 1:
-        return every, checkpointed
-    split = family_of(config.model).tensor_parallel
-    gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
-    whole, whole_checkpointed = gathered, gathered if keeps else 0.0
-    if split is None or not split.shards_sequence:
-        whole, whole_checkpointed = whole + kept.norm_inputs * normed, whole_checkpointed + kept.layer_input * normed
-    return whole + (every - whole) / layout.tp, whole_checkpointed + (checkpointed - whole_checkpointed) / layout.tp
 
 
 def layer_parameters(model: ModelConfig) -> int:

@@ -29,6 +29,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.plan.loss_chunks import loss_form
+from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.run.events import EventLog
 
 
@@ -235,7 +236,7 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     if not isinstance(model, Model):
         return Meter()
     inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
-    count = count_flops(model, inputs, config.train, loss_form(config, mesh.layout))
+    count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
     return Meter(count, per_device * mesh.layout.world_size) if count.model else Meter()
 
 

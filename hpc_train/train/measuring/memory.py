@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
+from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.measure.utilisation import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
@@ -170,6 +171,12 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
         yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))
     if config.optim._target_ is None and config.optim.name == "adamw" and config.optim.moments == "fp32":
         yield "optim.moments=bf16", replace(config, optim=replace(config.optim, moments="bf16"))
+    if (
+        gpu
+        and train.activation_offload == "none"
+        and parse_recomputation(train.activation_checkpointing).budget is None
+    ):
+        yield "train.activation_offload=1MiB", replace(config, train=replace(train, activation_offload="1MiB"))
     if gpu and config.strategy.offload == "none":
         yield "strategy.offload=optimizer", replace(config, strategy=replace(config.strategy, offload="optimizer"))
     if not gpu and layout.world_size > 1:
