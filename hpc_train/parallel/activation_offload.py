@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
+from hpc_train.models.projections import CASTS, JOINED
 from hpc_train.models.wrapped import layers_of
 
 
@@ -223,7 +224,10 @@ class _View:
 
 
 class _Weights:
-    """The storages of a layer's weights, as they are when the layer saves its first tensor: ZeRO has gathered them."""
+    """The storages of a layer's weights and of the casts that the step keeps.
+
+    They are those at the time when the layer saves its first tensor: ZeRO has gathered them.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
@@ -231,8 +235,15 @@ class _Weights:
 
     def have(self, storage: torch.UntypedStorage) -> bool:
         if self._storages is None:
-            self._storages = {_local(each).untyped_storage()._cdata for each in self._layer.parameters()}
+            self._storages = {
+                _local(each).untyped_storage()._cdata for each in (*self._layer.parameters(), *self._casts())
+            }
         return storage._cdata in self._storages
+
+    def _casts(self) -> Iterator[Tensor]:
+        for module in self._layer.modules():
+            for name in (CASTS, JOINED):
+                yield from (cast for cast in module.__dict__.get(name, ()) if cast is not None)
 
 
 class _Offload:

@@ -28,7 +28,7 @@ from hpc_train.plan.memory import estimate
 from hpc_train.plan.recomputation import kept_by_layers, layer_bytes, recomputation_of
 from hpc_train.plan.validate import checked_layout
 from tests.layouts.cells import Cell
-from tests.layouts.memory import Allocations
+from tests.layouts.memory import Allocations, norms_of_gpus
 from tests.layouts.oracle import check_cells
 from tests.ranks import run_ranks
 
@@ -85,7 +85,7 @@ def test_the_layers_of_a_stage_with_more_micro_batches_in_flight_come_first() ->
     in_flight = [layout.in_flight(stage) for stage in range(4)]
     assert in_flight[0] > in_flight[2] and in_flight[1] > in_flight[3]
     most = max(kept_by_layers(config, layout, rank) for rank in range(2))
-    modes = chosen(with_budget(config, 0.8 * most))
+    modes = chosen(with_budget(config, 0.9 * most))
     assert modes[0] == "ops" and modes[4] == "none"
 
 
@@ -117,7 +117,7 @@ def test_the_layout_says_what_was_chosen_and_the_estimate_follows() -> None:
     plain, spared = (estimate(each, layout_of(each)) for each in (config, small))
     assert plain is not None and spared is not None
     saved = 5 * (sizes["none"] - sizes["full"]) + 7 * (sizes["none"] - sizes["ops"])
-    assert plain.activations - spared.activations == pytest.approx(saved - sizes["none"])  # one layer is complete
+    assert plain.total - spared.total == pytest.approx(saved - sizes["none"], rel=0.05)  # one layer is complete
 
 
 def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[int]:
@@ -129,7 +129,7 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[int]
         engine: Any = build_engine(config, mesh)
         layers = [*engine.parts[0].layers.values()]
         before, after = list[int](), list[int]()
-        with Allocations() as allocations:
+        with norms_of_gpus(), Allocations() as allocations:
             layers[0].register_forward_pre_hook(partial(_look, allocations, before))
             layers[-1].register_forward_hook(partial(_look, allocations, after))
             engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
@@ -172,8 +172,8 @@ def budgeted(share: float, world_size: int, **strategy: Any) -> Cell:
 
 def test_a_budget_changes_no_gradient(record: Callable[..., None]) -> None:
     kinds = ("ddp", "allreduce", "zero3")
-    cells = [budgeted(share, 2, dp=2, data_parallel=kind) for kind in kinds for share in (0.85, 0.4)]
-    cells += [budgeted(share, 2, tp=2) for share in (0.85, 0.4)]
-    cells += [budgeted(share, 2, pp=2) for share in (0.85, 0.5)]
+    cells = [budgeted(share, 2, dp=2, data_parallel=kind) for kind in kinds for share in (0.9, 0.4)]
+    cells += [budgeted(share, 2, tp=2) for share in (0.9, 0.4)]
+    cells += [budgeted(share, 2, pp=2) for share in (0.9, 0.5)]
     cells += [budgeted(0.6, 2, pp=2, schedule="zbv", stages_per_rank=2)]
     record(check_cells(cells), [])
