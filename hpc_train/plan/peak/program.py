@@ -115,7 +115,8 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
         forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in range(in_flight[stage])]
         backwards = [action._replace(work=FULL_BACKWARD) for action in reversed(forwards)]
         return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
-    enough = -(-(max(in_flight.values()) + 2 * layout.pp) // layout.pp) * layout.pp
+    turn = layout.pp if layout.pipeline.micro_batches == "multiple_of_ranks" else 1
+    enough = -(-(max(in_flight.values()) + 2) // turn) * turn
     return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
 
 
