@@ -113,7 +113,10 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
     order = layout.pipeline.order
     if order is None:
         forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in range(in_flight[stage])]
-        backwards = [action._replace(work=FULL_BACKWARD) for action in reversed(forwards)]
+        works: tuple[Work, ...] = (FULL_BACKWARD,)
+        if layout.pipeline.splits_backward:
+            works = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+        backwards = [action._replace(work=work) for action in reversed(forwards) for work in works]
         return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
     turn = layout.pp if layout.pipeline.micro_batches == "multiple_of_ranks" else 1
     enough = -(-(max(in_flight.values()) + 2) // turn) * turn
