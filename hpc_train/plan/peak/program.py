@@ -59,7 +59,7 @@ class Rank:
         gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
         reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
             whole.
-        keeps_gradients: whether gradients have memory from step to step.
+        keeps_gradients: whether gradients have memory from step to step, in DDP's buckets.
     """
 
     stages: dict[int, Stage]
@@ -130,7 +130,7 @@ class _Step:
     Attributes:
         gathered: the stages whose parameters are whole.
         summed: the stages whose gradients have memory.
-        left: the passes that are left for each stage.
+        left: the backwards that are left for each stage.
     """
 
     sizes: Sizes
