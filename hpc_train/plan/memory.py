@@ -13,8 +13,8 @@ from hpc_train.config.values import runs_own_code
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import values_per_parameter
-from hpc_train.plan.peak.program import changes_of, ranks_of
-from hpc_train.plan.peak.replay import Memory, replay
+from hpc_train.plan.peak.program import peak_of, ranks_of
+from hpc_train.plan.peak.replay import Memory
 from hpc_train.plan.peak.sizes import parameter_count, sizes_of, trained_count
 from hpc_train.plan.techniques import CARRYING
 
@@ -51,8 +51,7 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
     if runs_own_code(config) or parameter_count(config.model) is None:
         return None
     sizes = sizes_of(config, layout)
-    found = (replay(changes_of(sizes, rank)) for rank in ranks_of(config, layout))
-    return max(found, key=lambda memory: memory.total)
+    return max((peak_of(sizes, rank) for rank in ranks_of(config, layout)), key=lambda memory: memory.total)
 
 
 def state_bytes(config: Config, replicas: int = 1) -> int | None:

@@ -81,7 +81,7 @@ def test_the_table_of_vit_large_on_cifar_comes_out(
     assert 12 < by_node[2]["speedup"] < 20
 
 
-@pytest.mark.parametrize(("micro", "saved"), [(8, 0.79), (32, 0.65), (128, 0.39)])
+@pytest.mark.parametrize(("micro", "saved"), [(8, 0.82), (32, 0.70), (128, 0.39)])
 def test_zero2_saves_memory_by_micro_batch(micro: int, saved: float) -> None:
     """ZeRO-2 saves 43 % in the sources, which do not say with which micro-batch."""
     config = typed(compose(["+strategy=single", *VIT, "strategy.dp=fill", f"batch.micro_size={micro}"]))

@@ -16,8 +16,8 @@ from hpc_train.plan.layout import Layout
 from hpc_train.plan.loss_chunks import LossForm
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.peak import sizes as peak_sizes
-from hpc_train.plan.peak.program import Rank, changes_of, ranks_of
-from hpc_train.plan.peak.replay import Memory, replay
+from hpc_train.plan.peak.program import Rank, peak_of, ranks_of
+from hpc_train.plan.peak.replay import Memory
 from hpc_train.plan.peak.sizes import PerParameter, Sizes, sizes_of
 
 Row = Mapping[str, str]
@@ -49,7 +49,7 @@ def _peak(row: Row, config: Config, layout: Layout) -> Memory | None:
         return estimate(config, layout)
     sizes = program.sizes(row, config, layout, sizes_of(config, layout))
     ranks = (program.rank(layout, rank) for rank in ranks_of(config, layout))
-    return max((replay(changes_of(sizes, rank)) for rank in ranks), key=lambda memory: memory.total)
+    return max((peak_of(sizes, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
 def _tokens(config: Config, layout: Layout) -> int:

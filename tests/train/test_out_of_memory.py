@@ -35,7 +35,7 @@ def test_the_message_says_what_helps_in_this_run(tmp_path: Path) -> None:
         r"Estimated memory per rank: [\d.]+ [KM]iB \(parameters .*\), mostly activations\. "
         r"To reduce memory in this run: "
         r"batch\.micro_size=2 \(now 4; .*\) saves [\d.]+ KiB; train\.activation_checkpointing=ops saves .*; "
-        r"train\.loss_chunks=8 saves"
+        r"train\.activation_checkpointing=full saves"
     )
     with pytest.raises(AssertionError, match=message):
         run_attempt(run, 2, too_large)

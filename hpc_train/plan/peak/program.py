@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
-from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
+from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape, Work
 from hpc_train.plan.partition import layer_counts
-from hpc_train.plan.peak.replay import Change, Part
+from hpc_train.plan.peak.replay import Change, Memory, Part, Passage, passage, replay
 from hpc_train.plan.peak.sizes import Sizes
 from hpc_train.plan.recomputation import recomputation_of
 
@@ -74,7 +74,7 @@ class Rank:
         gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
         reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
             whole.
-        keeps_gradients: whether gradients have memory from step to step.
+        keeps_gradients: whether gradients have memory from step to step, in DDP's buckets.
     """
 
     stages: dict[int, Stage]
@@ -128,9 +128,13 @@ def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, 
     order = layout.pipeline.order
     if order is None:
         forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in range(in_flight[stage])]
-        backwards = [action._replace(work=FULL_BACKWARD) for action in reversed(forwards)]
+        works: tuple[Work, ...] = (FULL_BACKWARD,)
+        if layout.pipeline.splits_backward:
+            works = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+        backwards = [action._replace(work=work) for action in reversed(forwards) for work in works]
         return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
-    enough = -(-(max(in_flight.values()) + 2 * layout.pp) // layout.pp) * layout.pp
+    turn = layout.pp if layout.pipeline.micro_batches == "multiple_of_ranks" else 1
+    enough = -(-(max(in_flight.values()) + 2) // turn) * turn
     return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
 
 
@@ -141,7 +145,7 @@ class _Step:
     Attributes:
         gathered: the stages whose parameters are whole.
         summed: the stages whose gradients have memory.
-        left: the passes that are left for each stage.
+        left: the backwards that are left for each stage.
     """
 
     sizes: Sizes
@@ -150,19 +154,37 @@ class _Step:
     summed: set[int] = field(default_factory=set)
     left: dict[int, int] = field(default_factory=dict)
 
-    def run(self) -> Iterator[Change]:
-        yield from self._begin()
+    def run(self) -> Iterator[Passage]:
+        """Returns the passes; those of a stage that begin alike are alike."""
+        yield passage(self._begin())
         for work, stage, _ in self.rank.actions:
             if work in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 self.left[stage] = self.left.get(stage, 0) + 1
+        known: dict[tuple[Work, int, bool, bool, bool], Passage] = {}
         for work, stage, _ in self.rank.actions:
-            if work == FORWARD:
-                yield from self._forward(stage)
-            elif work == BACKWARD_INPUT:
-                yield from self._inputs(stage)
-            else:
-                self.left[stage] -= 1
-                yield from self._backward(stage, split=work == BACKWARD_WEIGHT)
+            self.left[stage] -= work in (FULL_BACKWARD, BACKWARD_WEIGHT)
+            key = work, stage, stage in self.gathered, stage in self.summed, not self.left[stage]
+            if key not in known:
+                known[key] = passage(self._pass(work, stage))
+            yield known[key]
+            self._passed(work, stage)
+
+    def _pass(self, work: Work, stage: int) -> Iterator[Change]:
+        if work == FORWARD:
+            return self._forward(stage)
+        return self._inputs(stage) if work == BACKWARD_INPUT else self._backward(stage, work == BACKWARD_WEIGHT)
+
+    def _passed(self, work: Work, stage: int) -> None:
+        if work == FORWARD:
+            self.gathered.add(stage)
+        elif work != BACKWARD_INPUT:
+            self.summed.add(stage)
+            if self._reshards(stage):
+                self.gathered.discard(stage)
+
+    def _reshards(self, stage: int) -> bool:
+        """Returns whether a backward of ``stage`` frees its gathered parameters."""
+        return self.rank.gathers == "layer" or (self.rank.gathers == "step" and not self.left[stage])
 
     def _parameters(self, stage: Stage) -> tuple[float, float, float]:
         """Returns the parameters of the stem, one layer and the head of a stage, as far as it has them."""
@@ -223,7 +245,6 @@ class _Step:
         """Gathers what stays whole until the backward, or until the last one of the step."""
         if self.rank.gathers == "never" or number in self.gathered:
             return
-        self.gathered.add(number)
         stage, per = self.rank.stages[number], self.sizes.per_parameter
         stem, layer, head = self._parameters(stage)
         yield Change("parameters", (stem + head) * per.gathered)
@@ -319,13 +340,11 @@ class _Step:
         else:
             yield Change("gradients", -head * per.fresh)
             yield from self._gradient(number, stem + head, stem + head)
-        self.summed.add(number)
-        if self.rank.gathers == "layer" or (self.rank.gathers == "step" and not self.left[number]):
-            self.gathered.discard(number)
+        if self._reshards(number):
             layers = stage.layers if self.rank.gathers == "step" else 0
             yield Change("parameters", -(stem + head + layers * layer) * per.gathered)
 
 
-def changes_of(sizes: Sizes, rank: Rank) -> Iterator[Change]:
-    """Returns what ``rank`` allocates and frees in a step."""
-    return _Step(sizes, rank).run()
+def peak_of(sizes: Sizes, rank: Rank) -> Memory:
+    """Returns what ``rank`` holds at the peak of a step."""
+    return replay(_Step(sizes, rank).run())

@@ -49,17 +49,47 @@ class Memory:
         return f"{format_bytes(self.total)} ({parts})"
 
 
-def replay(changes: Iterable[Change]) -> Memory:
-    """Returns what is held at the peak of ``changes``, which begin with nothing."""
-    held: dict[str, float] = dict.fromkeys((field.name for field in fields(Memory)), 0.0)
-    total = most = 0.0
-    peak = dict(held)
+PARTS = {field.name: place for place, field in enumerate(fields(Memory))}
+
+
+class Passage(NamedTuple):
+    """What a pass does to the memory of a rank, in bytes; the tuples have one number for each part.
+
+    Attributes:
+        net: what it leaves more than there was before.
+        peak: what it holds more than there was before, at its peak.
+    """
+
+    net: tuple[float, ...]
+    peak: tuple[float, ...]
+    total: float
+    height: float
+
+
+def passage(changes: Iterable[Change]) -> Passage:
+    """Returns the sum of ``changes`` and their peak."""
+    held = [0.0] * len(PARTS)
+    total = height = 0.0
+    peak = tuple(held)
     for part, size, moment in changes:
+        place = PARTS[part]
         total += size
-        held[part] += size
-        if total > most:
-            most, peak = total, dict(held)
+        held[place] += size
+        if total > height:
+            height, peak = total, tuple(held)
         if moment:
             total -= size
-            held[part] -= size
-    return Memory(**peak)
+            held[place] -= size
+    return Passage(tuple(held), peak, total, height)
+
+
+def replay(passages: Iterable[Passage]) -> Memory:
+    """Returns what is held at the peak of ``passages``, which begin with nothing."""
+    held = most = tuple([0.0] * len(PARTS))
+    total = height = 0.0
+    for each in passages:
+        if total + each.height > height:
+            height, most = total + each.height, tuple(map(sum, zip(held, each.peak, strict=True)))
+        total += each.total
+        held = tuple(map(sum, zip(held, each.net, strict=True)))
+    return Memory(*most)
