@@ -37,12 +37,12 @@ class Run(NamedTuple):
         mode: what they recompute.
         moves: whether their activations are in host memory if the config offloads them, as those of all layers but
             the last of the model are.
-        count: how many they are.
+        layers: how many they are.
     """
 
     mode: LayerMode
     moves: bool
-    count: int
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def layers(self) -> int:
-        return sum(run.count for run in self.runs)
+        return sum(run.layers for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Step:
         and of its neighbour. The last layer of the model, which stays, replaces one of them.
         """
         stages, moved = self.rank.stages.values(), self.sizes.activations.moved
-        sizes = [moved[run.mode] for stage in stages for run in stage.runs for _ in range(run.count * run.moves)]
+        sizes = [moved[run.mode] for stage in stages for run in stage.runs for _ in range(run.layers * run.moves)]
         return sum(sorted(sizes)[-1 if any(stage.last for stage in stages) else -2 :])
 
     def _forward(self, number: int) -> Iterator[Change]:
@@ -229,7 +229,7 @@ class _Step:
         _, layer, _ = self._parameters(stage)
         yield from self._gather(number)
         for run in stage.runs:
-            yield Change("activations", run.count * held.on_device(run.mode, run.moves))
+            yield Change("activations", run.layers * held.on_device(run.mode, run.moves))
             yield from self._one_layer(layer)
         if stage.last:
             yield Change("activations", held.head)
