@@ -41,7 +41,7 @@ def test_directories_of_the_user_are_searched(site: Path, tmp_path: Path) -> Non
 
 
 def test_help_and_info_and_completion(tmp_path: Path) -> None:
-    assert "strategy: auto, dp, hsdp, hybrid" in hpc_train("--help", cwd=tmp_path).stdout
+    assert "strategy: auto, cp, dp, hsdp, hybrid" in hpc_train("--help", cwd=tmp_path).stdout
     assert "conf" in hpc_train("--info", "searchpath", cwd=tmp_path).stdout
     typed = environment(COMP_LINE="hpc-train +strategy=hyb")
     assert "+strategy=hybrid3d" in hpc_train("-sc", "query=bash", cwd=tmp_path, env=typed).stdout
