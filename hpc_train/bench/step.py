@@ -122,7 +122,7 @@ def _gap(gap: dict[str, Any]) -> str:
         "(mean of the ranks, profiler):"
     ]
     for loss in gap["losses"][:LISTED]:
-        part = f"{1e3 * loss['seconds']:9.1f} ms {100 * loss['seconds'] / lost:5.1f} %"
+        part = f"{1e3 * loss['seconds']:9.1f} ms {100 * loss['seconds'] / max(lost, 1e-9):5.1f} %"
         lines.append(f"{'':15}{part}  {loss['kind']}: {loss['advice']}")
     return "\n".join(lines)
 

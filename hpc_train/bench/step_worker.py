@@ -21,7 +21,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
-from hpc_train.measure.step_gap import advice, losses, mean_losses, profiled
+from hpc_train.measure.step_gap import advice, losses, mean_of_ranks, profiled
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
 from hpc_train.measure.utilisation import (
     count_flops,
@@ -235,7 +235,7 @@ def _communication(bench: StepBench) -> list[float] | None:
     layout = bench.mesh.layout
     if layout.stage_ranks == 1:
         return None
-    return _gather(communication_share(bench.gradients, bench.mesh.device), bench.mesh)
+    return _gather(communication_share(bench.gradients, bench.mesh.device, layout.pp > 1), bench.mesh)
 
 
 def _measurement_cost(bench: StepBench, step_s: float) -> dict[str, float]:
@@ -273,12 +273,10 @@ def _gap(bench: StepBench, step_s: float, utilisation: dict[str, Any] | None) ->
         return None
     ideal_s = utilisation["value"] * step_s
     recomputed_s = max(0.0, utilisation.get("hfu", utilisation["value"]) * step_s - ideal_s)
-    own = losses(profiled(bench.step, bench.mesh.device), step_s, ideal_s, recomputed_s)
-    rows = [
-        {"kind": kind, "seconds": value, "advice": advice(kind, bench.config)}
-        for kind, value in mean_losses(_gather(own, bench.mesh)).items()
-    ]
-    return {"step_s": step_s, "ideal_s": ideal_s, "losses": rows}
+    own = profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
+    found = losses(mean_of_ranks(_gather(own, bench.mesh)), step_s, ideal_s, recomputed_s)
+    rows = [{"kind": kind, "seconds": value, "advice": advice(kind, bench.config)} for kind, value in found.items()]
+    return {"step_s": step_s, "ideal_s": step_s - sum(found.values()), "losses": rows}
 
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:

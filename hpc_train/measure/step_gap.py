@@ -2,7 +2,8 @@
 
 The ideal step computes the FLOPs of the model at the peak rate and nothing else. The rest of a measured step is the
 gap, which this module divides among the kinds of work: matrix products and attention lose what they take beyond the
-ideal step, and every other kind all of its time.
+ideal step, and every other kind all of its time. A loss that is fused with the head (``models/linear_head.py``)
+computes with element-wise operations.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hpc_train.config.schema import Config
-from hpc_train.measure.time_breakdown import cpu_intervals, gpu_intervals, uncovered
+from hpc_train.measure.time_breakdown import HOST_COPIES, cpu_intervals, gpu_intervals, uncovered
 
 PRODUCTS, RECOMPUTED, ELEMENTWISE = "matrix products and attention", "recomputed forward", "element-wise operations"
 LOSS, OPTIMIZER, COPIES = "loss", "optimizer", "copies and casts"
 COMMUNICATION, BUBBLE, WAITING = "communication", "pipeline bubble", "waiting for the host"
+TRANSFERS = "copies between host and device"
 # The first kind with a word that the name of a kernel or operator contains, in lower case. Attention precedes products,
-# because some of its kernels are built with CUTLASS; compiled kernels list all the operators that they fuse.
+# because some of its kernels are built with CUTLASS.
 WORDS: Sequence[tuple[str, tuple[str, ...]]] = (
     (PRODUCTS, ("flash", "fmha", "sdpa", "attention")),
     (PRODUCTS, ("gemm", "cutlass", "nvjet", "xmma", "cublas", "cijk_", "splitk", "conv", "mkldnn")),
     (PRODUCTS, ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")),
     (LOSS, ("softmax", "nll_loss", "cross_entropy", "logsumexp")),
     (OPTIMIZER, ("multi_tensor_apply", "adam", "foreach", "sgd")),
-    (ELEMENTWISE, ("triton",)),
     (COPIES, ("memcpy", "memset", "copy", "catarray", "aten::cat", "fill", "zero")),
 )
+# The names of compiled kernels list the operators around them; those of products begin with the name of a template.
+COMPILED, TEMPLATE = "triton_", "triton_tem_"
 STEPS = 3  # that are profiled
 MICRO = 1e-6  # torch.profiler counts microseconds
 
@@ -38,14 +41,22 @@ MICRO = 1e-6  # torch.profiler counts microseconds
 def kind_of(name: str) -> str:
     """Returns the kind of work of a kernel or operator by its name."""
     lower = name.lower()
+    if lower.startswith(TEMPLATE):
+        return PRODUCTS
+    if lower.startswith(COMPILED):
+        fused = [kind for kind, words in WORDS if kind in (LOSS, OPTIMIZER) and any(word in lower for word in words)]
+        return fused[0] if fused else ELEMENTWISE
     return next((kind for kind, words in WORDS if any(word in lower for word in words)), ELEMENTWISE)
 
 
-def profiled(step: Callable[[], None], device: torch.device, steps: int = STEPS) -> dict[str, float]:
+def profiled(step: Callable[[], None], device: torch.device, stages: bool, steps: int = STEPS) -> dict[str, float]:
     """Runs ``steps`` steps under torch.profiler and returns the seconds per step of each kind of work on this rank.
 
     Kernels that run at the same time share it. Collectives and messages between stages count where no computation
     runs.
+
+    Args:
+        stages: whether there are pipeline stages.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as profiler:
@@ -53,14 +64,14 @@ def profiled(step: Callable[[], None], device: torch.device, steps: int = STEPS)
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    return {kind: seconds / steps for kind, seconds in seconds_by_kind(profiler.events() or [], on_gpu).items()}
+    return {kind: seconds / steps for kind, seconds in seconds_by_kind(profiler.events() or [], on_gpu, stages).items()}
 
 
-def seconds_by_kind(events: Iterable[Any], on_gpu: bool) -> dict[str, float]:
+def seconds_by_kind(events: Iterable[Any], on_gpu: bool, stages: bool) -> dict[str, float]:
     """Returns the seconds of each kind of work in the events of torch.profiler."""
     events = [*events]
-    found = gpu_intervals(events) if on_gpu else cpu_intervals(events)
-    seconds = dict.fromkeys([kind for kind, _ in WORDS], 0.0)
+    found = gpu_intervals(events, stages) if on_gpu else cpu_intervals(events)
+    seconds = dict.fromkeys([*(kind for kind, _ in WORDS), ELEMENTWISE], 0.0)
     for name, length in _kernels(events) if on_gpu else _operators(events):
         seconds[kind_of(name)] += MICRO * length
     total = sum(seconds.values())
@@ -70,13 +81,14 @@ def seconds_by_kind(events: Iterable[Any], on_gpu: bool) -> dict[str, float]:
     computing = [*found.computation, *found.communication]
     seconds[COMMUNICATION] = MICRO * uncovered(found.communication, found.computation)
     seconds[BUBBLE] = MICRO * uncovered(found.messages, computing)
+    seconds[TRANSFERS] = MICRO * uncovered(found.transfers, [*computing, *found.messages])
     return seconds
 
 
 def _kernels(events: Iterable[Any]) -> Iterable[tuple[str, float]]:
     for event in events:
         is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-        if is_kernel and "nccl" not in event.name:
+        if is_kernel and "nccl" not in event.name and not event.name.startswith(HOST_COPIES):
             yield event.name, event.time_range.end - event.time_range.start
 
 
@@ -88,25 +100,28 @@ def _operators(events: Iterable[Any]) -> Iterable[tuple[str, float]]:
 
 
 def losses(seconds: Mapping[str, float], step_s: float, ideal_s: float, recomputed_s: float) -> dict[str, float]:
-    """Divides the gap between the measured ``step_s`` and ``ideal_s`` among the kinds of work, in seconds.
+    """Divides the gap between the measured ``step_s`` and ``ideal_s`` among the kinds of work, in seconds, the largest
+    loss first.
 
     The profiler slows the host down. If the work that it saw takes longer than the measured step, all of it is scaled.
+    Products that are faster than the peak rate allows, because a causal mask leaves out half of the attention that is
+    counted, lose nothing.
 
     Args:
-        seconds: what ``profiled`` returns.
+        seconds: the mean over ranks of what ``profiled`` returns.
         recomputed_s: the seconds of the recomputed forward at the peak rate.
     """
     busy = sum(seconds.values())
     scale = min(1.0, step_s / busy) if busy else 1.0
     lost = {kind: value * scale for kind, value in seconds.items()}
     beyond = max(0.0, lost[PRODUCTS] - ideal_s - recomputed_s)
-    return lost | {PRODUCTS: beyond, RECOMPUTED: recomputed_s, WAITING: step_s - busy * scale}
+    lost |= {PRODUCTS: beyond, RECOMPUTED: recomputed_s, WAITING: step_s - busy * scale}
+    return dict(sorted(lost.items(), key=lambda loss: -loss[1]))
 
 
-def mean_losses(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean over ranks of each loss, the largest first."""
-    means = {kind: fmean(lost[kind] for lost in of_ranks) for kind in of_ranks[0]}
-    return dict(sorted(means.items(), key=lambda loss: -loss[1]))
+def mean_of_ranks(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean over ranks of the seconds of each kind."""
+    return {kind: fmean(own[kind] for own in seconds) for kind in seconds[0]}
 
 
 def advice(kind: str, config: Config) -> str:
@@ -118,9 +133,10 @@ def advice(kind: str, config: Config) -> str:
         RECOMPUTED: "train.activation_checkpointing=ops or none, if the memory is sufficient",
         ELEMENTWISE: fused,
         COPIES: fused,
-        LOSS: fused,
+        LOSS: "train.loss_chunks=auto",
         OPTIMIZER: "more micro-batches per step, or sharding (strategy=zero1)",
-        COMMUNICATION: "strategy.bucket_cap_mb=auto, strategy.shard=node, or fewer tensor-parallel ranks",
+        COMMUNICATION: "strategy.bucket_cap_mb=auto, strategy.shard=node, or a smaller strategy.tp or strategy.cp",
+        TRANSFERS: "a larger train.activation_offload, or strategy.offload=none",
         BUBBLE: "more micro-batches per step, or a schedule with a smaller bubble",
         WAITING: f"{'' if compiled else 'train.compile=true, or '}a larger batch.micro_size with fewer micro-batches",
     }[kind]

@@ -165,7 +165,11 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
     if layout.dp > 1 and layout.pp == 1:
         stages = setting.nodes if setting.nodes > 1 else 2
         yield Suggestion({"strategy.pp": stages}, "stages exchange activations, and replicas fewer gradients")
-    if layout.dp > 1:
+    if layout.cp > 1:
+        yield Suggestion(
+            {"strategy.cp": layout.cp // 2}, "fewer ranks exchange heads in every layer; needs more memory"
+        )
+    if layout.dp_cp > 1:
         follow = {"batch.micro_batches": 2 * layout.micro_batches} if batch.micro_size == "auto" else {}
         size = {"batch.global_size": 2 * batch.global_size, **follow, "run.fork": "NAME"}
         yield Suggestion(size, "accumulates twice as many samples between reductions; needs a new run")

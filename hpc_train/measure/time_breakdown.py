@@ -23,12 +23,15 @@ STAGE_WORK = {  # method of a stage -> the kind of its work
 }
 
 
-def communication_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
+def communication_share(step: Callable[[], None], device: torch.device, stages: bool, steps: int = 3) -> float:
     """Returns the share of ``steps`` steps in which a collective ran on this rank without overlapping computation.
 
     It uses torch.profiler: on a GPU it compares NCCL kernels with all other kernels, on the CPU gloo's operations with
     aten operators and compiled regions. Waiting for a slower rank inside a collective counts. Point-to-point messages
     between pipeline stages do not count, since waiting for them is the bubble.
+
+    Args:
+        stages: whether there are pipeline stages, see ``gpu_intervals``.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
@@ -40,17 +43,20 @@ def communication_share(step: Callable[[], None], device: torch.device, steps: i
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - begin
     events = profiler.events() or []
-    found = gpu_intervals(events) if on_gpu else cpu_intervals(events)
+    found = gpu_intervals(events, stages) if on_gpu else cpu_intervals(events)
     return uncovered(found.communication, found.computation) * 1e-6 / elapsed
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Holds (begin, end) in microseconds of computations, collectives and messages between pipeline stages."""
+    """Holds (begin, end) in microseconds of computations, collectives, messages between pipeline stages, and copies
+    between a GPU and its host.
+    """
 
     computation: list[Interval] = field(default_factory=list)
     communication: list[Interval] = field(default_factory=list)
     messages: list[Interval] = field(default_factory=list)
+    transfers: list[Interval] = field(default_factory=list)
 
 
 def cpu_intervals(events: Iterable[Any]) -> Intervals:
@@ -67,16 +73,25 @@ def cpu_intervals(events: Iterable[Any]) -> Intervals:
     return found
 
 
-def gpu_intervals(events: Iterable[Any]) -> Intervals:
-    """Classifies GPU events by the names of kernels."""
+HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # begin the names of these events
+
+
+def gpu_intervals(events: Iterable[Any], stages: bool) -> Intervals:
+    """Classifies GPU events by the names of kernels.
+
+    NCCL has one kernel for messages and for the all-to-all of context parallelism. With ``stages`` its time counts as
+    messages between them, otherwise as communication.
+    """
     found = Intervals()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
         interval = (event.time_range.start, event.time_range.end)
-        if "nccl" not in event.name:
+        if event.name.startswith(HOST_COPIES):
+            found.transfers.append(interval)
+        elif "nccl" not in event.name:
             found.computation.append(interval)
-        elif "SendRecv" in event.name:
+        elif stages and "SendRecv" in event.name:
             found.messages.append(interval)
         else:
             found.communication.append(interval)

@@ -5,9 +5,11 @@ pinned host memory, however many views of it autograd saves, on a side stream wh
 layer must be complete when the next one ends, so the device holds the activations of two layers at most. In the
 backward pass the first tensor that a layer needs brings back the whole layer, if the one above has not done so, and
 begins to bring back the one below, so that transfers and computation overlap (Rhu et al. 2016, vDNN, arXiv:1602.08124).
+Where a schedule splits the backward pass, what came back for its first part stays on the device until its second part.
 
-Weights, views of weights and their copies under autocast stay where they are, since nothing would be freed. So does
-the last layer of a model, whose backward pass comes next. Under activation checkpointing the inputs of a layer are what
+Weights and their views stay where they are, since nothing would be freed. So do the casts that a step keeps
+(``kept_casts.py``), and those that autocast makes where a module has a forward of its own. So does the last layer of a
+model, whose backward pass comes next. Under activation checkpointing the inputs of a layer are what
 autograd saves; the products that ``ops`` keeps belong to torch's checkpointing and stay on the device.
 
 On the CPU the same code copies synchronously between two places of host memory.
@@ -31,8 +33,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
-from hpc_train.models.projections import CASTS, JOINED
 from hpc_train.models.wrapped import layers_of
+from hpc_train.parallel.kept_casts import kept_by
 
 
 def offload_activations(model: nn.Module, least_bytes: int, device: torch.device) -> None:
@@ -236,14 +238,9 @@ class _Weights:
     def have(self, storage: torch.UntypedStorage) -> bool:
         if self._storages is None:
             self._storages = {
-                _local(each).untyped_storage()._cdata for each in (*self._layer.parameters(), *self._casts())
+                _local(each).untyped_storage()._cdata for each in (*self._layer.parameters(), *kept_by(self._layer))
             }
         return storage._cdata in self._storages
-
-    def _casts(self) -> Iterator[Tensor]:
-        for module in self._layer.modules():
-            for name in (CASTS, JOINED):
-                yield from (cast for cast in module.__dict__.get(name, ()) if cast is not None)
 
 
 class _Offload:

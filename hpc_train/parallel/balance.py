@@ -26,13 +26,15 @@ from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
+from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.context import own_tokens
+from hpc_train.parallel.kept_casts import KeptCasts, kept_by
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.parallel.precision import autocast, hidden_dtype, parameter_dtype
+from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import usable_bytes
@@ -156,11 +158,13 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
 
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
-    """Returns the peak bytes of a stage of ``blocks``: parameters, gradients, optimizer state and activations."""
+    """Returns the peak bytes of a stage of ``blocks``: parameters, casts, gradients, optimizer state, activations."""
     copies = {"parameters": 1, "gradients": 1, "optimizer": values_per_parameter(config.optim)}
     values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
     shards = layout.kind.shards if layout.shards_state else frozenset()
     state = sum(int(values * number) // (layout.shard if part in shards else 1) for part, number in copies.items())
+    cast = _cast_dtype(config, layout)
+    state += sum(block.parameters for block in blocks) * cast.itemsize if cast is not None else 0
     return state + layout.in_flight(stage) * sum(block.activation_bytes for block in blocks)
 
 
@@ -274,15 +278,32 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
         shape = (micro, tokens // part.sequence_shards, *rest)
         dtype = hidden_dtype(config.precision)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-    kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
     seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time
-    for _ in range(PASSES):
-        _synchronize(mesh.device)
-        begin = clock()
-        _pass(part, hidden, example, config.precision.name, measure=False)
-        _synchronize(mesh.device)
-        seconds.append(clock() - begin)
+    with KeptCasts([part], _cast_dtype(config, mesh.layout)).step():
+        kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
+        for _ in range(PASSES):
+            _synchronize(mesh.device)
+            begin = clock()
+            _pass(part, hidden, example, config.precision.name, measure=False)
+            _synchronize(mesh.device)
+            seconds.append(clock() - begin)
+    kept += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
     return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), kept)
+
+
+def _cast_dtype(config: Config, layout: Layout) -> torch.dtype | None:
+    """Returns the dtype of the casts that a step keeps; None if there are none."""
+    return None if layout.shards_state else compute_dtype(config.precision.name)
+
+
+def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
+    """Returns the bytes of the gradients that a fused loss keeps for the backward pass, which autograd does not save:
+    those of the matrix, in at least fp32, and of the normed hidden states.
+    """
+    if not isinstance(part.head, LinearHead) or not part.head.fused:
+        return 0
+    weight = _local(part.head.output.weight)
+    return weight.numel() * max(4, weight.itemsize) + hidden.numel() * (dtype or hidden.dtype).itemsize
 
 
 def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
@@ -310,9 +331,10 @@ def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, measure: 
 
 @contextmanager
 def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
-    """Yields address -> bytes for the memory of the input and of the tensors that autograd saves, without
-    parameters."""
-    own = {_local(parameter).untyped_storage().data_ptr() for parameter in part.parameters()}
+    """Yields address -> bytes for the memory of the input and of the tensors that autograd saves, without parameters
+    and their casts.
+    """
+    own = {_local(each).untyped_storage().data_ptr() for each in (*part.parameters(), *kept_by(part))}
     kept = {hidden.untyped_storage().data_ptr(): hidden.untyped_storage().nbytes()}
     alive = []  # keeps the memory, so that no address is used twice
 

@@ -100,7 +100,12 @@ class _AllToAll(torch.autograd.Function):
 def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = blocks.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    if torch.compiler.is_compiling():
+        dist.all_to_all_single(received, sent, group=group)
+    else:  # on the communicator's stream, where the communication is measured
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        assert work is not None
+        work.wait()
     return received
 
 

@@ -110,6 +110,13 @@ class KeptCasts:
         return _first(parameter.to(self._dtype))
 
 
+def kept_by(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the casts that ``module`` and what is in it keep at this time."""
+    for inner in module.modules():
+        for name in (CASTS, JOINED):
+            yield from (cast for cast in inner.__dict__.get(name, ()) if cast is not None)
+
+
 def _casts_weight(module: nn.Module, dtype: torch.dtype | None) -> bool:
     """Returns whether ``module`` only uses its weight in ``dtype``, and the weight is a parameter itself."""
     weight = module._parameters.get("weight")

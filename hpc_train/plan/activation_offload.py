@@ -83,4 +83,4 @@ def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
     if not known or family.activations is None:
         return None
     of_ranks = sum(offloaded_bytes(config, layout, rank) for rank in range(layout.pp))
-    return of_ranks * layout.dp * layout.tp / nodes or None
+    return of_ranks * layout.stage_ranks / nodes or None

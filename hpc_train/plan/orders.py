@@ -123,20 +123,34 @@ def dual_pipe_v(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     return tuple(_dual_pipe_v(shape, rank))
 
 
+class _Passes:
+    """Numbers the passes of a rank's stages.
+
+    Attributes:
+        waiting: the gradients of weights that are left.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[bool, int]] = Counter()
+        self.waiting: deque[Action] = deque()
+
+    def act(self, work: Work, stage: int) -> Action:
+        key = work == FORWARD, stage
+        self._counts[key] += 1
+        action = Action(work, stage, self._counts[key] - 1)
+        if work == BACKWARD_INPUT:
+            self.waiting.append(Action(BACKWARD_WEIGHT, stage, action.micro_batch))
+        return action
+
+    def forwards(self, stage: int) -> int:
+        return self._counts[True, stage]
+
+
 def _dual_pipe_v(shape: PipelineShape, rank: int) -> Iterator[Action]:
     down, up = rank, 2 * shape.ranks - 1 - rank
     following = shape.ranks - 1 - rank  # ranks
-    counts: Counter[tuple[bool, int]] = Counter()
-    waiting: deque[Action] = deque()  # gradients of weights
-
-    def act(work: Work, stage: int) -> Action:
-        key = work == FORWARD, stage
-        counts[key] += 1
-        action = Action(work, stage, counts[key] - 1)
-        if work == BACKWARD_INPUT:
-            waiting.append(Action(BACKWARD_WEIGHT, stage, action.micro_batch))
-        return action
-
+    passes = _Passes()
+    act, waiting = passes.act, passes.waiting
     for _ in range(2 * following):
         yield act(FORWARD, down)
     for _ in range(rank + 1):
@@ -146,8 +160,8 @@ def _dual_pipe_v(shape: PipelineShape, rank: int) -> Iterator[Action]:
         yield act(BACKWARD_INPUT, up)
         yield waiting.popleft()
         yield act(FORWARD, up)
-    while counts[True, up] < shape.micro_batches:
-        if counts[True, down] < shape.micro_batches:
+    while passes.forwards(up) < shape.micro_batches:
+        if passes.forwards(down) < shape.micro_batches:
             yield act(FORWARD, down)
         yield act(FULL_BACKWARD, up)
         yield act(FORWARD, up)

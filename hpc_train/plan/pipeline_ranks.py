@@ -63,11 +63,16 @@ def pipeline_ranks(
         raise UserError(f"strategy.pp is {pp!r}", where="strategy.pp", fix="a number from 1, auto, or fill")
     if pp > columns:
         raise UserError(
-            f"{pp} pipeline ranks need more than the {columns} available workers",
+            f"{pp} pipeline ranks{_times(ranks)} need more than the {ranks.available} available workers",
             where="strategy.pp",
             fix=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return pp
+
+
+def _times(ranks: Ranks) -> str:
+    """Returns by how many ranks of the other axes that share a model the pipeline ranks are multiplied."""
+    return f" x cp {ranks.cp} x tp {ranks.tp}" if ranks.cp * ranks.tp > 1 else ""
 
 
 def stages_of_rank(strategy: StrategyConfig) -> int:

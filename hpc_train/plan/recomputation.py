@@ -6,8 +6,9 @@ is taken in as many layers as necessary first, and ``full`` in further layers on
 much. Where a stage keeps more micro-batches than another one of its rank, its layers save more for the same work and
 come first; in a stage the first layers do, since the backward reaches them when the others have freed their memory.
 
-What ``kept_by_layers`` counts is bounded by the budget. The logits of the loss, and the one layer that is complete
-while it is recomputed, come on top: the memory estimate adds them.
+What ``kept_by_layers`` counts is bounded by the budget. The logits of the loss, the one layer that is complete while
+it is recomputed, and the gradients that a split backward keeps between its two parts come on top: the memory estimate
+adds them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, check_all
 from hpc_train.plan.activation_offload import check_activation_offload
 from hpc_train.plan.layout import Layout
+from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.optimizers import own_targets
 from hpc_train.plan.recomputation import check_budget
 from hpc_train.plan.techniques import kinds_where
@@ -47,10 +48,13 @@ def _check_loss_chunks(config: Config, layout: Layout) -> None:
             where="train.loss_chunks",
             fix="train.loss_chunks=1, or model=gpt_tiny or another gpt",
         )
-    most = chunks if not length else length // (layout.cp * layout.tp)  # another check refuses a length of 0
+    fused = loss_form(config, layout).fused  # which cuts all tokens of a micro-batch
+    tokens = (length or 0) * layout.micro_size // layout.cp if fused else (length or 0) // (layout.cp * layout.tp)
+    most = tokens if length else chunks  # another check refuses a length of 0
     if chunks > most:
+        whole = "micro-batch" if fused else "sequence"
         raise UserError(
-            f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a sequence",
+            f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a {whole}",
             where="train.loss_chunks",
             fix=f"train.loss_chunks={most} or fewer",
         )

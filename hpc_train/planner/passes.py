@@ -7,6 +7,7 @@ its kernels.
 
 from __future__ import annotations
 
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
 from hpc_train.plan.layout import Layout
@@ -34,6 +35,7 @@ class Passes:
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
         self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
+        self.key_share = _key_share(config, layout)
 
     def forward(self, block: Block) -> float:
         """Returns the seconds of the forward of ``block``."""
@@ -54,7 +56,7 @@ class Passes:
         product and the reduce-scatter of its result are left out (torch.utils.checkpoint with use_reentrant=False).
         """
         if recomputed == "ops":
-            return self._moved(block)
+            return self._moved(block) + self._exchange(block)
         last = block.last * self.layout.micro_size / self.split / self.flops_per_s
         device = self._products(block) - last + self._attention(block) + self._moved(block)
         return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 3)
@@ -95,9 +97,19 @@ class Passes:
     def _exchange(self, block: Block) -> float:
         """Returns the seconds of two all-to-alls: of queries, keys and values, and of the result of attention.
 
-        Each is as wide as the hidden states. An all-to-all sends as much as an all-gather to the same size.
+        Queries and the result are as wide as the hidden states; with fewer key and value heads these are narrower, but
+        each rank gets at least one. An all-to-all sends as much as an all-gather to the same size.
         """
         if self.layout.cp == 1 or not block.attention:
             return 0.0
         size = self.work.hidden * self.layout.micro_size * self.narrow / self.split
-        return sum(gather(tensors * size, self.context_ranks, self.rates) for tensors in (3, 1))
+        return sum(gather(tensors * size, self.context_ranks, self.rates) for tensors in (1 + 2 * self.key_share, 1))
+
+
+def _key_share(config: Config, layout: Layout) -> float:
+    """Returns how wide the keys are that context-parallel ranks exchange, as a share of the queries."""
+    heads = family_of(config.model).context_heads
+    if heads is None:
+        return 1.0
+    queries, keys = (getattr(config.model, name) / layout.tp for name in heads)
+    return max(keys, float(layout.cp)) / queries

@@ -183,7 +183,9 @@ def test_all_stages_come_from_the_workers_that_there_are() -> None:
     assert resolve_layout(pipeline, 1, 4).pp == 2
     pipeline.strategy = strategy_alone("model_parallel")
     assert resolve_layout(pipeline, 1, 4).micro_batches == 1
-    with pytest.raises(UserError, match=r"more than the 1 available workers") as refused:
+    with pytest.raises(
+        UserError, match=r"4 pipeline ranks x cp 1 x tp 2 need more than the 2 available workers"
+    ) as refused:
         resolve_layout(config_of("strategy=hybrid3d", "strategy.pp=4", "strategy.tp=2"), 1, 2)
     assert refused.value.fix.startswith("strategy.pp=1 or fewer")
 

@@ -31,7 +31,7 @@ def test_the_help_lists_the_commands_first_and_then_the_groups(
     lines = printed(capsys, *arguments).splitlines()
     places = [next(i for i, line in enumerate(lines) if line.startswith(f"  {name} ")) for name in COMMANDS]
     assert places == sorted(places)
-    assert places[-1] < next(i for i, line in enumerate(lines) if "strategy: auto, dp, hsdp, hybrid" in line)
+    assert places[-1] < next(i for i, line in enumerate(lines) if "strategy: auto, cp, dp, hsdp, hybrid" in line)
 
 
 def test_own_groups_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.config.values import LayerMode
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.balance import measure_blocks
@@ -20,11 +21,11 @@ from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.memory import estimate
+from hpc_train.plan.recomputation import layer_bytes
 from hpc_train.plan.techniques import KINDS
 from hpc_train.plan.validate import validate
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
-from tests.layouts.memory import Allocations
+from tests.layouts.memory import Allocations, norms_of_gpus
 from tests.layouts.oracle import check_cells, local_batch, mesh_of
 from tests.ranks import run_on_world, run_ranks
 
@@ -178,7 +179,7 @@ def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, An
         mesh = join_mesh(resolve_layout(config, 1, world_size), rank, CPU)
         model: Any = build_engine(config, mesh).parts[0]
         hidden: Tensor = torch.randn(2, TOKENS // world_size, DIM, requires_grad=True)
-        with Allocations() as allocations:
+        with norms_of_gpus(), Allocations() as allocations:
             context = model.prepare(hidden, {})
             for layer in model.layers.values():
                 hidden = layer(hidden, context)
@@ -197,7 +198,7 @@ def settled(allocations: Allocations) -> int:
 
 @pytest.mark.parametrize("options", [{}, {"n_kv_heads": 4, "qk_norm": True}], ids=["plain", "grouped"])
 def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -> None:
-    modes = ("none", "full", "ops")
+    modes: tuple[LayerMode, ...] = ("none", "full", "ops")
     cases = [(layers, mode, options) for mode in modes for layers in (LAYERS, 4 * LAYERS)]
     of_ranks = {ranks: run_ranks(ranks, kept_by, cases) for ranks in (1, 2, 4)}
     kept = {
@@ -206,15 +207,11 @@ def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -
     }
     for ranks, by_mode in kept.items():
         for mode, held in by_mode.items():
-            assert held == pytest.approx(kept[1][mode] / ranks, rel=0.05), (ranks, mode)
+            # without activation checkpointing, attention's result is kept before and after its exchange
+            assert held == pytest.approx(kept[1][mode] / ranks, rel=0.06 if mode == "none" else 0.01), (ranks, mode)
             assert held == pytest.approx(_estimated(ranks, mode, options), rel=0.05), (ranks, mode)
 
 
-def _estimated(ranks: int, mode: str, options: dict[str, Any]) -> float:
-    def activations(layers: int) -> float:
-        config = memory_config(layers, mode, options, ranks)
-        found = estimate(config, resolve_layout(config, 1, ranks))
-        assert found is not None
-        return found.activations
-
-    return activations(4 * LAYERS) - activations(LAYERS)
+def _estimated(ranks: int, mode: LayerMode, options: dict[str, Any]) -> float:
+    config = memory_config(LAYERS, mode, options, ranks)
+    return 3 * LAYERS * layer_bytes(config, resolve_layout(config, 1, ranks))[mode]

@@ -27,6 +27,8 @@ KERNELS = {
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>": step_gap.LOSS,
     "triton_red_fused__log_softmax_nll_loss_forward_2": step_gap.LOSS,
     "triton_poi_fused__to_copy_add_mul_silu_1": step_gap.ELEMENTWISE,
+    "triton_poi_fused__scaled_dot_product_flash_attention_transpose_3": step_gap.ELEMENTWISE,
+    "triton_tem_fused_mm_t_5": PRODUCTS,
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": step_gap.ELEMENTWISE,
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": step_gap.OPTIMIZER,
     "void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>": step_gap.COPIES,
@@ -51,14 +53,18 @@ def test_kernels_share_the_time_in_which_they_overlap_and_collectives_count_wher
         kernel("triton_poi_fused_add", 40, 60),
         kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 50, 90),
         kernel("ncclDevKernel_SendRecv", 80, 100),
+        kernel("Memcpy DtoH (Device -> Pinned)", 55, 110),
     ]
-    seconds = seconds_by_kind(events, on_gpu=True)
+    seconds = seconds_by_kind(events, on_gpu=True, stages=True)
     assert seconds[PRODUCTS] == pytest.approx(45e-6) and seconds[step_gap.ELEMENTWISE] == pytest.approx(15e-6)
     assert seconds[COMMUNICATION] == pytest.approx(30e-6) and seconds[step_gap.BUBBLE] == pytest.approx(10e-6)
+    assert seconds[step_gap.TRANSFERS] == pytest.approx(10e-6)
+    alone = seconds_by_kind(events, on_gpu=True, stages=False)  # context parallelism has the same kernel as messages
+    assert alone[COMMUNICATION] == pytest.approx(40e-6) and alone[step_gap.BUBBLE] == 0
 
 
 def test_the_losses_add_up_to_the_gap() -> None:
-    seconds = dict.fromkeys(seconds_by_kind([], on_gpu=True), 0.01) | {PRODUCTS: 0.6}
+    seconds = dict.fromkeys(seconds_by_kind([], on_gpu=True, stages=True), 0.01) | {PRODUCTS: 0.6}
     for step_s in (1.0, 0.5):  # the profile of the second was slower than the measured step
         lost = losses(seconds, step_s, 0.3, 0.1)
         assert sum(lost.values()) == pytest.approx(step_s - 0.3)
@@ -74,8 +80,8 @@ def test_a_step_on_this_machine_names_its_losses(tmp_path: Path) -> None:
     gap = result["gap"]
     seconds = {loss["kind"]: loss["seconds"] for loss in gap["losses"]}
     assert gap["step_s"] == result["step_s"]["median"]
-    assert gap["ideal_s"] == pytest.approx(result["mfu"]["value"] * gap["step_s"])
-    assert sum(seconds.values()) >= 0.999 * (gap["step_s"] - gap["ideal_s"]) and min(seconds.values()) >= 0
+    assert gap["ideal_s"] <= result["mfu"]["value"] * gap["step_s"] * 1.001
+    assert sum(seconds.values()) == pytest.approx(gap["step_s"] - gap["ideal_s"]) and min(seconds.values()) >= 0
     assert seconds[COMMUNICATION] > 0 and seconds[step_gap.ELEMENTWISE] > 0 and seconds[step_gap.OPTIMIZER] > 0
     assert [*seconds.values()] == sorted(seconds.values(), reverse=True)
     words = report(result)

@@ -34,10 +34,10 @@ def test_what_steps_are_made_of() -> None:
         event("gloo:send", 5.5, 5.75),
         event("hook", 0, 10),
     ]
-    found = time_breakdown(events, elapsed_s=10.0, data_s=1.0, device=torch.device("cpu"))
+    found = time_breakdown(events, elapsed_s=10.0, data_s=1.0, device=torch.device("cpu"), stages=True)
     expected = {"compute": 0.3, "communication": 0.2, "bubble": 0.1, "data": 0.1, "host": 0.3}
     assert found.shares() == pytest.approx(expected)
-    crowded = time_breakdown(events, elapsed_s=6.0, data_s=2.0, device=torch.device("cpu"))
+    crowded = time_breakdown(events, elapsed_s=6.0, data_s=2.0, device=torch.device("cpu"), stages=True)
     assert crowded.shares()["host"] == 0 and sum(crowded.shares().values()) == pytest.approx(1)
 
 
@@ -61,7 +61,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 ) -> None:
     run, asked = RunDirectory(tmp_path), Profiled(1, 1, frozenset({0}))
     run.profile.touch()  # a file where the folder is to be
-    mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), stages=True)
     profiler = Profiler(asked, run, mesh, EventLog.open(run, "rank-0000", 0, 0))
     profiler.begin(1, 0.0)
     assert profiler._begun is not None

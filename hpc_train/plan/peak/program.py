@@ -86,15 +86,18 @@ class Rank:
 
 
 def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
-    """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches."""
-    seen, stages = set[tuple[Stage, ...]](), _stages(config, layout)
+    """Returns the pipeline ranks; of those with equal stages and passes in the same order only the first."""
+    seen, stages = set[tuple[object, ...]](), _stages(config, layout)
     gathers, reduces = _sharing(layout)
     for rank in range(layout.pp):
         own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
-        if tuple(own.values()) not in seen:
-            seen.add(tuple(own.values()))
+        actions = _actions(layout, rank, [*own])
+        places = {stage: place for place, stage in enumerate(own)}
+        key = (*own.values(), *((work, places[stage]) for work, stage, _ in actions))
+        if key not in seen:
+            seen.add(key)
             views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
-            yield Rank(own, _actions(layout, rank, [*own]), layout.micro_batches, gathers, reduces, views)
+            yield Rank(own, actions, layout.micro_batches, gathers, reduces, views)
 
 
 def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
@@ -267,6 +270,7 @@ class _Step:
         recomputes = any(run.mode != "none" for run in stage.runs)
         yield Change("activations", held.gradients + (held.kept["none"] if recomputes else 0.0), moment=True)
         yield Change("activations", stage.layers * held.products + held.hidden + held.logits * stage.last)
+        yield Change("activations", sum(run.layers * held.restored(run.mode, run.moves) for run in stage.runs))
 
     def _backward(self, number: int, split: bool) -> Iterator[Change]:
         """Computes all gradients, or those of parameters if those of inputs are ``split`` off and done."""
@@ -276,7 +280,8 @@ class _Step:
         if stage.last:
             yield from self._head_backward(number, inputs_done)
         for mode, moves, count in reversed(stage.runs):
-            kept = held.on_device(mode, moves) + (held.products if inputs_done else 0.0)
+            kept = held.on_device(mode, moves)
+            kept += held.products + held.restored(mode, moves) if inputs_done else 0.0
             # layers that follow each other are alike: the first and the last one tell the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
                 yield from self._layer_backward(number, mode, layer, several)

@@ -97,7 +97,11 @@ class PerMicroBatch:
 
     def on_device(self, mode: LayerMode, moves: bool) -> float:
         """Returns what a layer keeps on the device."""
-        return self.kept[mode] - (self.moved[mode] if moves else 0.0)
+        return self.kept[mode] - self.restored(mode, moves)
+
+    def restored(self, mode: LayerMode, moves: bool) -> float:
+        """Returns what comes back from host memory for the backward of a layer."""
+        return self.moved[mode] if moves else 0.0
 
 
 @dataclass(frozen=True)

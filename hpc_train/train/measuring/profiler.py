@@ -91,7 +91,8 @@ class Profiler:
                 torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
         if device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled=None)
-        return time_breakdown(begun.profiler.events() or [], elapsed, waited_s - begun.waited_s, device)
+        events, stages = begun.profiler.events() or [], self._mesh.layout.pp > 1
+        return time_breakdown(events, elapsed, waited_s - begun.waited_s, device, stages)
 
     @contextmanager
     def _failures_reported(self) -> Iterator[None]:
@@ -151,9 +152,11 @@ class TimeBreakdown:
         return {name: value / self.elapsed_s for name, value in seconds.items()}
 
 
-def time_breakdown(events: Iterable[Any], elapsed_s: float, data_s: float, device: torch.device) -> TimeBreakdown:
+def time_breakdown(
+    events: Iterable[Any], elapsed_s: float, data_s: float, device: torch.device, stages: bool
+) -> TimeBreakdown:
     """Computes the breakdown from events of torch.profiler and the host's waiting time for data."""
-    intervals = gpu_intervals(events) if device.type == "cuda" else cpu_intervals(events)
+    intervals = gpu_intervals(events, stages) if device.type == "cuda" else cpu_intervals(events)
     none: list[Interval] = []
     compute = uncovered(intervals.computation, none) * MICRO
     communication = uncovered(intervals.communication, intervals.computation) * MICRO
