@@ -3,11 +3,12 @@
     python -m tests.planning.comparison [SOURCE...]
 
 compares all sources that are not held out (``SOURCES.md``) and whose rows say enough: a GPU with a machine file, bf16
-or fp16, no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width
-stands for an ungated one; it computes the same but keeps a third more, so the memory of such rows is not compared.
-Memory is that of the engine of the source (``programs.py``). The table gives the median and the mean absolute error
-of the step time, of the memory, and how many out-of-memory rows are predicted; then it lists which layout wins,
-measured and predicted (``rankings.csv``). ``--held-out`` compares the sources that were set aside instead.
+or fp16, no offload, and a model in ``models.csv``. Attention is fused, or the source is one of ``UNFUSED``. A gated
+feed-forward branch of 2/3 of the width stands for an ungated one; it computes the same but keeps a third more, so the
+memory of such rows is compared only where the program of the source (``programs.py``) states what a layer keeps. The
+table gives the median and the mean absolute error of the step time, of the memory, and how many out-of-memory rows are
+predicted; then it lists which layout wins, measured and predicted (``rankings.csv``). ``--held-out`` compares the
+sources that were set aside instead.
 
 Rows that use a technique which hpc_train does not have are a group of their own (``group``). Where a source says which
 network its nodes have, the machine gets that network.
@@ -48,7 +49,10 @@ MACHINES = {
     "V100-32GB": "v100",
 }
 # Gbit/s per node, as SOURCES.md quotes the sources, where it differs from the machine file
-NETWORKS = {("internevo", "A100-80GB"): 400, ("fms-fsdp", "A100-80GB"): 400, ("fms-fsdp", "H100-80GB"): 800}
+NETWORKS = {
+    ("internevo", "A100-80GB"): 400, ("fms-fsdp", "A100-80GB"): 400, ("fms-fsdp", "H100-80GB"): 800,
+    ("bloom", "A100-80GB"): 400,
+}  # fmt: skip
 MEMORY = {"H100-96GB": 102e9}  # bytes that the driver leaves of a GPU with more memory than its machine file states
 # in the notes of rows whose shards lie on the ranks of a node
 OF_A_NODE = ("HSDP", "zero1=8", "zero1=4", "zero1 over 8 ranks")
@@ -63,7 +67,14 @@ DEFAULTS = {
     "torchtitan-asynctp": {"seq": "8192", "flash_attention": "1"},
     "llm-foundry": {"flash_attention": "1"},
     "bigscience-v100": {"heads": "64", "ffn": "32768", "vocab": "50304", "flash_attention": "1"},
+    "bloom": {"heads": "96"},
 }  # fmt: skip
+# Their attention keeps its scores, like that of a model with a soft cap, whose counts it gets.
+UNFUSED = ("bloom", "korthikanti-2022")
+UNGATED = UNFUSED  # whose programs state what a layer keeps
+TIED = ("bloom",)
+# Their selective recompute is that of the scores, and the backward of attention computes its scores again.
+OF_SCORES = ("korthikanti-2022",)
 _IN_FP32 = Passes.accumulated
 # their sheets are named bfloat16, and their trainer sums gradients in it, which moves half the bytes
 GRADIENTS = {"aleph-alpha-layouts": lambda passes, block: _IN_FP32(passes, block) / 2}
@@ -182,7 +193,7 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
     """Returns the cells of a row of the table."""
     times = [each.time for each in found if each.time is not None]
     memory = [each.memory for each in found if each.memory is not None]
-    told = [each for each in found if is_gated(each.row)]
+    told = [each for each in found if memory_is_told(each.row)]
     oom, ran = ([each.prediction.fits for each in told if each.row["oom"] == value] for value in ("1", "0"))
     yield str(len(found))
     yield _errors(times)
@@ -192,10 +203,10 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
     yield f"{ran.count(False)} of {len(ran)}" if ran else ""
 
 
-def is_gated(row: Row) -> bool:
-    """Returns whether the feed-forward branch of a row's model is that of hpc_train's models."""
+def memory_is_told(row: Row) -> bool:
+    """Returns whether a row's model has the gated branch of hpc_train's models, or its program knows the other one."""
     shape = models().get(row["model"])
-    return shape is None or shape["family"] == "llama"
+    return shape is None or shape["family"] == "llama" or row["source"] in UNGATED
 
 
 def _errors(errors: Sequence[float]) -> str:
@@ -206,31 +217,55 @@ def group(row: Row) -> str:
     """Returns the source of a row, with a mark if the row uses a technique that hpc_train does not have.
 
     Aleph Alpha's rows without the kernel for RMSNorm compute it in several kernels, those without sequence parallelism
-    compute norms on every tensor-parallel rank; those of bigscience-v100 keep attention scores; and torchtitan's
-    asynchronous tensor parallelism overlaps its traffic.
+    compute norms on every tensor-parallel rank, like those of bloom and the rows with full recompute of
+    korthikanti-2022; those of bigscience-v100 keep attention scores; and torchtitan's asynchronous tensor parallelism
+    overlaps its traffic.
     """
     source, notes = row["source"], row["notes"]
     if source == "aleph-alpha-layouts":
         other = "RMS kernel" not in notes or (row["tp"] != "1" and "sequence parallel" not in notes)
     else:
-        other = source == "bigscience-v100" or (source == "torchtitan-asynctp" and "async TP" in notes)
+        other = (
+            source in ("bigscience-v100", "bloom")
+            or "no sequence parallelism" in notes
+            or (source == "torchtitan-asynctp" and "async TP" in notes)
+        )
     return f"{source}, other techniques" if other else source
 
 
 def compared(row: Row) -> Compared | None:
     """Returns the prediction of a row; None if the row does not say enough or hpc_train does not have the technique."""
-    row = row | {name: value for name, value in DEFAULTS.get(row["source"], {}).items() if not row[name]}
+    row = completed(row)
     prediction = predicted(row)
     if prediction is None:
         return None
     return Compared(row, prediction, _time_error(row, prediction), _memory_error(row, prediction))
 
 
+def completed(row: Row) -> Row:
+    """Returns a row with what ``DEFAULTS`` knows of its source and, of a model of bloom, layers and feed-forward width.
+
+    Where bloom's table tells no layers, they were chosen so that stages are equal: they are the multiple of the stages
+    whose size with or without the embedding is closest to the one in the model's name.
+    """
+    row = row | {name: value for name, value in DEFAULTS.get(row["source"], {}).items() if not row[name]}
+    if row["source"] != "bloom":
+        return row
+    dim, stages = int(row["hidden"]), int(row["pp"])
+    if not row["layers"]:
+        layer, table, size = 12 * dim**2, int(row["vocab"]) * dim, float(row["params"])
+        near = {layers: layers * layer for layers in range(stages, 200, stages)}
+        layers = min(near, key=lambda count: min(abs(near[count] + more - size) for more in (0, table)))
+        row = row | {"layers": str(layers)}
+    return row | {"ffn": str(4 * dim)}
+
+
 def predicted(row: Row) -> Prediction | None:
     """Returns the prediction of a row that states all it needs; None otherwise."""
     shape = row if row["layers"] and row["hidden"] else models().get(row["model"])
-    fused = row["flash_attention"] == "1" and row["precision"] in ("bf16", "fp16") and row["offload"] != "1"
-    if row["gpu"] not in MACHINES or shape is None or not fused:
+    known = row["flash_attention"] == "1" or row["source"] in UNFUSED
+    known = known and row["precision"] in ("bf16", "fp16") and row["offload"] != "1"
+    if row["gpu"] not in MACHINES or shape is None or not known:
         return None
     if not all(row[name] for name in ("gpus", "dp", "tp", "pp", "micro_batch")) or row["cp"] not in ("", "1"):
         return None
@@ -269,13 +304,14 @@ def _time_error(row: Row, prediction: Prediction) -> float | None:
 
 
 def _memory_error(row: Row, prediction: Prediction) -> float | None:
-    if not row["memory"] or not is_gated(row) or (row["source"] == "litgpt-thunder" and row["compile"] == "1"):
+    if not row["memory"] or not memory_is_told(row) or (row["source"] == "litgpt-thunder" and row["compile"] == "1"):
         return None
     assert prediction.memory is not None
-    held = prediction.memory.total
+    held, unit = prediction.memory.total, row["memory_unit"]
+    unit = "GiB" if row["memory_kind"] == "nvidia-smi" else unit  # which prints MiB
     of_torch = {"allocated": held, "reserved": held * (1 + ALLOCATOR_SHARE)}
     read = of_torch.get(row["memory_kind"], prediction.needed_bytes)
-    return read / (float(row["memory"]) * UNITS[row["memory_unit"]]) - 1
+    return read / (float(row["memory"]) * UNITS[unit]) - 1
 
 
 def config_of(row: Row, shape: Row) -> Config:
@@ -284,6 +320,7 @@ def config_of(row: Row, shape: Row) -> Config:
     whole = dp * int(row["tp"]) * int(row["pp"]) == int(row["gpus"])
     ffn = int(shape["ffn"]) if shape["family"] == "llama" else 2 * int(shape["ffn"]) // 3
     heads, vocabulary = int(shape["heads"]), int(shape["vocab"])
+    recompute = "none" if row["source"] in OF_SCORES and row["recompute"] == "selective" else row["recompute"] or "none"
     compiled = row["compile"] == "1" and row["tp"] == "1"  # hpc_train does not compile tensor-parallel layers
     return replace(
         config,
@@ -295,6 +332,8 @@ def config_of(row: Row, shape: Row) -> Config:
             n_kv_heads=int(shape["kv_heads"] or heads),
             ffn_dim=ffn,
             vocab_size=vocabulary,
+            tied_embeddings=row["source"] in TIED,
+            attention_softcap=1.0 if row["source"] in UNFUSED else None,
         ),
         data=replace(config.data, sequence_length=int(row["seq"] or 4096), vocab_size=vocabulary),  # type: ignore[call-arg]
         batch=replace(config.batch, global_size=int(float(row["global_batch"] or dp * micro)), micro_size=micro),
@@ -306,10 +345,26 @@ def config_of(row: Row, shape: Row) -> Config:
             tp=int(row["tp"]),
             pp=int(row["pp"]),
             data_parallel=KINDS.get(row["zero_stage"], "zero1" if row["source"].startswith("aleph") else "allreduce"),
-            schedule="1f1b",
+            schedule="interleaved_1f1b" if row["virtual_stages"] else "1f1b",
+            stages_per_rank=int(row["virtual_stages"] or 1),
+            pp_split=split_of(row, int(shape["layers"])),
         ),
-        train=replace(config.train, activation_checkpointing=row["recompute"] or "none", compile=compiled),
+        train=replace(config.train, activation_checkpointing=recompute, compile=compiled),
     )
+
+
+def split_of(row: Row, layers: int) -> str | list[int]:
+    """Returns the layers of each stage. DeepSpeed fills one stage after the other up to the least maximum; where a note
+    of bloom says so, the embedding counts as a layer of the first and of the last stage."""
+    stages = int(row["pp"])
+    if row["source"] != "bloom" or stages == 1:
+        return "even"
+    table = int("|embed" in row["context"] or "embedding counted" in row["notes"])
+    most, left, counts = -(-(layers + 2 * table) // stages), layers, []
+    for stage in range(stages):
+        counts.append(min(left, most - table * (stage == 0)))
+        left -= counts[-1]
+    return counts
 
 
 @cache
