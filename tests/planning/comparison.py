@@ -17,14 +17,12 @@ network its nodes have, the machine gets that network.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean, median
 from unittest.mock import patch
 
@@ -37,8 +35,8 @@ from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.prediction import Prediction, predict_step
 from tests.planning.programs import peak
+from tests.planning.tables import Row, completed, models, rows, split_of
 
-HERE = Path(__file__).parent
 MACHINES = {
     "A100-80GB": "a100-80",
     "A800-80GB": "a100-80",
@@ -46,6 +44,7 @@ MACHINES = {
     "H100-80GB": "h100",
     "H100-96GB": "h100",
     "H200": "h200",
+    "B200": "b200",
     "V100-32GB": "v100",
 }
 # Gbit/s per node, as SOURCES.md quotes the sources, where it differs from the machine file
@@ -58,21 +57,14 @@ MEMORY = {"H100-96GB": 102e9}  # bytes that the driver leaves of a GPU with more
 OF_A_NODE = ("HSDP", "zero1=8", "zero1=4", "zero1 over 8 ranks")
 NOISE, EQUAL = 0.02, 1e-3  # by which measurements of one layout differ, and predictions of one layout by rounding
 EFFICIENCY = 0.9  # of a network, as in the machine files
-# What rows leave out and SOURCES.md knows: the defaults of litgpt and of torchtitan's configurations of Llama 3. The
-# rows of bigscience-v100 keep attention scores, and some state the layers and the width of a GPT-2.
-DEFAULTS = {
-    "litgpt-thunder": {
-        "seq": "2048", "micro_batch": "4", "precision": "bf16", "flash_attention": "1", "recompute": "none",
-    },
-    "torchtitan-asynctp": {"seq": "8192", "flash_attention": "1"},
-    "llm-foundry": {"flash_attention": "1"},
-    "bigscience-v100": {"heads": "64", "ffn": "32768", "vocab": "50304", "flash_attention": "1"},
-    "bloom": {"heads": "96"},
-}  # fmt: skip
 # Their attention keeps its scores, like that of a model with a soft cap, whose counts it gets.
 UNFUSED = ("bloom", "korthikanti-2022")
 UNGATED = UNFUSED  # whose programs state what a layer keeps
-TIED = ("bloom",)
+TIED = ("bloom", "torchtune")
+# The update is computed on the CPU, so that only the memory of the GPU is compared.
+UPDATED_ON_CPU = ("ml-engineering-h200-b200",)
+# Other kernels than those of the operations as written: neither Thunder's nor Inductor's memory is compared.
+FUSED_BY_COMPILERS = ("litgpt-thunder", "torchtune")
 # Their selective recompute is that of the scores, and the backward of attention computes its scores again.
 OF_SCORES = ("korthikanti-2022",)
 _IN_FP32 = Passes.accumulated
@@ -80,7 +72,6 @@ _IN_FP32 = Passes.accumulated
 GRADIENTS = {"aleph-alpha-layouts": lambda passes, block: _IN_FP32(passes, block) / 2}
 KINDS = {"1": "zero1", "2": "zero2", "3": "zero3"}
 UNITS = {"GB": 1e9, "GiB": 2.0**30}
-Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -156,7 +147,7 @@ def ranking(row: Row) -> Ranking:
     """
     candidates: dict[str, float] = json.loads(row["candidates"])
     found = {name: _row_of(row, value) for name, value in candidates.items()}
-    if None in found.values():
+    if any(each is None or each.time is None for each in found.values()):
         return Ranking(row["case"], row["winner"], missing="the rows do not say enough")
     sign = -1 if row["better"] == "lower" else 1
     # the metric is proportional to the speed, or to the time if lower is better
@@ -242,29 +233,12 @@ def compared(row: Row) -> Compared | None:
     return Compared(row, prediction, _time_error(row, prediction), _memory_error(row, prediction))
 
 
-def completed(row: Row) -> Row:
-    """Returns a row with what ``DEFAULTS`` knows of its source and, of a model of bloom, layers and feed-forward width.
-
-    Where bloom's table tells no layers, they were chosen so that stages are equal: they are the multiple of the stages
-    whose size with or without the embedding is closest to the one in the model's name.
-    """
-    row = row | {name: value for name, value in DEFAULTS.get(row["source"], {}).items() if not row[name]}
-    if row["source"] != "bloom":
-        return row
-    dim, stages = int(row["hidden"]), int(row["pp"])
-    if not row["layers"]:
-        layer, table, size = 12 * dim**2, int(row["vocab"]) * dim, float(row["params"])
-        near = {layers: layers * layer for layers in range(stages, 200, stages)}
-        layers = min(near, key=lambda count: min(abs(near[count] + more - size) for more in (0, table)))
-        row = row | {"layers": str(layers)}
-    return row | {"ffn": str(4 * dim)}
-
-
 def predicted(row: Row) -> Prediction | None:
     """Returns the prediction of a row that states all it needs; None otherwise."""
     shape = row if row["layers"] and row["hidden"] else models().get(row["model"])
     known = row["flash_attention"] == "1" or row["source"] in UNFUSED
-    known = known and row["precision"] in ("bf16", "fp16") and row["offload"] != "1"
+    known = known and row["precision"] in ("bf16", "fp16") and "shorter sequences" not in row["notes"]
+    known = known and (row["offload"] != "1" or row["source"] in UPDATED_ON_CPU)
     if row["gpu"] not in MACHINES or shape is None or not known:
         return None
     if not all(row[name] for name in ("gpus", "dp", "tp", "pp", "micro_batch")) or row["cp"] not in ("", "1"):
@@ -296,6 +270,8 @@ def machine_of(row: Row) -> Machine:
 
 
 def _time_error(row: Row, prediction: Prediction) -> float | None:
+    if row["offload"] == "1":
+        return None
     if row["step_s"]:
         return prediction.step_s / float(row["step_s"]) - 1
     if row["tokens_per_s_per_gpu"]:
@@ -304,7 +280,9 @@ def _time_error(row: Row, prediction: Prediction) -> float | None:
 
 
 def _memory_error(row: Row, prediction: Prediction) -> float | None:
-    if not row["memory"] or not memory_is_told(row) or (row["source"] == "litgpt-thunder" and row["compile"] == "1"):
+    if not row["memory"] or not memory_is_told(row) or not row["memory_kind"]:
+        return None
+    if row["source"] in FUSED_BY_COMPILERS and row["compile"] == "1":
         return None
     assert prediction.memory is not None
     held, unit = prediction.memory.total, row["memory_unit"]
@@ -353,20 +331,6 @@ def config_of(row: Row, shape: Row) -> Config:
     )
 
 
-def split_of(row: Row, layers: int) -> str | list[int]:
-    """Returns the layers of each stage. DeepSpeed fills one stage after the other up to the least maximum; where a note
-    of bloom says so, the embedding counts as a layer of the first and of the last stage."""
-    stages = int(row["pp"])
-    if row["source"] != "bloom" or stages == 1:
-        return "even"
-    table = int("|embed" in row["context"] or "embedding counted" in row["notes"])
-    most, left, counts = -(-(layers + 2 * table) // stages), layers, []
-    for stage in range(stages):
-        counts.append(min(left, most - table * (stage == 0)))
-        left -= counts[-1]
-    return counts
-
-
 @cache
 def base() -> Config:
     return typed(compose(["+strategy=dp", "data=synthetic", "model=llama_7b", "precision=bf16"]))
@@ -375,16 +339,6 @@ def base() -> Config:
 @cache
 def machine(name: str) -> Machine:
     return read_machine(name)
-
-
-@cache
-def models() -> dict[str, Row]:
-    return {row["model"]: row for row in rows("models") if row["family"] in ("gpt", "llama") and row["ffn"]}
-
-
-def rows(name: str) -> Iterator[Row]:
-    with (HERE / f"{name}.csv").open(newline="") as file:
-        yield from csv.DictReader(file)
 
 
 if __name__ == "__main__":

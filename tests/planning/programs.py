@@ -222,6 +222,40 @@ def _megatron_lm(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes
     return replace(_megatron_layer(row, config, layout, ours), per_parameter=per)
 
 
+def _torchtune(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """All state is bf16, with two moments. Norms, keys and values are those of ``_litgpt``; the logits are freed."""
+    found = _litgpt(row, config, layout, ours)
+    of = replace(found.activations, head=ours.activations.head)
+    return replace(found, per_parameter=replace(IN_BF16, optimizer=4), activations=of)
+
+
+def _ml_engineering(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """DeepSpeed with Liger's kernels. Parameters and gradients are bf16; where the CPU computes the update, it also has
+    the reduced gradients, the fp32 copies and the moments. Liger's loss computes the logits in as many chunks as the
+    vocabulary is times as large as the width, in 16 bits beside fp32, and keeps the gradients of its input and of the
+    output matrix (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    model, tokens, shard = config.model, _tokens(config, layout), layout.shard
+    dim, words = model.dim, model.vocab_size  # type: ignore[attr-defined]
+    offloaded, gathers = row["offload"] == "1", row["zero_stage"] == "3"
+    per = replace(
+        IN_BF16,
+        held=2 / shard if gathers else 2,
+        optimizer=0 if offloaded else 12 / shard,
+        gathered=2 * gathers,
+        shard=0 if offloaded else 2 / shard,
+    )
+    of = replace(
+        ours.activations,
+        head=tokens * 4 * dim,
+        forward=tokens * 6 * dim,
+        backward=tokens * 2 * dim,
+        logits=0,
+        matrix=2 * words * dim,
+    )
+    return replace(ours, per_parameter=per, activations=of)
+
+
 def _torchtitan(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     """Tensor-parallel ranks compute the loss of their share of the vocabulary each ("loss parallel")."""
     of, tp = ours.activations, layout.tp
@@ -247,6 +281,8 @@ PROGRAMS = {
     "internevo": Program(_internevo, _whole),
     "bloom": Program(_bloom, _whole, _bloom_update),
     "korthikanti-2022": Program(_megatron_lm, _whole),
+    "torchtune": Program(_torchtune),
+    "ml-engineering-h200-b200": Program(_ml_engineering),
     "fms-fsdp": Program(_fms, lambda layout, rank: rank),
     "torchtitan-asynctp": Program(_torchtitan, lambda layout, rank: rank),
     "torchtitan-h100": Program(_torchtitan, lambda layout, rank: rank),

@@ -9,7 +9,8 @@ from statistics import fmean, median, quantiles
 import pytest
 
 from hpc_train.planner.scaling import ERRORS
-from tests.planning.comparison import Compared, compared, group, is_gated, ranking, rows
+from tests.planning.comparison import Compared, compared, group, memory_is_told, ranking
+from tests.planning.tables import rows
 
 # source: rows, mean absolute error in %, median error in %. The numbers of docs/howto/plan.md.
 MEASURED = {
@@ -105,7 +106,7 @@ def test_memory_is_as_close_as_the_page_about_plan_says() -> None:
 
 def test_layouts_that_ran_out_of_memory_are_predicted_not_to_fit() -> None:
     """The goal is 95 % of them, and at most 5 % false alarms; docs/howto/plan.md explains those that are missed."""
-    told = [each for each in shown() if is_gated(each.row)]
+    told = [each for each in shown() if memory_is_told(each.row)]
     out, ran = ([each.prediction.fits for each in told if each.row["oom"] == value] for value in ("1", "0"))
     assert (len(out), out.count(True)) == (339, 5)
     assert (len(ran), ran.count(False)) == (358, 7)
