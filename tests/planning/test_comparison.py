@@ -112,8 +112,8 @@ def test_layouts_that_ran_out_of_memory_are_predicted_not_to_fit() -> None:
     assert (len(ran), ran.count(False)) == (358, 7)
 
 
-# source: rows that are compared, of those that were set aside. Their errors are in docs/howto/plan.md and pinned nowhere,
-# so that nobody fits anything to them.
+# source: rows that are compared, of those that were set aside. Their errors are in docs/howto/plan.md, but in no test:
+# nothing is to be fitted to them.
 SET_ASIDE = {
     "bloom": 144,
     "korthikanti-2022": 8,
