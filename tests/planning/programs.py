@@ -59,7 +59,7 @@ def _peak(row: Row, config: Config, layout: Layout) -> Memory | None:
 
 
 def _at_update(sizes: Sizes, rank: Rank, update: float) -> Memory:
-    """Returns what ``rank`` holds while it updates its parameters, with ``update`` bytes for each among the gradients."""
+    """Returns what ``rank`` holds while it updates its parameters, with ``update`` bytes of each beside gradients."""
     of, per = sizes.parameters, sizes.per_parameter
     tables = any(stage.first or (stage.last and of.table) for stage in rank.stages.values())
     count = sum(stage.layers * of.layer + of.head * stage.last for stage in rank.stages.values()) + of.stem * tables
