@@ -3,11 +3,12 @@
     python -m tests.planning.comparison [SOURCE...]
 
 compares all sources that are not held out (``SOURCES.md``) and whose rows say enough: a GPU with a machine file, bf16
-or fp16, no offload, a model in ``models.csv``, and fused attention. A gated feed-forward branch of 2/3 of the width
-stands for an ungated one; it computes the same but keeps a third more, so the memory of such rows is not compared.
-Memory is that of the engine of the source (``programs.py``). The table gives the median and the mean absolute error
-of the step time, of the memory, and how many out-of-memory rows are predicted; then it lists which layout wins,
-measured and predicted (``rankings.csv``). ``--held-out`` compares the sources that were set aside instead.
+or fp16, no offload, and a model in ``models.csv``. Attention is fused, or the source is one of ``UNFUSED``. A gated
+feed-forward branch of 2/3 of the width stands for an ungated one; it computes the same but keeps a third more, so the
+memory of such rows is compared only where the program of the source (``programs.py``) states what a layer keeps. The
+table gives the median and the mean absolute error of the step time, of the memory, and how many out-of-memory rows are
+predicted; then it lists which layout wins, measured and predicted (``rankings.csv``). ``--held-out`` compares the
+sources that were set aside instead.
 
 Rows that use a technique which hpc_train does not have are a group of their own (``group``). Where a source says which
 network its nodes have, the machine gets that network.
@@ -16,14 +17,12 @@ network its nodes have, the machine gets that network.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean, median
 from unittest.mock import patch
 
@@ -36,8 +35,8 @@ from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.prediction import Prediction, predict_step
 from tests.planning.programs import peak
+from tests.planning.tables import Row, completed, models, rows, split_of
 
-HERE = Path(__file__).parent
 MACHINES = {
     "A100-80GB": "a100-80",
     "A800-80GB": "a100-80",
@@ -45,31 +44,34 @@ MACHINES = {
     "H100-80GB": "h100",
     "H100-96GB": "h100",
     "H200": "h200",
+    "B200": "b200",
     "V100-32GB": "v100",
 }
 # Gbit/s per node, as SOURCES.md quotes the sources, where it differs from the machine file
-NETWORKS = {("internevo", "A100-80GB"): 400, ("fms-fsdp", "A100-80GB"): 400, ("fms-fsdp", "H100-80GB"): 800}
+NETWORKS = {
+    ("internevo", "A100-80GB"): 400, ("fms-fsdp", "A100-80GB"): 400, ("fms-fsdp", "H100-80GB"): 800,
+    ("bloom", "A100-80GB"): 400,
+}  # fmt: skip
 MEMORY = {"H100-96GB": 102e9}  # bytes that the driver leaves of a GPU with more memory than its machine file states
 # in the notes of rows whose shards lie on the ranks of a node
 OF_A_NODE = ("HSDP", "zero1=8", "zero1=4", "zero1 over 8 ranks")
 NOISE, EQUAL = 0.02, 1e-3  # by which measurements of one layout differ, and predictions of one layout by rounding
 EFFICIENCY = 0.9  # of a network, as in the machine files
-# What rows leave out and SOURCES.md knows: the defaults of litgpt and of torchtitan's configurations of Llama 3. The
-# rows of bigscience-v100 keep attention scores, and some state the layers and the width of a GPT-2.
-DEFAULTS = {
-    "litgpt-thunder": {
-        "seq": "2048", "micro_batch": "4", "precision": "bf16", "flash_attention": "1", "recompute": "none",
-    },
-    "torchtitan-asynctp": {"seq": "8192", "flash_attention": "1"},
-    "llm-foundry": {"flash_attention": "1"},
-    "bigscience-v100": {"heads": "64", "ffn": "32768", "vocab": "50304", "flash_attention": "1"},
-}  # fmt: skip
+# Their attention keeps its scores, like that of a model with a soft cap, whose counts it gets.
+UNFUSED = ("bloom", "korthikanti-2022")
+UNGATED = UNFUSED  # whose programs state what a layer keeps
+TIED = ("bloom", "torchtune")
+# The update is computed on the CPU, so that only the memory of the GPU is compared.
+UPDATED_ON_CPU = ("ml-engineering-h200-b200",)
+# Other kernels than those of the operations as written: neither Thunder's nor Inductor's memory is compared.
+FUSED_BY_COMPILERS = ("litgpt-thunder", "torchtune")
+# Their selective recompute is that of the scores, and the backward of attention computes its scores again.
+OF_SCORES = ("korthikanti-2022",)
 _IN_FP32 = Passes.accumulated
 # their sheets are named bfloat16, and their trainer sums gradients in it, which moves half the bytes
 GRADIENTS = {"aleph-alpha-layouts": lambda passes, block: _IN_FP32(passes, block) / 2}
 KINDS = {"1": "zero1", "2": "zero2", "3": "zero3"}
 UNITS = {"GB": 1e9, "GiB": 2.0**30}
-Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def ranking(row: Row) -> Ranking:
     """
     candidates: dict[str, float] = json.loads(row["candidates"])
     found = {name: _row_of(row, value) for name, value in candidates.items()}
-    if None in found.values():
+    if any(each is None or each.time is None for each in found.values()):
         return Ranking(row["case"], row["winner"], missing="the rows do not say enough")
     sign = -1 if row["better"] == "lower" else 1
     # the metric is proportional to the speed, or to the time if lower is better
@@ -182,7 +184,7 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
     """Returns the cells of a row of the table."""
     times = [each.time for each in found if each.time is not None]
     memory = [each.memory for each in found if each.memory is not None]
-    told = [each for each in found if is_gated(each.row)]
+    told = [each for each in found if memory_is_told(each.row)]
     oom, ran = ([each.prediction.fits for each in told if each.row["oom"] == value] for value in ("1", "0"))
     yield str(len(found))
     yield _errors(times)
@@ -192,10 +194,10 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
     yield f"{ran.count(False)} of {len(ran)}" if ran else ""
 
 
-def is_gated(row: Row) -> bool:
-    """Returns whether the feed-forward branch of a row's model is that of hpc_train's models."""
+def memory_is_told(row: Row) -> bool:
+    """Returns whether a row's model has the gated branch of hpc_train's models, or its program knows the other one."""
     shape = models().get(row["model"])
-    return shape is None or shape["family"] == "llama"
+    return shape is None or shape["family"] == "llama" or row["source"] in UNGATED
 
 
 def _errors(errors: Sequence[float]) -> str:
@@ -206,20 +208,25 @@ def group(row: Row) -> str:
     """Returns the source of a row, with a mark if the row uses a technique that hpc_train does not have.
 
     Aleph Alpha's rows without the kernel for RMSNorm compute it in several kernels, those without sequence parallelism
-    compute norms on every tensor-parallel rank; those of bigscience-v100 keep attention scores; and torchtitan's
-    asynchronous tensor parallelism overlaps its traffic.
+    compute norms on every tensor-parallel rank, like those of bloom and the rows with full recompute of
+    korthikanti-2022; those of bigscience-v100 keep attention scores; and torchtitan's asynchronous tensor parallelism
+    overlaps its traffic.
     """
     source, notes = row["source"], row["notes"]
     if source == "aleph-alpha-layouts":
         other = "RMS kernel" not in notes or (row["tp"] != "1" and "sequence parallel" not in notes)
     else:
-        other = source == "bigscience-v100" or (source == "torchtitan-asynctp" and "async TP" in notes)
+        other = (
+            source in ("bigscience-v100", "bloom")
+            or "no sequence parallelism" in notes
+            or (source == "torchtitan-asynctp" and "async TP" in notes)
+        )
     return f"{source}, other techniques" if other else source
 
 
 def compared(row: Row) -> Compared | None:
     """Returns the prediction of a row; None if the row does not say enough or hpc_train does not have the technique."""
-    row = row | {name: value for name, value in DEFAULTS.get(row["source"], {}).items() if not row[name]}
+    row = completed(row)
     prediction = predicted(row)
     if prediction is None:
         return None
@@ -229,8 +236,10 @@ def compared(row: Row) -> Compared | None:
 def predicted(row: Row) -> Prediction | None:
     """Returns the prediction of a row that states all it needs; None otherwise."""
     shape = row if row["layers"] and row["hidden"] else models().get(row["model"])
-    fused = row["flash_attention"] == "1" and row["precision"] in ("bf16", "fp16") and row["offload"] != "1"
-    if row["gpu"] not in MACHINES or shape is None or not fused:
+    known = row["flash_attention"] == "1" or row["source"] in UNFUSED
+    known = known and row["precision"] in ("bf16", "fp16") and "shorter sequences" not in row["notes"]
+    known = known and (row["offload"] != "1" or row["source"] in UPDATED_ON_CPU)
+    if row["gpu"] not in MACHINES or shape is None or not known:
         return None
     if not all(row[name] for name in ("gpus", "dp", "tp", "pp", "micro_batch")) or row["cp"] not in ("", "1"):
         return None
@@ -261,6 +270,8 @@ def machine_of(row: Row) -> Machine:
 
 
 def _time_error(row: Row, prediction: Prediction) -> float | None:
+    if row["offload"] == "1":
+        return None
     if row["step_s"]:
         return prediction.step_s / float(row["step_s"]) - 1
     if row["tokens_per_s_per_gpu"]:
@@ -269,13 +280,16 @@ def _time_error(row: Row, prediction: Prediction) -> float | None:
 
 
 def _memory_error(row: Row, prediction: Prediction) -> float | None:
-    if not row["memory"] or not is_gated(row) or (row["source"] == "litgpt-thunder" and row["compile"] == "1"):
+    if not row["memory"] or not memory_is_told(row) or not row["memory_kind"]:
+        return None
+    if row["source"] in FUSED_BY_COMPILERS and row["compile"] == "1":
         return None
     assert prediction.memory is not None
-    held = prediction.memory.total
+    held, unit = prediction.memory.total, row["memory_unit"]
+    unit = "GiB" if row["memory_kind"] == "nvidia-smi" else unit  # which prints MiB
     of_torch = {"allocated": held, "reserved": held * (1 + ALLOCATOR_SHARE)}
     read = of_torch.get(row["memory_kind"], prediction.needed_bytes)
-    return read / (float(row["memory"]) * UNITS[row["memory_unit"]]) - 1
+    return read / (float(row["memory"]) * UNITS[unit]) - 1
 
 
 def config_of(row: Row, shape: Row) -> Config:
@@ -284,6 +298,7 @@ def config_of(row: Row, shape: Row) -> Config:
     whole = dp * int(row["tp"]) * int(row["pp"]) == int(row["gpus"])
     ffn = int(shape["ffn"]) if shape["family"] == "llama" else 2 * int(shape["ffn"]) // 3
     heads, vocabulary = int(shape["heads"]), int(shape["vocab"])
+    recompute = "none" if row["source"] in OF_SCORES and row["recompute"] == "selective" else row["recompute"] or "none"
     compiled = row["compile"] == "1" and row["tp"] == "1"  # hpc_train does not compile tensor-parallel layers
     return replace(
         config,
@@ -295,6 +310,8 @@ def config_of(row: Row, shape: Row) -> Config:
             n_kv_heads=int(shape["kv_heads"] or heads),
             ffn_dim=ffn,
             vocab_size=vocabulary,
+            tied_embeddings=row["source"] in TIED,
+            attention_softcap=1.0 if row["source"] in UNFUSED else None,
         ),
         data=replace(config.data, sequence_length=int(row["seq"] or 4096), vocab_size=vocabulary),  # type: ignore[call-arg]
         batch=replace(config.batch, global_size=int(float(row["global_batch"] or dp * micro)), micro_size=micro),
@@ -306,9 +323,11 @@ def config_of(row: Row, shape: Row) -> Config:
             tp=int(row["tp"]),
             pp=int(row["pp"]),
             data_parallel=KINDS.get(row["zero_stage"], "zero1" if row["source"].startswith("aleph") else "allreduce"),
-            schedule="1f1b",
+            schedule="interleaved_1f1b" if row["virtual_stages"] else "1f1b",
+            stages_per_rank=int(row["virtual_stages"] or 1),
+            pp_split=split_of(row, int(shape["layers"])),
         ),
-        train=replace(config.train, activation_checkpointing=row["recompute"] or "none", compile=compiled),
+        train=replace(config.train, activation_checkpointing=recompute, compile=compiled),
     )
 
 
@@ -320,16 +339,6 @@ def base() -> Config:
 @cache
 def machine(name: str) -> Machine:
     return read_machine(name)
-
-
-@cache
-def models() -> dict[str, Row]:
-    return {row["model"]: row for row in rows("models") if row["family"] in ("gpt", "llama") and row["ffn"]}
-
-
-def rows(name: str) -> Iterator[Row]:
-    with (HERE / f"{name}.csv").open(newline="") as file:
-        yield from csv.DictReader(file)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,13 @@ class Program:
     Attributes:
         sizes: takes the row, the config, the layout and hpc_train's sizes, and returns those of the source.
         rank: takes hpc_train's passes and buffers and returns those of the source.
+        update: bytes per parameter of the rank that the update of the parameters holds beside the state and the
+            gradients, when there are no activations.
     """
 
     sizes: Callable[[Row, Config, Layout, Sizes], Sizes]
     rank: Callable[[Layout, Rank], Rank] = lambda layout, rank: replace(rank, micro_batches=0)
+    update: Callable[[Row, Layout], float] = lambda row, layout: 0.0
 
 
 def peak(row: Row, config: Config, layout: Layout) -> Memory | None:
@@ -48,8 +51,19 @@ def _peak(row: Row, config: Config, layout: Layout) -> Memory | None:
     if program is None:
         return estimate(config, layout)
     sizes = program.sizes(row, config, layout, sizes_of(config, layout))
-    ranks = (program.rank(layout, rank) for rank in ranks_of(config, layout))
-    return max((peak_of(sizes, rank) for rank in ranks), key=lambda memory: memory.total)
+    ranks = [program.rank(layout, rank) for rank in ranks_of(config, layout)]
+    found = [peak_of(sizes, rank) for rank in ranks]
+    update = program.update(row, layout)
+    found += [_at_update(sizes, rank, update) for rank in ranks if update]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _at_update(sizes: Sizes, rank: Rank, update: float) -> Memory:
+    """Returns what ``rank`` holds while it updates its parameters, with ``update`` bytes of each beside gradients."""
+    of, per = sizes.parameters, sizes.per_parameter
+    tables = any(stage.first or (stage.last and of.table) for stage in rank.stages.values())
+    count = sum(stage.layers * of.layer + of.head * stage.last for stage in rank.stages.values()) + of.stem * tables
+    return Memory(count * per.held, count * (per.whole + update), count * per.optimizer, 0.0)
 
 
 def _tokens(config: Config, layout: Layout) -> int:
@@ -145,6 +159,104 @@ def _litgpt(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     return replace(ours, per_parameter=per, activations=replace(of, kept=kept, head=of.head + logits))
 
 
+def _megatron_layer(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """A layer of GPT in 16 bits with unfused attention and dropout, as Korthikanti et al. count it (arXiv:2205.05198,
+    equation 2): of each token, 10 h bytes that each tensor-parallel rank has, and (24 h + 5 a s) / t that they share,
+    where h is the width, a the heads, s the length and t the ranks. With sequence parallelism and recomputation of the
+    scores it is 34 h / t (their table 2). A recomputed layer keeps its input, which each rank has whole.
+
+    In the backward the gradients of two tensors of a branch live at a time: of the 4 h wide ones of the feed-forward
+    branch, or of the scores, and those of two hidden states. Vocabularies are split: each rank keeps the softmax of its
+    share in fp32, beside which the logits or their gradient are in 16 bits. The inputs of the last norm and of the head
+    are kept.
+    """
+    model, tp, tokens = config.model, layout.tp, _tokens(config, layout)
+    dim, words = model.dim, model.vocab_size  # type: ignore[attr-defined]
+    scores = model.n_heads * int(config.data.sequence_length)  # type: ignore[attr-defined]
+    shared = row["recompute"] == "selective"
+    layer = 34 * dim / tp if shared else 10 * dim + (24 * dim + 5 * scores) / tp
+    branch = max(16 * dim, 4 * scores + 5 * scores * shared) / tp
+    hidden = tokens * 2 * dim / (tp if shared else 1)
+    logits = tokens * 2 * words / tp
+    of = replace(
+        ours.activations,
+        kept={"none": tokens * layer, "full": hidden},
+        gradients=tokens * branch + 2 * hidden,
+        hidden=hidden,
+        head=2 * logits + 2 * hidden,
+        forward=logits,
+        backward=logits,
+        logits=logits,
+    )
+    return replace(ours, parameters=replace(ours.parameters, matrix=ours.parameters.layer / 3), activations=of)
+
+
+def _bloom(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """Megatron-DeepSpeed. Parameters and gradients are in 16 bits, and ZeRO-1 shares the fp32 copies and moments (12
+    bytes per parameter). The later BF16 optimizer also holds whole gradients in fp32, in which it sums those in bf16
+    (deepspeed/runtime/bf16_optimizer.py). The layers are those of Megatron-LM without sequence parallelism.
+    """
+    summed = 4 if _sums_in_fp32(row) else 0
+    per = replace(IN_BF16, optimizer=12 / _shards(row, layout) + summed)
+    return replace(_megatron_layer(row, config, layout, ours), per_parameter=per)
+
+
+def _sums_in_fp32(row: Row) -> bool:
+    return "accumulated in fp32" in row["notes"]
+
+
+def _shards(row: Row, layout: Layout) -> int:
+    return layout.dp if row["zero_stage"] == "1" else 1
+
+
+def _bloom_update(row: Row, layout: Layout) -> float:
+    """ZeRO-1 copies its share of the gradients to one tensor, and this one to fp32 (deepspeed/runtime/zero/
+    stage_1_and_2.py). Without ZeRO each gradient is copied to fp32, and all of them to one tensor
+    (deepspeed/runtime/fp16/fused_optimizer.py). The BF16 optimizer copies nothing.
+    """
+    return 0.0 if _sums_in_fp32(row) else 6 / layout.dp if row["zero_stage"] == "1" else 8.0
+
+
+def _megatron_lm(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """Parameters are fp16; gradients are summed in fp32, and an fp32 copy and two moments are whole (12 bytes)."""
+    per = replace(IN_BF16, whole=4, optimizer=12)
+    return replace(_megatron_layer(row, config, layout, ours), per_parameter=per)
+
+
+def _torchtune(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """All state is bf16, with two moments. Norms, keys and values are those of ``_litgpt``; the logits are freed."""
+    found = _litgpt(row, config, layout, ours)
+    of = replace(found.activations, head=ours.activations.head)
+    return replace(found, per_parameter=replace(IN_BF16, optimizer=4), activations=of)
+
+
+def _ml_engineering(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
+    """DeepSpeed with Liger's kernels. Parameters and gradients are bf16; where the CPU computes the update, it also has
+    the reduced gradients, the fp32 copies and the moments. Liger's loss computes the logits in as many chunks as the
+    vocabulary is times as large as the width, in 16 bits beside fp32, and keeps the gradients of its input and of the
+    output matrix (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    model, tokens, shard = config.model, _tokens(config, layout), layout.shard
+    dim, words = model.dim, model.vocab_size  # type: ignore[attr-defined]
+    offloaded, gathers = row["offload"] == "1", row["zero_stage"] == "3"
+    per = replace(
+        IN_BF16,
+        held=2 / shard if gathers else 2,
+        optimizer=0 if offloaded else 12 / shard,
+        gathered=2 * gathers,
+        shard=0 if offloaded else 2 / shard,
+    )
+    of = replace(
+        ours.activations,
+        head=tokens * 4 * dim,
+        forward=tokens * 6 * dim,
+        backward=tokens * 2 * dim,
+        logits=0,
+        matrix=2 * words * dim,
+    )
+    return replace(ours, per_parameter=per, activations=of)
+
+
 def _torchtitan(row: Row, config: Config, layout: Layout, ours: Sizes) -> Sizes:
     """Tensor-parallel ranks compute the loss of their share of the vocabulary each ("loss parallel")."""
     of, tp = ours.activations, layout.tp
@@ -168,6 +280,10 @@ PROGRAMS = {
     "aleph-alpha-layouts": Program(_aleph_alpha, _whole),
     "kempnerforge": Program(_kempnerforge, _accumulating),
     "internevo": Program(_internevo, _whole),
+    "bloom": Program(_bloom, _whole, _bloom_update),
+    "korthikanti-2022": Program(_megatron_lm, _whole),
+    "torchtune": Program(_torchtune),
+    "ml-engineering-h200-b200": Program(_ml_engineering),
     "fms-fsdp": Program(_fms, lambda layout, rank: rank),
     "torchtitan-asynctp": Program(_torchtitan, lambda layout, rank: rank),
     "torchtitan-h100": Program(_torchtitan, lambda layout, rank: rank),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from statistics import fmean, median, quantiles
 
 import pytest
 
 from hpc_train.planner.scaling import ERRORS
-from tests.planning.comparison import Compared, compared, group, is_gated, ranking, rows
+from tests.planning.comparison import Compared, compared, group, memory_is_told, ranking
+from tests.planning.tables import completed, rows, split_of
 
 # source: rows, mean absolute error in %, median error in %. The numbers of docs/howto/plan.md.
 MEASURED = {
@@ -105,7 +106,48 @@ def test_memory_is_as_close_as_the_page_about_plan_says() -> None:
 
 def test_layouts_that_ran_out_of_memory_are_predicted_not_to_fit() -> None:
     """The goal is 95 % of them, and at most 5 % false alarms; docs/howto/plan.md explains those that are missed."""
-    told = [each for each in shown() if is_gated(each.row)]
+    told = [each for each in shown() if memory_is_told(each.row)]
     out, ran = ([each.prediction.fits for each in told if each.row["oom"] == value] for value in ("1", "0"))
     assert (len(out), out.count(True)) == (339, 5)
     assert (len(ran), ran.count(False)) == (358, 7)
+
+
+# source: rows that are compared, of those that were set aside. Their errors are in docs/howto/plan.md, but in no test:
+# nothing is to be fitted to them.
+SET_ASIDE = {
+    "bloom": 144,
+    "korthikanti-2022": 8,
+    "ml-engineering-h200-b200": 14,
+    "torchtitan-405b": 1,
+    "torchtitan-h100": 4,
+    "torchtune": 5,
+}
+
+
+def test_what_is_comparable_of_the_sources_that_were_set_aside() -> None:
+    found = [each for row in rows("published") if row["held_out"] == "1" and (each := compared(row))]
+    assert Counter(each.row["source"] for each in found) == SET_ASIDE
+    memory = Counter(each.row["source"] for each in found if each.memory is not None)
+    assert memory == {"bloom": 99, "ml-engineering-h200-b200": 12, "torchtitan-h100": 4, "torchtune": 1}
+
+
+def test_layers_that_tables_of_bloom_do_not_state_follow_from_the_size() -> None:
+    found = {
+        (row["model"], row["pp"]): completed(row)["layers"]
+        for row in rows("published")
+        if row["source"] == "bloom" and not row["layers"]
+    }
+    assert found == {
+        ("bloom-194B", "6"): "78",
+        ("bloom-191B", "7"): "77",
+        ("bloom-205B", "9"): "81",
+        ("bloom-195B", "11"): "77",
+        ("bloom-183B", "12"): "72",
+    }
+
+
+def test_stages_of_bloom_are_filled_one_after_the_other() -> None:
+    row = dict.fromkeys(("context", "notes"), "") | {"source": "bloom", "pp": "12"}
+    assert split_of(row, 78) == [*[7] * 11, 1]
+    row |= {"notes": "embedding counted as a layer by the partitioner"}
+    assert split_of(row, 106) == [8, *[9] * 10, 8]
