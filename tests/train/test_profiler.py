@@ -61,7 +61,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 ) -> None:
     run, asked = RunDirectory(tmp_path), Profiled(1, 1, frozenset({0}))
     run.profile.touch()  # a file where the folder is to be
-    mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), stages=True)
+    mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), layout=SimpleNamespace(pp=1))
     profiler = Profiler(asked, run, mesh, EventLog.open(run, "rank-0000", 0, 0))
     profiler.begin(1, 0.0)
     assert profiler._begun is not None
