@@ -63,7 +63,7 @@ def moved_bytes(config: Config, layout: Layout, layer: int) -> float:
     Of ``ops`` it is the input, like ``full``. The input is the smallest of a layer's large tensors; if it is too small,
     nothing is moved. The last layer stays on the device, since its backward pass comes next.
     """
-    if layer == config.model.n_layers - 1:
+    if config.train.activation_offload == "none" or layer == config.model.n_layers - 1:
         return 0.0
     return moved_by_mode(config, layout)[recomputation_of(config, layout).mode(layer)]
 

@@ -21,6 +21,9 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
+from hpc_train.plan.peak.program import peak_of, rank_of, stages_of
+from hpc_train.plan.peak.sizes import sizes_of
+from hpc_train.plan.techniques import SCHEDULES
 from hpc_train.train.optimizer import Optimizer
 from tests.layouts.memory import PeakMemory, norms_of_gpus
 from tests.ranks import run_ranks
@@ -123,3 +126,19 @@ def test_the_peak_of_one_rank() -> None:
 @pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "context"])
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
     check(cases, run_ranks(2, peaks, cases, timeout=300))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_rank_of_a_pipeline_needs_more_than_the_estimate(schedule: str, recompute: str) -> None:
+    row = SCHEDULES[schedule]
+    stages = min(2, row.stages_per_rank[1])
+    for pp in (2, 4, 8):
+        batches = 1 if row.micro_batches == "one" else 3 * stages * pp
+        case: Case = {"pp": pp, "layers": 4 * stages * pp, "batches": batches, "recompute": recompute}
+        config = config_of(**case, schedule=schedule, stages_per_rank=stages)
+        layout = resolve_layout(config, 1, pp)
+        sizes, parts = sizes_of(config, layout), stages_of(config, layout)
+        totals = [peak_of(sizes, rank_of(layout, rank, parts)).total for rank in range(pp)]
+        wanted = estimate(config, layout)
+        assert wanted is not None and max(totals) == pytest.approx(wanted.total), (pp, totals)

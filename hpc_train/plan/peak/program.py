@@ -86,18 +86,23 @@ class Rank:
 
 
 def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
-    """Returns the pipeline ranks; of those with equal stages and passes in the same order only the first."""
-    seen, stages = set[tuple[object, ...]](), _stages(config, layout)
-    gathers, reduces = _sharing(layout)
+    """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches, unless
+    the stages form a V, where the order of the passes decides.
+    """
+    seen, stages = set[tuple[Stage, ...]](), stages_of(config, layout)
     for rank in range(layout.pp):
-        own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
-        actions = _actions(layout, rank, [*own])
-        places = {stage: place for place, stage in enumerate(own)}
-        key = (*own.values(), *((work, places[stage]) for work, stage, _ in actions))
-        if key not in seen:
-            seen.add(key)
-            views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
-            yield Rank(own, actions, layout.micro_batches, gathers, reduces, views)
+        own = tuple(stages[number] for number, owner in enumerate(layout.placement) if owner == rank)
+        if own not in seen or layout.pipeline.placement == "v":
+            seen.add(own)
+            yield rank_of(layout, rank, stages)
+
+
+def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
+    """Returns one pipeline rank of ``layout``, whose ``stages`` are those of ``stages_of``."""
+    own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
+    gathers, reduces = _sharing(layout)
+    views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
+    return Rank(own, _actions(layout, rank, [*own]), layout.micro_batches, gathers, reduces, views)
 
 
 def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
@@ -109,7 +114,8 @@ def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
     return "layer" if "parameters" in shards else "step", "each" if each else "last"
 
 
-def _stages(config: Config, layout: Layout) -> list[Stage]:
+def stages_of(config: Config, layout: Layout) -> list[Stage]:
+    """Returns the stages of the model."""
     counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
     recomputation, last = recomputation_of(config, layout), config.model.n_layers - 1
     found, first = [], 0
