@@ -336,7 +336,7 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
         (["optim.lr=1,foo", "optim.lrr=1", "-m"], ["optim.lr is 'foo'", "did you mean lr?"]),
         (["strategy=tp", "model.n_heads=3", "model.dim=48", "model.n_kv_heads=1", "data.sequence_length=255"],
          ["model.n_heads=3", "model.n_kv_heads=1", "data.sequence_length=255"]),
-        (["train.loss_chunks=999", "strategy.offload=all", "data.path=nope", "run.name=live"],
+        (["train.loss_chunks=99999", "strategy.offload=all", "data.path=nope", "run.name=live"],
          ["train.loss_chunks", "strategy.offload=all requires", "nope does not exist", "is live"]),
         (["cluster.time=soon", "optim.betas=[0.9]", "checkpoint.every=often"],
          ["cluster.time is", "optim.betas", "checkpoint.every"]),
