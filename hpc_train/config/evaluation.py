@@ -8,12 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from hpc_train.config.extensions import load_source
 from hpc_train.config.schema import Config, DataConfig
-from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 
 MAIN = ""  # the name of the validation split of ``data`` among the evaluation sets
@@ -39,6 +35,11 @@ def _eval_set(data: DataConfig, name: str, values: Any) -> DataConfig:
     where = f"eval_sets.{name}"
     if not isinstance(values, dict) or not values or not str(name).isidentifier():
         raise UserError(f"{where} is {values!r}", where=where, fix=f"+{where}.KEY=VALUE with a key of data")
+    from omegaconf import OmegaConf  # workers without further evaluation sets do not need it
+    from omegaconf.errors import OmegaConfBaseException
+
+    from hpc_train.config.translate import translate
+
     kind = values.get("kind", data.kind)
     base = asdict(data) if kind == data.kind else {}
     schema = OmegaConf.create({"eval_sets": {name: OmegaConf.structured(load_source(kind).schema)}})

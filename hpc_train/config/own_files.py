@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.groups import config_directory
 from hpc_train.config.jobs import parsed_override
 from hpc_train.config.schema import Config
+from hpc_train.config.schema.key import MISSING
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
 from hpc_train.errors import UserError, UserErrors
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 GROUPS = get_type_hints(Config)
-MISSING = "???"
 
 
 def refuse_unreadable_files(line: CommandLine) -> None:

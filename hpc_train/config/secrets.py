@@ -15,13 +15,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import translate
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK)(_|$|\d)", re.IGNORECASE
@@ -47,6 +47,8 @@ FIX = "remove it from the config, which is stored in clear text; workers inherit
 
 def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
     """Raises UserError if a value contains, or is taken from, a secret of the environment."""
+    from omegaconf import OmegaConf  # workers hide secrets too, but read no node
+
     held = _secrets(environment)
     for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
         for name in FROM_ENVIRONMENT.findall(raw):
@@ -136,6 +138,9 @@ def _refuse(key: str, value: str, held: Mapping[str, str]) -> None:
 
 
 def _resolved(node: DictConfig, key: str) -> str:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return str(OmegaConf.select(node, key))
     except OmegaConfBaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,6 +204,7 @@ class Agent:
         position = spec.order.index(self.node.number)
         bound = bindings(self.node.facts, local_workers)
         visible = devices(self.node.facts)
+        config = pickle.dumps(self.config)
         return [
             WorkerSpec(
                 run_dir=str(self.run.path),
@@ -222,6 +224,7 @@ class Agent:
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=stop_grace_s,
                 checked=spec.checked,
+                config=config,
             )
             for local_rank in range(local_workers)
         ]

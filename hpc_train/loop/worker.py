@@ -39,7 +39,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """
     run = RunDirectory(Path(spec.run_dir))
     with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
-        config = frozen_config(run)
+        config = frozen_config(spec, run)
         heartbeat = Heartbeat.of(spec.heartbeat)
         answer_requests(spec)
         with nccl_log(spec, config, run) as log:

@@ -112,7 +112,7 @@ class MetricSums:
                     stack.enter_context(_observed(holder, self._add))
             yield
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _add(self, outputs: Any, targets: Tensor) -> None:
         for name, metric in self._metrics.items():
             with named_errors(self._title(name), "sums()"):

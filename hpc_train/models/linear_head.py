@@ -89,7 +89,7 @@ class LinearHead(CrossEntropyHead):
         return gather_sequence(normed), weight.to_local(), shard_of(weight)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -23,25 +23,19 @@ is a mask, as it is on CPUs. No kernel has a soft cap: such scores are computed 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 
 BOUNDARIES = "document_boundaries"  # in the context of layers: ``[1 + documents]`` int32, over all sequences
-OPERATORS = (torch.ops.torch_attn._varlen_attn.default, torch.ops.aten._efficient_attention_forward.default)
+OPERATORS = ("torch_attn::_varlen_attn", "aten::_efficient_attention_forward")
 VARLEN, EFFICIENT, MASK = "varlen", "efficient", "mask"
 _HALF = (torch.float16, torch.bfloat16)
-# PyTorch 2.11 has no such argument: its operator takes grouped queries as they are
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,6 @@ def attention_mask(document_ids: Tensor | None, length: int, window: int | None,
     return mask
 
 
-@torch.compiler.assume_constant_result
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Returns ``VARLEN``, ``EFFICIENT`` or ``MASK``.
 
@@ -162,17 +155,10 @@ def attend_inside_documents(
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scores: Scores) -> Tensor:
-    """Calls ``varlen_attn`` with flash attention on all versions.
+    from hpc_train.models.varlen import attend  # imports torch._dynamo, which takes 0.3 s
 
-    PyTorch 2.15 prefers cuDNN on some GPUs, which before 9.25 returns NaN if a document has no tokens
-    (NVIDIA/cudnn-frontend issue 943).
-    """
     before = -1 if scores.window is None else scores.window - 1  # tokens before the query
-    options: dict[str, Any] = {"scale": scores.scale, "window_size": (before, 0), **_GROUPED}
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        mixed = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
-    assert isinstance(mixed, Tensor)
-    return mixed
+    return attend(query, key, value, boundaries, longest, scores.scale, before)
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scores: Scores) -> Tensor:

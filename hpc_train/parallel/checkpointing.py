@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -29,8 +28,7 @@ _NAMES = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
-PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
-PRODUCTS |= frozenset(packed_attention.OPERATORS)
+PRODUCTS = frozenset((*(f"aten::{name}" for name in _NAMES), *packed_attention.OPERATORS))
 
 
 def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputation) -> None:
@@ -61,7 +59,7 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _save_products = partial(create_selective_checkpoint_contexts, _policy)

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, fx, nn
 from torch.compiler._cache import CacheInfo
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
+from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
@@ -48,7 +48,10 @@ def compile_layers(model: nn.Module) -> None:
     if not layers and not isinstance(model, Model):
         model.compile(backend=compile_in_turns)
         return
+    import torch._dynamo  # takes 0.3 s; a worker prints its first lines before
+
     torch._dynamo.config.optimize_ddp = False
+    torch.compiler.assume_constant_result(kernel_for)
     for layer in layers:
         layer.compile(backend=compile_in_turns)
 

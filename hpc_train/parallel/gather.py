@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import all_gather_tensor, reduce_scatter_tensor
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenates the rows of ``tensor`` of all ranks in the order of the ranks. Collective; the host waits for it.
 

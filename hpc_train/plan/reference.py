@@ -11,12 +11,10 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from omegaconf import MISSING
-
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
-from hpc_train.config.schema.key import KeyInfo, info
+from hpc_train.config.schema.key import MISSING, KeyInfo, info
 from hpc_train.plan.techniques import AUTO, KINDS, SCHEDULES
 
 ROWS = {"strategy.schedule": (AUTO, *SCHEDULES), "strategy.data_parallel": tuple(KINDS)}  # names of built-in rows

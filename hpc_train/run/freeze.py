@@ -23,10 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.compose import converted, escaped
 from hpc_train.config.identity import changes, check_identity, flat
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
@@ -167,6 +164,11 @@ def load(run: RunDirectory) -> Config:
             where="the run directory",
             fix="create one with `python -m hpc_train freeze …`, which prints its path",
         )
+    from omegaconf import DictConfig, OmegaConf  # workers get the config from the agent and need no OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from hpc_train.config.compose import converted, escaped
+
     data = _unchanged(run)
     try:
         node = OmegaConf.create(escaped(yaml.safe_load(data.decode())))

@@ -4,8 +4,8 @@ The copy holds all files that git tracks or does not ignore, except files that h
 tree, in a directory that only its owner can enter (``run.group`` lets the group in). Copies are named by their content,
 so the runs of a sweep share one and an unchanged tree is copied once. Outside a work tree nothing is copied.
 
-Bytecode of the work tree that is up to date is copied as well: without it, the first job would compile every module
-before its workers start.
+Bytecode of the work tree that is up to date is copied as well, except that of tests: without it, the first job would
+compile every module before its workers start.
 """
 
 from __future__ import annotations
@@ -173,16 +173,22 @@ def _entries(root: Path, names: Iterable[str]) -> dict[str, Entry]:
             directories.add(parent)
             parent = parent.rpartition("/")[0]
     found = {name: Entry(os.lstat(f"{root}/{name}").st_mode) for name in sorted(directories)}
-    return found | {name: _entry(f"{root}/{name}") for name in names}
+    return found | {name: _entry(f"{root}/{name}", _runs_in_jobs(name)) for name in names}
 
 
-def _entry(path: str) -> Entry:
+def _entry(path: str, compiled: bool) -> Entry:
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode):
         return Entry(mode, os.fsencode(Path(path).readlink()))
     with os.fdopen(os.open(path, os.O_RDONLY), "rb") as file:
         content, found = file.read(), os.fstat(file.fileno())
-    return Entry(mode, content, found.st_mtime_ns, _bytecode(path, found) if path.endswith(".py") else None)
+    return Entry(mode, content, found.st_mtime_ns, _bytecode(path, found) if compiled else None)
+
+
+def _runs_in_jobs(file: str) -> bool:
+    """Returns whether ``file`` is Python code that jobs may import, which tests of a project are not."""
+    *folders, name = file.split("/")
+    return name.endswith(".py") and not name.startswith("test_") and "tests" not in folders
 
 
 def _bytecode(path: str, source: os.stat_result) -> bytes | None:
@@ -245,10 +251,13 @@ def _write_file(file: tuple[str, Entry]) -> None:
     _write_new(path, permissions, entry.content)
     if entry.bytecode is not None:
         os.utime(path, ns=(entry.modified_ns, entry.modified_ns))
-        cache = Path(path).with_name(CACHE)
-        cache.mkdir(exist_ok=True)
-        cached = Path(importlib.util.cache_from_source(path)).name
-        _write_new(f"{cache}/{cached}", permissions, entry.bytecode)
+        cache = f"{os.path.dirname(path)}/{CACHE}"  # noqa: PTH120 - pathlib takes long for thousands of files
+        cached = f"{cache}/{os.path.basename(importlib.util.cache_from_source(path))}"  # noqa: PTH119
+        try:
+            _write_new(cached, permissions, entry.bytecode)
+        except FileNotFoundError:  # the first one of this directory
+            Path(cache).mkdir(exist_ok=True)
+            _write_new(cached, permissions, entry.bytecode)
 
 
 def _write_new(path: str, permissions: int, content: bytes) -> None:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from hpc_train.errors import UserError
@@ -73,6 +72,8 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        import torch._dynamo  # slow; torch's optimizers have imported it by now
+
         finite = self.found_inf == 0
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS) if self._compiled else nullcontext():
             for group in self.param_groups:
@@ -81,6 +82,8 @@ class CompactAdamW(torch.optim.Optimizer):
                     self._step(group, parameters, finite)
 
     def _step(self, group: Mapping[str, Any], parameters: Sequence[Tensor], finite: Tensor) -> None:
+        from torch._dynamo.exc import TorchDynamoException
+
         states = [self.state[parameter] for parameter in parameters]
         terms = _terms([state["step"] for state in states], group, finite, parameters[0].dtype)
         kept = torch.full((), 1 - group["lr"] * group["weight_decay"], dtype=terms[0].step.dtype, device=finite.device)
@@ -94,7 +97,7 @@ class CompactAdamW(torch.optim.Optimizer):
             constants = (*group["betas"], group["eps"])
             try:
                 _update_together(self._update, batch, finite, kept, constants)
-            except torch._dynamo.exc.TorchDynamoException as error:  # nothing of this batch has changed yet
+            except TorchDynamoException as error:  # nothing of this batch has changed yet
                 self._compiled, self._update = False, _update
                 warnings.warn(
                     f"the update of optim.moments runs without torch.compile, which failed: {error}", stacklevel=2

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo  # torch's optimizers import it when the first one is made: the warm parent does it for all workers
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.state import TensorShape

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import pickle
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
@@ -84,7 +85,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
-    config = for_nodes(frozen_config(run), spec.nodes)
+    config = for_nodes(frozen_config(spec, run), spec.nodes)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     with nccl_log(spec, config, run) as log:
@@ -93,8 +94,10 @@ def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog
         return _train_joined(spec, config, stop, run, mesh, events, heartbeat)
 
 
-def frozen_config(run: RunDirectory) -> Config:
-    """Returns the frozen config. The agent has read it before, so only its file system can keep it from being read."""
+def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
+    """Returns the frozen config, which the agent has read, since that takes 0.1 s; without an agent, reads it."""
+    if spec.config is not None:
+        return cast(Config, pickle.loads(spec.config))
     try:
         return load(run)
     except UserError:

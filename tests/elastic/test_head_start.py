@@ -58,6 +58,18 @@ with head_start(1) as begun:
     print(pid == early, "early_forkserver" in open(f"/proc/{pid}/cmdline").read())
 """
 
+LATER = """
+import time
+from hpc_train.elastic.worker_process import fork_process, start_warm_parent
+start_warm_parent(["torch"])
+for _ in range(20):
+    fork_process(exec, "import signal, sys; print('torch._dynamo' in sys.modules, "
+                       "signal.getsignal(signal.SIGALRM) == signal.SIG_DFL, flush=True)").join()
+    time.sleep(2.5)
+    if "True True" in open("told").read():
+        break
+"""
+
 
 def stand_in(folder: Path) -> None:
     """Writes packages that stand in for torch into ``folder``."""
@@ -125,6 +137,15 @@ def test_the_warm_parent_is_as_a_new_process_would_be(
     assert told == f"{same_process} {continues}"
     if continues:
         assert (tmp_path / "imported").read_text() == "imported\n"
+
+
+def test_what_the_first_lines_do_not_need_is_imported_for_the_workers_after_a_failure(tmp_path: Path) -> None:
+    stand_in(tmp_path / "packages")
+    (tmp_path / "packages" / "torch" / "_dynamo.py").touch()
+    (tmp_path / "told").touch()
+    done = python(tmp_path, f"import os, sys\nos.dup2(os.open('told', os.O_WRONLY), 1)\n{LATER}")
+    first, *_, last = (tmp_path / "told").read_text().splitlines()
+    assert (first, last) == ("False True", "True True"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.models import packed_attention
+from hpc_train.models import packed_attention, varlen
 
 
 def varlen_attn(
@@ -119,7 +119,7 @@ def kernels_in_plain_torch(kernel: str, told: bool = True) -> Iterator[list[str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_attention, "has_kernels", lambda device: True)
         patch.setattr(packed_attention, "kernel_for", choose)
-        patch.setattr(packed_attention, "varlen_attn", varlen_attn if told else varlen_attn_2_11)
-        patch.setattr(packed_attention, "_GROUPED", {"enable_gqa": True} if told else {})
+        patch.setattr(varlen, "varlen_attn", varlen_attn if told else varlen_attn_2_11)
+        patch.setattr(varlen, "_GROUPED", {"enable_gqa": True} if told else {})
         patch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient_attention_forward)
         yield chosen

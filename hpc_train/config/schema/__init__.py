@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING
-
 from hpc_train.config.schema.cluster import ClusterConfig, ContainerConfig, FabricConfig, PriceConfig
 from hpc_train.config.schema.data import (
     CIFAR100DataConfig,
@@ -24,7 +22,7 @@ from hpc_train.config.schema.data import (
     TextDataConfig,
     TokensDataConfig,
 )
-from hpc_train.config.schema.key import group, key
+from hpc_train.config.schema.key import MISSING, group, key
 from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, HFModelConfig, LoraConfig, ModelKeys, ViTConfig
 from hpc_train.config.schema.operation import (
     CheckpointConfig,

@@ -12,12 +12,11 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from omegaconf import MISSING
-
 from hpc_train.config.schema.condition import Condition
 from hpc_train.errors import Mistakes, UserError, nearest
 
 _METADATA = "hpc_train"
+MISSING: Any = "???"  # omegaconf.MISSING; workers read the schema and need nothing else of OmegaConf
 LARGEST = 2**63 - 1  # torch has no larger integers; infinity is larger
 
 

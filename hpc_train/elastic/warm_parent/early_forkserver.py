@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # what the modules of workers import besides hpc_train
-MODULES = ("torch", "torch.distributed.checkpoint", "omegaconf", "psutil", "yaml")
+MODULES = ("torch", "torch.distributed.checkpoint", "psutil", "yaml")
 MOST_DESCRIPTORS = 16
 
 
