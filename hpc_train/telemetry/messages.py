@@ -12,8 +12,6 @@ import os
 import queue
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,14 +66,16 @@ class Message:
 
 def post(url: str, body: Mapping[str, Any]) -> str | None:
     """Sends ``body`` as JSON; returns why it was not accepted, without the URL, which is a secret."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
+    from urllib.error import HTTPError, URLError  # few runs have a webhook, and these imports delay every command
+    from urllib.request import Request, urlopen
+
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST")
     try:
-        urllib.request.urlopen(request, timeout=SEND_S).close()
-    except urllib.error.HTTPError as error:
+        urlopen(request, timeout=SEND_S).close()
+    except HTTPError as error:
         return f"the webhook answered {error.code} {error.reason}"
     except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        reason = error.reason if isinstance(error, URLError) else error
         return f"the webhook cannot be reached: {reason}"
     return None
 
