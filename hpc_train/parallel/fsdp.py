@@ -5,8 +5,9 @@ All three kinds shard the optimizer state. They differ in gradients and paramete
 zero1: unsharded gradients accumulate and are reduce-scattered once, after the last micro-batch. Parameters are
     unsharded from the first forward pass of a step to its last backward pass.
 zero2: gradients are reduce-scattered after the backward pass of every micro-batch. Parameters are as in zero1.
-zero3: gradients are as in zero2. Parameters are gathered for one layer at a time, again for its backward pass. Stem
-    and head stay unsharded within a micro-batch, whose backward pass begins with them.
+zero3: gradients are as in zero2. Parameters are gathered for one layer at a time, again for its backward pass, while
+    the layer before it in that pass computes. Stem and head stay unsharded within a micro-batch, whose backward pass
+    begins with them.
 
 With fewer ``dp_shard`` than ``dp_cp`` ranks (HSDP) the shard groups are replicas of each other, and gradients are
 all-reduced between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,9 +56,12 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     )
     home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
     wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy, offload_policy=home)
-    for layer in layers_of(model):
+    layers = layers_of(model)
+    for layer in layers:
         wrap(layer, reshard_after_forward="parameters" in kind.shards)
     wrap(model, reshard_after_forward=False)
+    for layer, following in pairwise(layers):  # FSDP2 does so by itself only in the backward pass
+        layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 
 class CastReduceScatter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,3 +100,22 @@ def test_ranks_that_use_other_parameters_send_in_one_order() -> None:
     twice = [2 * value for value in once]
     late = "a gradient changed after all backward passes of the step"
     assert run_ranks(2, uses_less) == [[once, twice, late]] * 2
+
+
+def gathered_ahead(rank: int, world_size: int, cell: Cell) -> list[bool]:
+    """Whether the parameters of the following layer were asked for when a layer began its forward pass."""
+    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+    engine = build_engine(cell.config(), mesh)
+    layers = [*engine.parts[0].layers.values()]
+    found = []
+    for layer, following in pairwise(layers):
+        group = following._get_fsdp_state()._fsdp_param_group
+        layer.register_forward_pre_hook(lambda *_, group=group: found.append(group._all_gather_result is not None))
+    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    return found
+
+
+def test_zero3_gathers_the_next_layer_while_one_computes() -> None:
+    cell = Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}, batch={"micro_batches": 2})
+    for found in run_ranks(cell.world_size, gathered_ahead, cell):
+        assert found and all(found)
