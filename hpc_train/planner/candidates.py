@@ -21,6 +21,7 @@ from hpc_train.plan.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
 from hpc_train.planner.traced import count_model
+from hpc_train.planner.work import count_work
 
 KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
 CHECKPOINTING = ("none", "selective", "full")
@@ -94,6 +95,7 @@ def candidates(
         UserError: ``devices`` do not fill whole nodes, or the model cannot be counted.
     """
     count_model(config)
+    work = count_work(config)
     per_node = machine.devices_per_node
     if devices > per_node and devices % per_node:
         raise UserError(
@@ -110,18 +112,13 @@ def candidates(
         except UserError:
             continue
         if layout.world_size == devices and _is_new(values, layout, found):
-            found[_key(values, layout)] = _candidate(config, machine, nodes, values, layout, False)
+            prediction = predict_step(chosen, layout, machine, False, work)
+            found[_key(values, layout)] = Candidate(nodes, values, prediction)
     for each in [*islice(fastest(found.values()), SIMULATED)]:
-        key = _key(each.values, each.layout)
-        found[key] = _candidate(config, machine, nodes, each.values, each.layout, True)
+        demand = each.prediction.demand
+        prediction = replace(predict_step(demand.config, each.layout, machine, True, work), demand=demand)
+        found[_key(each.values, each.layout)] = replace(each, prediction=prediction)
     return [*found.values()]
-
-
-def _candidate(
-    config: Config, machine: Machine, nodes: int, values: Values, layout: Layout, simulated: bool
-) -> Candidate:
-    prediction = predict_step(with_values(config, values), layout, machine, simulated)
-    return Candidate(nodes, values, prediction)
 
 
 def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> Iterator[Candidate]:

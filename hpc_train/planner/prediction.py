@@ -18,7 +18,7 @@ from hpc_train.config.values import LayerMode, Recomputation
 from hpc_train.plan.activation_offload import moved_bytes
 from hpc_train.plan.counted import counted
 from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import Memory, estimate, needed_bytes
+from hpc_train.plan.memory import Memory, estimate, exceeds, needed_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.recomputation import recomputation_of
@@ -54,6 +54,15 @@ class Demand:
         """Returns ``memory`` with the context, the buffers of libraries and what the allocator adds."""
         held = self.memory.total if self.memory else 0.0
         return needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
+
+    def fits(self, factor: float) -> bool:
+        """Returns whether a device has ``factor`` times the memory, beside what is reserved.
+
+        The replay ends where a rank holds too much, which in most layouts that do not fit is before a backward.
+        """
+        rates = self.rates
+        limit = (rates.memory_bytes - rates.reserved_bytes) / factor / (1 + rates.allocator_share)
+        return not exceeds(self.config, self.layout, limit)
 
 
 @dataclass(frozen=True)
@@ -110,20 +119,23 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.device_bytes
+        return self.demand.fits(self.memory_factor)
 
 
-def predict_step(config: Config, layout: Layout, machine: Machine, simulated: bool = True) -> Prediction:
+def predict_step(
+    config: Config, layout: Layout, machine: Machine, simulated: bool = True, work: Work | None = None
+) -> Prediction:
     """Returns the prediction for ``layout``.
 
     Args:
         simulated: whether to simulate the order of the pipeline's schedule; otherwise its row states the bubble, which
             assumes equal stages and messages that take no time.
+        work: that of the model, if it has been counted.
 
     Raises:
         UserError: the size of the model is unknown, or the devices do not compute in its precision.
     """
-    return _Step(config, layout, machine).predict(simulated)
+    return _Step(config, layout, machine, work or count_work(config)).predict(simulated)
 
 
 class _Run(NamedTuple):
@@ -137,12 +149,12 @@ class _Run(NamedTuple):
 class _Step:
     """One step of a layout on a machine."""
 
-    def __init__(self, config: Config, layout: Layout, machine: Machine) -> None:
+    def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
         machine = machine.shared_by(min(layout.world_size, machine.devices_per_node))
         self.config, self.layout, self.machine = config, layout, machine
         self.rates: Rates = machine.rates
-        self.work: Work = count_work(config)
-        self.passes = Passes(config, layout, machine, self.work)
+        self.work = work
+        self.passes = Passes(config, layout, machine, work)
         self.width, self.narrow = self.passes.width, self.passes.narrow
         self.recomputation: Recomputation = recomputation_of(config, layout)
         self.stages = self._stages()
