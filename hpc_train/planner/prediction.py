@@ -214,6 +214,8 @@ class _Step:
 
     def _moving(self) -> list[float]:
         """Returns the seconds in which activations leave a stage in one pass; in the backward they come back."""
+        if self.config.train.activation_offload == "none":
+            return [0.0] * self.layout.stages
         config, first, found = counted(self.config), 0, []
         for count in self._counts():
             numbers = range(first, first + count)
