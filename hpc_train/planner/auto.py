@@ -202,10 +202,11 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     )
     count = max(ROWS, len([*distinct(close)]))
     compared = [*islice(distinct(chain(close, others)), count)][1:]
+    shown = (best, *nsmallest(ROWS - 1, compared, key=_seconds))
     return {
         "chosen": _line(best, str(settings.get(_RECOMPUTED) or config.train.activation_checkpointing), machine),
         "settings": settings,
-        "rows": [each.to_json() | {"why": _why(each, best)} for each in (best, *nsmallest(ROWS - 1, compared, key=_seconds))],
+        "rows": [each.to_json() | {"why": _why(each, best)} for each in shown],
     }
 
 
