@@ -1,6 +1,6 @@
 """Runs DualPipeV with each message sent as soon as it is computed.
 
-Torch joins a forward and the backward after it into one action, so that a function of the user's own may compute both at
+Torch joins a forward and the backward after it into one action, so that a function of the user may compute both at
 once. Without such a function it computes them one after the other on one stream, and sends the result of the forward
 after the backward: the next rank gets it later by the time of a backward, twice that of a forward. Apart, they compute
 the same in the same order, and no rank waits for a result that is done.

@@ -67,7 +67,8 @@ def test_a_result_is_sent_before_the_next_pass(schedule: str) -> None:
             for action in actions:
                 name = action.computation_type.name
                 if name in get_args(orders.Work):
-                    computed = ("SEND_F" if name == "FORWARD" else "SEND_B", action.stage_index, action.microbatch_index)
+                    sends = "SEND_F" if name == "FORWARD" else "SEND_B"
+                    computed = sends, action.stage_index, action.microbatch_index
                 elif name.startswith("SEND"):
                     sent += 1
                     assert (name, action.stage_index, action.microbatch_index) == computed, layout
