@@ -186,11 +186,9 @@ Action = tuple[str, int]  # FORWARD, FULL_BACKWARD, BACKWARD_INPUT or BACKWARD_W
 
 def recorded_actions(layout: Layout) -> list[list[Action]]:
     """Returns the actions of each rank in one step, in order, as torch's schedule of ``layout`` plans them."""
-    kind, stages = schedule_class(layout), layout.stages
-    planned = [_planned_stage(stage, layout) for stage in range(stages) if layout.placement[stage] == 0]
-    single = issubclass(kind, PipelineScheduleSingle)
-    schedule = kind(planned[0] if single else planned, layout.micro_batches, loss_fn=lambda *_: None)
-    orders = schedule._get_pipeline_order() if single else schedule.pipeline_order
+    schedule = planned_schedule(layout)
+    single = isinstance(schedule, PipelineScheduleSingle)
+    orders: Any = schedule._get_pipeline_order() if single else schedule.pipeline_order
     return [
         [
             (part.computation_type.name, part.stage_index)
@@ -201,6 +199,14 @@ def recorded_actions(layout: Layout) -> list[list[Action]]:
         ]
         for rank in range(layout.pp)
     ]
+
+
+def planned_schedule(layout: Layout) -> Any:
+    """Returns torch's schedule of ``layout`` with the plan of a step, on rank 0, which cannot run."""
+    kind = schedule_class(layout)
+    planned = [_planned_stage(stage, layout) for stage, rank in enumerate(layout.placement) if rank == 0]
+    held = planned[0] if issubclass(kind, PipelineScheduleSingle) else planned
+    return kind(held, layout.micro_batches, loss_fn=lambda *_: None)
 
 
 def _planned_stage(stage: int, layout: Layout) -> Any:

@@ -13,7 +13,7 @@ from hpc_train.config.values import runs_own_code
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import values_per_parameter
-from hpc_train.plan.peak.program import peak_of, ranks_of
+from hpc_train.plan.peak.program import peak_exceeds, peak_of, ranks_of
 from hpc_train.plan.peak.replay import Memory
 from hpc_train.plan.peak.sizes import parameter_count, sizes_of, trained_count
 from hpc_train.plan.techniques import CARRYING
@@ -48,10 +48,23 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
     cache has counts of it, or if code of the user's own runs.
     """
     config = counted(config)
-    if runs_own_code(config) or parameter_count(config.model) is None:
+    if not _tells_sizes(config):
         return None
     sizes = sizes_of(config, layout)
     return max((peak_of(sizes, rank) for rank in ranks_of(config, layout)), key=lambda memory: memory.total)
+
+
+def exceeds(config: Config, layout: Layout, limit: float) -> bool:
+    """Returns whether a rank needs more than ``limit`` bytes by ``estimate``, in less time; False if that is None."""
+    config = counted(config)
+    if not _tells_sizes(config):
+        return limit < 0
+    sizes = sizes_of(config, layout)
+    return any(peak_exceeds(sizes, rank, limit) for rank in ranks_of(config, layout))
+
+
+def _tells_sizes(config: Config) -> bool:
+    return not runs_own_code(config) and parameter_count(config.model) is not None
 
 
 def state_bytes(config: Config, replicas: int = 1) -> int | None:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from heapq import nsmallest
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from hpc_train.errors import UserError
 from hpc_train.plan.open_keys import SIMPLEST, open_keys
 from hpc_train.plan.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
-from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal, with_values
+from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, refusal, with_values
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.work import count_work
 from hpc_train.units import counted, format_bytes
@@ -188,25 +190,31 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
     machine = which.machine.with_devices(which.devices.per_node)
     kept = {name for name, _, _ in keys(config)} - {*names}
     found = [
-        replace(each, prediction=which.learned.corrected(each.prediction, machine))
+        replace(each, prediction=which.learned.corrected(each.prediction))
         for each in candidates(config, machine, nodes * which.devices.per_node, kept)
     ]
-    ranked = fastest(found, ERROR)
-    if not ranked:
+    close, others = close_and_others(found, ERROR)
+    if not close:
         raise _no_layout(config, nodes, which.devices.per_node, found, machine)
-    best = ranked[0]
+    best = close[0]
     settings = {name: best.values[name] for name in names} | (
         {"strategy.schedule": best.layout.schedule} if "strategy.schedule" in names else {}
     )
-    others = sorted(distinct(ranked)[1:], key=lambda each: each.prediction.step_s)
+    count = max(ROWS, len([*distinct(close)]))
+    compared = [*islice(distinct(chain(close, others)), count)][1:]
+    shown = (best, *nsmallest(ROWS - 1, compared, key=_seconds))
     return {
         "chosen": _line(best, str(settings.get(_RECOMPUTED) or config.train.activation_checkpointing), machine),
         "settings": settings,
-        "rows": [each.to_json() | {"why": _why(each, best)} for each in (best, *others[: ROWS - 1])],
+        "rows": [each.to_json() | {"why": _why(each, best)} for each in shown],
     }
 
 
 _RECOMPUTED = "train.activation_checkpointing"
+
+
+def _seconds(each: Candidate) -> float:
+    return each.prediction.step_s
 
 
 def _no_layout(config: Config, nodes: int, per_node: int, found: list[Candidate], machine: Machine) -> UserError:

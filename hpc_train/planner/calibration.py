@@ -189,14 +189,13 @@ class Calibration:
         rest = Deviation.of([true.step_s / _scaled(said, own, self.step.factor) for said, true in self.pairs])
         return {name: factor * rest.factor for name, factor in own.items()}
 
-    def corrected(self, prediction: Prediction, machine: Machine) -> Prediction:
+    def corrected(self, prediction: Prediction) -> Prediction:
         """Returns ``prediction`` with its times and its memory multiplied by the factors."""
         by = self.factors
         busy, update = prediction.compute_s * by["compute_s"], prediction.optimizer_s * by["compute_s"]
         communication = prediction.communication_s * by["communication_s"]
         bubble = prediction.bubble_s * by["bubble_s"]
         faster = prediction.step_s / (busy + update + communication + bubble)
-        fixed = machine.rates.reserved_bytes
         by_memory = self.memory.factor if self.memory is not None and self.memory.is_known else 1.0
         return replace(
             prediction,
@@ -204,7 +203,7 @@ class Calibration:
             optimizer_s=update,
             communication_s=communication,
             bubble_s=bubble,
-            needed_bytes=fixed + (prediction.needed_bytes - fixed) * by_memory,
+            memory_factor=by_memory,
             samples_per_s=prediction.samples_per_s * faster,
             tokens_per_s=prediction.tokens_per_s * faster,
             mfu=prediction.mfu * faster,

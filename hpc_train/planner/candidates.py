@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from hpc_train.config.extensions import family_of
@@ -21,6 +21,7 @@ from hpc_train.plan.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
 from hpc_train.planner.traced import count_model
+from hpc_train.planner.work import count_work
 
 KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
 CHECKPOINTING = ("none", "selective", "full")
@@ -94,6 +95,7 @@ def candidates(
         UserError: ``devices`` do not fill whole nodes, or the model cannot be counted.
     """
     count_model(config)
+    work = count_work(config)
     per_node = machine.devices_per_node
     if devices > per_node and devices % per_node:
         raise UserError(
@@ -110,39 +112,51 @@ def candidates(
         except UserError:
             continue
         if layout.world_size == devices and _is_new(values, layout, found):
-            found[_key(values, layout)] = _candidate(config, machine, nodes, values, layout, False)
-    best = fastest(found.values())[:SIMULATED]
-    for each in best:
-        key = _key(each.values, each.layout)
-        found[key] = _candidate(config, machine, nodes, each.values, each.layout, True)
+            prediction = predict_step(chosen, layout, machine, False, work)
+            found[_key(values, layout)] = Candidate(nodes, values, prediction)
+    for each in [*islice(fastest(found.values()), SIMULATED)]:
+        demand = each.prediction.demand
+        prediction = replace(predict_step(demand.config, each.layout, machine, True, work), demand=demand)
+        found[_key(each.values, each.layout)] = replace(each, prediction=prediction)
     return [*found.values()]
 
 
-def _candidate(
-    config: Config, machine: Machine, nodes: int, values: Values, layout: Layout, simulated: bool
-) -> Candidate:
-    prediction = predict_step(with_values(config, values), layout, machine, simulated)
-    return Candidate(nodes, values, prediction)
+def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> Iterator[Candidate]:
+    """Yields the candidates that fit, the fastest first; among those within ``tolerance`` the simplest is first.
+
+    The memory of a candidate is computed when its turn comes, so that of those that nobody asks for is not.
+    """
+    close, others = close_and_others(found, tolerance)
+    yield from close
+    yield from others
 
 
-def fastest(found: Iterable[Candidate], tolerance: float = 0.0) -> list[Candidate]:
-    """Returns the candidates that fit, the fastest first; among those within ``tolerance`` the simplest is first."""
-    fitting = sorted((each for each in found if each.prediction.fits), key=lambda each: -each.prediction.samples_per_s)
-    if not fitting:
-        return []
-    least = fitting[0].prediction.samples_per_s * (1 - tolerance)
-    close = [each for each in fitting if each.prediction.samples_per_s >= least]
-    return [*sorted(close, key=lambda each: each.complexity), *fitting[len(close) :]]
+def close_and_others(found: Iterable[Candidate], tolerance: float) -> tuple[list[Candidate], Iterator[Candidate]]:
+    """Returns the candidates that fit and are within ``tolerance`` of the fastest, the simplest first, and all others
+    that fit, the fastest first.
+    """
+    ordered = sorted(found, key=lambda each: -each.prediction.samples_per_s)
+    first = next((number for number, each in enumerate(ordered) if each.prediction.fits), None)
+    if first is None:
+        return [], iter(())
+    least = ordered[first].prediction.samples_per_s * (1 - tolerance)
+    slower = next(
+        (number for number, each in enumerate(ordered) if each.prediction.samples_per_s < least), len(ordered)
+    )
+    close = [each for each in ordered[first:slower] if each.prediction.fits]
+    others = (each for each in ordered[slower:] if each.prediction.fits)
+    return sorted(close, key=lambda each: each.complexity), others
 
 
-def distinct(ranked: Iterable[Candidate]) -> list[Candidate]:
-    """Returns the first candidate of each split, data-parallel kind, schedule, and value of ``FURTHER``."""
-    first: dict[tuple[object, ...], Candidate] = {}
+def distinct(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yields the first candidate of each split, data-parallel kind, schedule, and value of ``FURTHER``."""
+    seen = set[tuple[object, ...]]()
     for each in ranked:
         layout, further = each.layout, tuple(each.values.get(name) for name in FURTHER)
-        split = (layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule)
-        first.setdefault((split, further), each)
-    return [*first.values()]
+        split = (layout.dp, layout.pp, layout.tp, layout.shard, layout.data_parallel, layout.schedule, further)
+        if split not in seen:
+            seen.add(split)
+            yield each
 
 
 def with_values(config: Config, values: Values) -> Config:

@@ -36,14 +36,27 @@ class Passes:
         self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
+        self._known: dict[tuple[int, LayerMode | None], float] = {}  # by a block's id; ``work`` keeps the blocks
 
     def forward(self, block: Block) -> float:
         """Returns the seconds of the forward of ``block``."""
-        device = self._products(block) + self._attention(block) + self._moved(block)
-        return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
+        found = self._known.get((id(block), None))
+        if found is None:
+            found = self._known[id(block), None] = self._forward(block)
+        return found
 
     def backward(self, block: Block, recomputed: LayerMode) -> float:
         """Returns the seconds of the backward of ``block``, with the recomputation of all or only cheap operations."""
+        found = self._known.get((id(block), recomputed))
+        if found is None:
+            found = self._known[id(block), recomputed] = self._backward(block, recomputed)
+        return found
+
+    def _forward(self, block: Block) -> float:
+        device = self._products(block) + self._attention(block) + self._moved(block)
+        return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
+
+    def _backward(self, block: Block, recomputed: LayerMode) -> float:
         device = 2 * self._products(block) + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
         device += self.accumulated(block)
         own = pass_seconds(device, 2 * block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)

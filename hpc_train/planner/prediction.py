@@ -8,15 +8,17 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, Recomputation
 from hpc_train.plan.activation_offload import moved_bytes
 from hpc_train.plan.counted import counted
 from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import Memory, estimate, needed_bytes
+from hpc_train.plan.memory import Memory, estimate, exceeds, needed_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.recomputation import recomputation_of
@@ -32,6 +34,37 @@ PARTS = {"compute_s": "compute", "bubble_s": "bubble", "communication_s": "commu
 SENT_SHARE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of the bytes of fp32 gradients
 
 
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """The memory that a layout needs, which is replayed when it is asked for: most layouts of a plan are too slow for
+    it to matter.
+    """
+
+    config: Config
+    layout: Layout
+    rates: Rates
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        """Returns that of the rank that needs the most; None if unknown."""
+        return estimate(self.config, self.layout)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Returns ``memory`` with the context, the buffers of libraries and what the allocator adds."""
+        held = self.memory.total if self.memory else 0.0
+        return needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
+
+    def fits(self, factor: float) -> bool:
+        """Returns whether a device has ``factor`` times the memory, beside what is reserved.
+
+        The replay ends where a rank holds too much, which in most layouts that do not fit is before a backward.
+        """
+        rates = self.rates
+        limit = (rates.memory_bytes - rates.reserved_bytes) / factor / (1 + rates.allocator_share)
+        return not exceeds(self.config, self.layout, limit)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The prediction for one layout. Times are in seconds per step, and their sum is the step.
@@ -41,10 +74,9 @@ class Prediction:
         bubble_s: waiting for other pipeline stages.
         communication_s: traffic of data-parallel ranks that no computation covers.
         optimizer_s: the update of the parameters.
-        memory: of the rank that needs the most; None if unknown.
-        needed_bytes: ``memory`` with the context, the buffers of libraries and what the allocator adds.
-        device_bytes: the memory of a device.
+        demand: the memory that it needs.
         mfu: the share of the peak that the operations of the model take.
+        memory_factor: by what ``demand`` is corrected beyond what is reserved.
     """
 
     layout: Layout
@@ -52,12 +84,24 @@ class Prediction:
     bubble_s: float
     communication_s: float
     optimizer_s: float
-    memory: Memory | None
-    needed_bytes: float
-    device_bytes: float
+    demand: Demand = field(compare=False)
     samples_per_s: float
     tokens_per_s: float
     mfu: float
+    memory_factor: float = 1.0
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.demand.memory
+
+    @property
+    def needed_bytes(self) -> float:
+        fixed = self.demand.rates.reserved_bytes
+        return fixed + (self.demand.needed_bytes - fixed) * self.memory_factor
+
+    @property
+    def device_bytes(self) -> float:
+        return self.demand.rates.memory_bytes
 
     @property
     def step_s(self) -> float:
@@ -75,40 +119,48 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.device_bytes
+        return self.demand.fits(self.memory_factor)
 
 
-def predict_step(config: Config, layout: Layout, machine: Machine, simulated: bool = True) -> Prediction:
+def predict_step(
+    config: Config, layout: Layout, machine: Machine, simulated: bool = True, work: Work | None = None
+) -> Prediction:
     """Returns the prediction for ``layout``.
 
     Args:
         simulated: whether to simulate the order of the pipeline's schedule; otherwise its row states the bubble, which
             assumes equal stages and messages that take no time.
+        work: that of the model, if it has been counted.
 
     Raises:
         UserError: the size of the model is unknown, or the devices do not compute in its precision.
     """
-    return _Step(config, layout, machine).predict(simulated)
+    return _Step(config, layout, machine, work or count_work(config)).predict(simulated)
+
+
+class _Run(NamedTuple):
+    """Consecutive blocks of a stage that are alike, and what of each is recomputed."""
+
+    block: Block
+    recomputed: LayerMode
+    count: int
 
 
 class _Step:
     """One step of a layout on a machine."""
 
-    def __init__(self, config: Config, layout: Layout, machine: Machine) -> None:
+    def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
         machine = machine.shared_by(min(layout.world_size, machine.devices_per_node))
         self.config, self.layout, self.machine = config, layout, machine
         self.rates: Rates = machine.rates
-        self.work: Work = count_work(config)
-        self.passes = Passes(config, layout, machine, self.work)
+        self.work = work
+        self.passes = Passes(config, layout, machine, work)
         self.width, self.narrow = self.passes.width, self.passes.narrow
         self.recomputation: Recomputation = recomputation_of(config, layout)
         self.stages = self._stages()
 
     def predict(self, simulated: bool) -> Prediction:
         layout = self.layout
-        memory = estimate(self.config, layout)
-        held = memory.total if memory else 0.0
-        needed = needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
         busy, waiting = self._passes(simulated)
         communication, optimizer = self._exposed(busy), self._optimizer()
         samples = self.config.batch.global_size / (busy + waiting + communication + optimizer)
@@ -119,34 +171,34 @@ class _Step:
             bubble_s=waiting,
             communication_s=communication,
             optimizer_s=optimizer,
-            memory=memory,
-            needed_bytes=needed,
-            device_bytes=self.rates.memory_bytes,
+            demand=Demand(self.config, layout, self.rates),
             samples_per_s=samples,
             tokens_per_s=samples * self.work.tokens,
             mfu=samples * self.work.sample_flops / peak,
         )
 
-    def _stages(self) -> list[list[tuple[Block, LayerMode]]]:
-        """Returns the blocks of each stage, and what of each is recomputed."""
+    def _stages(self) -> list[list[_Run]]:
+        """Returns the blocks of each stage."""
         stem, *layers, head = self.work.blocks
-        stages: list[list[tuple[Block, LayerMode]]] = []
+        blocks = [(layer, self.recomputation.mode(number)) for number, layer in enumerate(layers)]
+        stages: list[list[_Run]] = []
         first = 0
         for count in self._counts():
-            numbers = range(first, first + count)
-            stages.append([(layers[number], self.recomputation.mode(number)) for number in numbers])
+            alike = groupby(blocks[first : first + count])
+            stages.append([_Run(*block, len([*several])) for block, several in alike])
             first += count
-        stages[0].insert(0, (stem, "none"))
-        stages[-1].append((head, "none"))
+        stages[0].insert(0, _Run(stem, "none", 1))
+        stages[-1].append(_Run(head, "none", 1))
         return stages
 
     def _passes(self, simulated: bool) -> tuple[float, float]:
         """Returns for how long the busiest rank computes in a step, and for how long it waits for other stages."""
         layout = self.layout
         moving = self._moving()
-        forwards = [sum(self.passes.forward(block) for block, _ in stage) for stage in self.stages]
+        forward, backward = self.passes.forward, self.passes.backward
+        forwards = [sum(run.count * forward(run.block) for run in stage) for stage in self.stages]
         forwards = [*map(max, forwards, moving)]
-        backwards = [sum(self.passes.backward(block, again) for block, again in stage) for stage in self.stages]
+        backwards = [sum(run.count * backward(run.block, run.recomputed) for run in stage) for stage in self.stages]
         backwards = [*map(max, backwards, moving)]
         of_rank = [0.0] * layout.pp
         for stage, rank in enumerate(layout.placement):
@@ -162,6 +214,8 @@ class _Step:
 
     def _moving(self) -> list[float]:
         """Returns the seconds in which activations leave a stage in one pass; in the backward they come back."""
+        if self.config.train.activation_offload == "none":
+            return [0.0] * self.layout.stages
         config, first, found = counted(self.config), 0, []
         for count in self._counts():
             numbers = range(first, first + count)
@@ -188,7 +242,7 @@ class _Step:
         """Returns the parameters of the rank that has the most."""
         of_rank = [0.0] * self.layout.pp
         for stage, rank in enumerate(self.layout.placement):
-            of_rank[rank] += sum(block.parameters for block, _ in self.stages[stage])
+            of_rank[rank] += sum(run.count * run.block.parameters for run in self.stages[stage])
         return max(of_rank) / self.layout.tp
 
     def _exposed(self, busy: float) -> float:
@@ -196,7 +250,7 @@ class _Step:
         layout = self.layout
         if layout.dp_cp == 1:
             return 0.0
-        parameters, blocks = self._parameters(), max(1, sum(len(stage) for stage in self.stages) // layout.pp)
+        parameters, blocks = self._parameters(), max(1, len(self.work.blocks) // layout.pp)
         everyone = group_of(layout.dp_cp, layout.tp, self.machine.devices_per_node)
         # of the passes of one micro-batch, a third is the forward
         one = busy / layout.micro_batches

@@ -117,10 +117,9 @@ def scale(
         compared.append(count)
         batch = config.batch.global_size * count // compared[0] if assumed.grows else config.batch.global_size
         scaled = with_values(config, {"batch.global_size": batch, **_data(config, batch)})
-        found = fastest(candidates(scaled, machine, count, kept, also), EQUAL)
-        if not found:
+        best = next(fastest(candidates(scaled, machine, count, kept, also), EQUAL), None)
+        if best is None:
             continue
-        best = found[0]
         step, failing = _step(best), _failing(scaled, machine, best, assumed)
         useful = Range(*(shares(failing.saves, between).useful for between in reversed(failing.between)))
         speed = step.inverse(batch).times(useful)

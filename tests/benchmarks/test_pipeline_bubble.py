@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.pipeline_bubble import SCHEDULES, compare
 from tests.checkpoint.progress import LONG
 
-MARGIN = 0.04  # of the step: the schedules of torch lose about one layer's forward, and this machine may be busy
+MARGIN = 0.03  # of the step, for the work of the host; this machine may be busy
 
 
 @pytest.mark.skipif(not LONG, reason="in the long form, HPC_TRAIN_LONG=1")

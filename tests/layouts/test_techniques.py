@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from hpc_train.parallel.schedules import Action, count_in_flight, recorded_actions
+from hpc_train.parallel.schedules import Action, count_in_flight, planned_schedule, recorded_actions
 from hpc_train.plan import orders
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.orders import PipelineShape
@@ -56,6 +56,25 @@ def test_the_planner_simulates_the_order_of_the_schedule(schedule: str) -> None:
             actions = order(shape, rank)
             assert [(action.work, action.stage) for action in actions] == planned, (layout, rank)
             assert all(takes_micro_batches_in_order(actions, stage) for _, stage in set(planned)), (layout, rank)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_a_result_is_sent_before_the_next_pass(schedule: str) -> None:
+    """As the planner assumes. Torch's own DualPipeV sends the result of a forward after the backward that follows."""
+    for layout in layouts(schedule):
+        for actions in planned_schedule(layout).pipeline_order_with_comms.values():
+            computed, sent = None, 0
+            for action in actions:
+                name = action.computation_type.name
+                if name in get_args(orders.Work):
+                    sends = "SEND_F" if name == "FORWARD" else "SEND_B"
+                    computed = sends, action.stage_index, action.microbatch_index
+                elif name.startswith("SEND"):
+                    sent += 1
+                    assert (name, action.stage_index, action.microbatch_index) == computed, layout
+                else:
+                    assert name != "OVERLAP_F_B"
+            assert sent
 
 
 def takes_micro_batches_in_order(actions: tuple[orders.Action, ...], stage: int) -> bool:

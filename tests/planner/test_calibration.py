@@ -65,7 +65,7 @@ def test_the_parts_of_a_prediction_become_those_that_were_measured(tmp_path: Pat
     found = read_calibration(tmp_path, config(), MACHINE)
     assert found.parts.keys() == {"compute_s", "communication_s"}, "only two runs have a bubble"
     new = predicted(compute=0.2, optimizer=0.1, communication=0.4, bubble=0.0)
-    right = found.corrected(new, MACHINE)
+    right = found.corrected(new)
     assert right.compute_s / right.communication_s == pytest.approx(0.2 * 1.1 / (0.4 * 2))
     assert right.optimizer_s / right.compute_s == pytest.approx(0.5)
     assert right.step_s == pytest.approx(0.3 * 1.1 + 0.4 * 2, rel=0.05), "the bubble has the factor of the step"
@@ -83,8 +83,8 @@ def test_the_step_is_right_in_the_median_where_no_part_is_known(tmp_path: Path) 
     for number, ratio in enumerate((1.0, 1.3, 1.2, 1.21, 1.1)):
         record(tmp_path, str(number), said, Values(said.step_s * ratio, bubble_s=0.0))
     found = read_calibration(tmp_path, config(), MACHINE)
-    assert found.corrected(prediction, MACHINE).step_s == pytest.approx(1.2 * prediction.step_s)
-    assert found.corrected(prediction, MACHINE).needed_bytes == pytest.approx(prediction.needed_bytes)
+    assert found.corrected(prediction).step_s == pytest.approx(1.2 * prediction.step_s)
+    assert found.corrected(prediction).needed_bytes == pytest.approx(prediction.needed_bytes)
     assert "+20% in the median (half of them +11% to +30%); corrected" in str(found)
 
 
@@ -105,7 +105,7 @@ def test_what_other_runs_and_damaged_lines_say_does_not_count(tmp_path: Path) ->
     assert [true.step_s for _, true in found.pairs] == [2.0], "a run counts once, with its last line"
     assert "the last run on h100" in str(found) and "+100%" in str(found) and "not corrected" in str(found)
     prediction = predicted()
-    assert found.corrected(prediction, MACHINE).step_s == pytest.approx(prediction.step_s, rel=1e-12)
+    assert found.corrected(prediction).step_s == pytest.approx(prediction.step_s, rel=1e-12)
     assert found.as_json()["corrected"] is False
 
 

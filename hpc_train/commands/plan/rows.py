@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from hpc_train.commands.plan.asked import Asked
@@ -112,7 +113,7 @@ class Search:
         if found and not any(each.prediction.fits for each in found) and _OFFLOAD not in {*asked.kept, *self.also}:
             found = self._candidates(asked, self.also | {_OFFLOAD})
         share = max(1, self.rows // len(self.gpus))
-        best = [each for count in self.gpus for each in distinct(fastest(_of(found, count), NOISE))[:share]]
+        best = [each for count in self.gpus for each in islice(distinct(fastest(_of(found, count), NOISE)), share)]
         if not best:
             raise _does_not_fit(found, self.machine) if found else self._impossible(asked)
         watts = {count: self._watts(count) for count in self.gpus}
@@ -129,7 +130,7 @@ class Search:
     def _candidates(self, asked: Asked, also: frozenset[str]) -> list[Candidate]:
         learned = self.calibration(asked.config)
         return [
-            replace(each, prediction=learned.corrected(each.prediction, self.machine))
+            replace(each, prediction=learned.corrected(each.prediction))
             for count in shown(self.gpus)
             for each in candidates(asked.config, self.machine, count, asked.kept, also)
         ]

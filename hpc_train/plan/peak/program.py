@@ -19,7 +19,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
 from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape, Work
 from hpc_train.plan.partition import layer_counts
-from hpc_train.plan.peak.replay import Change, Memory, Part, Passage, passage, replay
+from hpc_train.plan.peak.replay import Change, Memory, Part, Passage, exceeds, passage, replay
 from hpc_train.plan.peak.sizes import Sizes
 from hpc_train.plan.recomputation import recomputation_of
 
@@ -359,3 +359,8 @@ class _Step:
 def peak_of(sizes: Sizes, rank: Rank) -> Memory:
     """Returns what ``rank`` holds at the peak of a step."""
     return replay(_Step(sizes, rank).run())
+
+
+def peak_exceeds(sizes: Sizes, rank: Rank, limit: float) -> bool:
+    """Returns whether ``rank`` holds more than ``limit`` bytes at a moment of a step."""
+    return exceeds(_Step(sizes, rank).run(), limit)

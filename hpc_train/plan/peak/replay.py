@@ -93,3 +93,13 @@ def replay(passages: Iterable[Passage]) -> Memory:
         total += each.total
         held = tuple(map(sum, zip(held, each.net, strict=True)))
     return Memory(*most)
+
+
+def exceeds(passages: Iterable[Passage], limit: float) -> bool:
+    """Returns whether more than ``limit`` is held at a moment; takes ``passages`` until then only."""
+    total = 0.0
+    for each in passages:
+        if total + each.height > limit:
+            return True
+        total += each.total
+    return False
