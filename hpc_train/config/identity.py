@@ -11,7 +11,7 @@ from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 
 # keys of optim that decide how an update is computed and stored, and not what
-_HOW_OPTIMIZED = ("moments", "elementwise", "state_per_parameter")
+_HOW_OPTIMIZED = ("moments", "elementwise", "state_per_parameter", "in_backward")
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class PipelineEngine:
         UserError: the model cannot be cut into the stages of ``mesh.layout``.
     """
 
+    updates = None
+
     def __init__(
         self,
         config: Config,

@@ -195,6 +195,11 @@ class OptimConfig:
         0.9, "sgd: the momentum.", at_least=0, below=1, when=(when("optim.name", "sgd"), when("optim._target_", None))
     )
     clip_norm: float = key(1.0, "The largest global gradient norm. 0 disables clipping.", at_least=0)
+    in_backward: bool = key(
+        False,
+        "Whether each parameter is updated during the backward pass, as soon as its gradient is known, and the "
+        "gradient is freed. For single, dp and cp, with one micro-batch per step and without clipping.",
+    )
     schedule: Any = key(
         "cosine",
         "The learning rate schedule: a built-in one, the import path of your own, or the path with arguments as "
