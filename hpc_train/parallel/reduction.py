@@ -18,17 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.compression.exchange import Dense, Exchange
+from hpc_train.plan.buckets import IN_FLIGHT
 
 SendOrder = list["GradientReduction"]
-DEFAULT_CAP_MB = 25.0  # size of DDP's default size, with which bucket_cap_mb=auto starts
-IN_FLIGHT = 4  # buckets that are sent at once; they keep the network busy, and their copies need memory
-
-
-def first_cap(strategy: StrategyConfig) -> float:
-    """Returns the size of the gradient buckets in the first steps, in MiB."""
-    return DEFAULT_CAP_MB if isinstance(strategy.bucket_cap_mb, str) else float(strategy.bucket_cap_mb)
 
 
 class GradientReduction:

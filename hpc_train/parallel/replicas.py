@@ -30,7 +30,8 @@ from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.reduction import GradientReduction, SendOrder, first_cap, sum_partial_gradients
+from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
+from hpc_train.plan.buckets import first_cap
 from hpc_train.plan.layout import Layout
 
 

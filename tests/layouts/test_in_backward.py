@@ -168,3 +168,71 @@ def test_every_optimizer_leaves_the_bits_of_the_ordinary_step() -> None:
 
 def test_a_compiled_layer_leaves_the_bits_of_the_ordinary_step() -> None:
     run_ranks(1, against_the_ordinary_step, [cell_of(1, "gpt", precision="fp32", train={"compile": True})], timeout=300)
+
+
+def overflow_in_the_first_layer(rank: int, world_size: int, cell: Cell) -> tuple[list[str], list[str], list[float]]:
+    """Returns the parameters that a step has changed, those that the following step has changed, and the norms."""
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(cell.config(), mesh)
+    parameters, model = engine.named_parameters(), engine.parts[0]
+    take_step = TrainStep(cell.config(), mesh, engine, Optimizer(cell.config().optim, parameters), STEPS)
+    layer: Any = model.get_submodule("layers.0")
+    hook = layer.register_full_backward_hook(lambda module, given, of_output: (given[0] * float("inf"), *given[1:]))
+    changed, norms = [], []
+    for step in (0, 1):
+        before = {name: value.detach().clone() for name, value in parameters.items()}
+        norms.append(take_step(step + 1, local_batch(cell, mesh.layout, mesh.dp_rank, step)).grad_norm.item())
+        changed.append([name for name, value in parameters.items() if not torch.equal(before[name], value)])
+        assert int(take_step.take_skipped()[1]) == 1 - step
+        hook.remove()
+    return changed[0], changed[1], norms
+
+
+@pytest.mark.parametrize("strategy", [{}, {"dp": 2} | SMALL], ids=["single", "dp"])
+def test_updates_end_where_a_gradient_is_not_finite(strategy: dict[str, Any]) -> None:
+    """The step counts as skipped. Only the stem is behind the overflow in this backward pass."""
+    world_size = 2 if strategy else 1
+    cell = cell_of(world_size, "gpt", strategy=strategy)
+    found = run_on_world(world_size, overflow_in_the_first_layer, cell)
+    for in_first, in_second, norms in found:
+        assert {name.partition(".")[0] for name in in_first} == {"layers", "head"}
+        assert len(in_first) == len(in_second) - 1, "all but the table of the stem"
+        assert norms[1] < float("inf") and not norms[0] < float("inf")
+    assert all(each[:2] == found[0][:2] for each in found)
+
+
+REFUSED: list[tuple[int, dict[str, Any], str]] = [
+    (1, {"optim": {"clip_norm": 1.0}}, r"clipping to optim\.clip_norm=1 needs the norm of all gradients"),
+    (1, {"batch": {"micro_batches": 3}}, "adds the gradients of 3 micro-batches"),
+    (1, {"precision": "fp16"}, "fp16 skips a step if any of its gradients overflows"),
+    (1, {"strategy": {"offload": "optimizer"}}, "the host updates parameters after the backward"),
+    (1, {"train": {"debug": True}}, r"train\.debug looks at all gradients"),
+    (1, {"optim": {"_target_": "examples.own_optimizer.Lion"}}, r"may need the gradients of several parameters"),
+    (1, {"train": {"reproducible": "any_world_size"}}, "sums whole gradients over a tree"),
+    (2, {"strategy": {"pp": 2}}, "a pipeline adds the gradients of several micro-batches"),
+    (2, {"strategy": {"tp": 2}}, "tensor-parallel ranks hold parts of the sums"),
+    *(
+        (2, {"strategy": {"dp": 2, "data_parallel": kind}}, f"{kind} keeps a share of the gradients")
+        for kind in ("zero1", "zero2", "zero3")
+    ),
+    *(
+        (2, {"strategy": {"dp": 2, "compression": kind}}, f"{kind} keeps the unsent part of gradients")
+        for kind in ("powersgd", "topk")
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "fields", "reason"), REFUSED)
+def test_what_needs_all_gradients_is_refused(world_size: int, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=f"optim.in_backward is true, but .*{reason}"):
+        cell_of(world_size, **fields).layout()
+
+
+def own_count(rank: int, world_size: int) -> None:
+    cell = cell_of(1, "gpt-weighted")
+    with pytest.raises(UserError, match="the loss returns its own count, by which the gradients are divided"):
+        build_engine(cell.config(), mesh_of(cell, rank))
+
+
+def test_a_loss_with_its_own_count_is_refused() -> None:
+    run_on_world(1, own_count)
