@@ -58,8 +58,8 @@ class ReplicaEngine:
             return None
         if self._own_count:
             raise UserError(
-                "optim.in_backward is true, but the loss returns its own count, by which the gradients are divided after "
-                "the backward",
+                "optim.in_backward is true, but the loss returns its own count, by which the gradients are divided "
+                "after the backward",
                 where="optim.in_backward, model",
                 fix="optim.in_backward=false, or a loss that counts the targets that are not ignored",
             )

@@ -148,7 +148,10 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"moments": "bf16"},
     {"moments": "8bit"},
     {"_target_": "torch.optim.RMSprop"},
-    {"_target_": "torch.optim.Muon", "groups": {"others": {"match": "stem|head|norm", "_target_": "torch.optim.AdamW"}}},
+    {
+        "_target_": "torch.optim.Muon",
+        "groups": {"others": {"match": "stem|head|norm", "_target_": "torch.optim.AdamW"}},
+    },
     {"_target_": "examples.own_optimizer.Lion", "elementwise": True, "lr": 1e-3},
     {"groups": {"slow": {"match": "wq|norm", "lr_factor": 0.1, "weight_decay": 0.3}}},
 ]

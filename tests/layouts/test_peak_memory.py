@@ -45,6 +45,7 @@ def config_of(
     chunks: int = 1,
     tied: bool = False,
     in_backward: bool = False,
+    z_loss: float = 0.0,
     **strategy: Any,
 ) -> Config:
     """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
@@ -63,7 +64,7 @@ def config_of(
         precision=PrecisionConfig(name=precision),
         strategy=StrategyConfig(**strategy),
         optim=OptimConfig(in_backward=in_backward, clip_norm=0.0 if in_backward else 1.0),
-        train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks),
+        train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks, z_loss=z_loss),
     )
 
 
@@ -103,6 +104,8 @@ ALONE: list[Case] = [
     {"chunks": 4, "micro": 16},
     {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16", "batches": 2},
     {"tied": True, "vocabulary": 2048, "recompute": "full", "chunks": 4, "precision": "bf16", "batches": 2},
+    {"z_loss": 1e-4, "vocabulary": 2048, "micro": 8},
+    {"z_loss": 1e-4, "vocabulary": 4096, "micro": 16, "chunks": 4, "precision": "bf16"},
     INSIDE,
     INSIDE | {"precision": "bf16", "dim": 128, "micro": 1, "recompute": "full"},
     INSIDE | {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16"},

@@ -298,6 +298,13 @@ class TrainConfig:
         choices=("auto",),
         at_least=1,
     )
+    z_loss: float = key(
+        0.0,
+        "The coefficient of the z-loss of a language model: the mean of the squared logarithm of the softmax's "
+        "normaliser is added to the training loss, which keeps the logits small. 1e-4 is usual; evaluations report the "
+        "plain loss.",
+        at_least=0,
+    )
     compile: bool = key(False, "Whether each layer is compiled with torch.compile.", when=NOT_DEBUGGED)
     nonfinite_limit: int = key(
         50,
