@@ -39,8 +39,8 @@ from hpc_train.parallel.parallelise import (
     materialise,
 )
 from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
-from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
+from hpc_train.plan.buckets import first_cap
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.recomputation import recomputation_of
 

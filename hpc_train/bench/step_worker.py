@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,11 @@ class StepBench:
         self._step += 1
 
     def gradients(self) -> None:
-        """Runs only forward, backward and gradient reduction, always with the same batch."""
+        """Runs only forward, backward and gradient reduction, always with the same batch.
+
+        Gradients that an update inside the backward would free are freed."""
+        if self.engine.updates is not None:
+            self.engine.updates.begin(lambda parameters, finite: None)
         self.engine.train_step(self._step, self.example)
 
     def close(self) -> None:
@@ -292,6 +297,7 @@ def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), NoiseRequest.read(run)
+    config = replace(config, optim=replace(config.optim, in_backward=False))  # gradients add up over several batches
     mesh = join(spec, config)
     dataset = build_dataset(config.data, "train", config.train.seed)
     plan = plan_split(config, mesh, dataset)

@@ -11,12 +11,12 @@ from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
 
 # keys of optim that decide how an update is computed and stored, and not what
-_HOW_OPTIMIZED = ("moments", "elementwise", "state_per_parameter")
+_HOW_OPTIMIZED = ("moments", "elementwise", "state_per_parameter", "in_backward")
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns the identity keys, flat: model, data, global batch, optimizer, seed, reproducibility, and the user's
-    function; of a command only that there is one, as its arguments may say how far to train.
+    """Returns the identity keys, flat: model, data, global batch, optimizer, seed, reproducibility, z-loss, and the
+    user's function; of a command only that there is one, as its arguments may say how far to train.
     """
     nested = {
         "model": asdict(config.model),
@@ -26,7 +26,7 @@ def identity(config: Config) -> dict[str, Any]:
             "global_size": config.batch.global_size,
             "logical_micro_batches": config.batch.logical_micro_batches,
         },
-        "train": {"seed": config.train.seed, "reproducible": config.train.reproducible},
+        "train": {key: getattr(config.train, key) for key in ("seed", "reproducible", "z_loss")},
         "run": {"entry": config.run.entry, "command": None if config.run.command is None else "set"},
     }
     return dict(_flat(nested))

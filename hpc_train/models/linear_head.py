@@ -17,6 +17,7 @@ again).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class LinearHead(CrossEntropyHead):
         if not self._fuses or not torch.is_grad_enabled():
             return super().loss(hidden, targets)
         normed, weight, shard = self._factors(hidden)
-        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard)
+        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard, self.z_loss)
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         spread = isinstance(self.output.weight, DTensor)
@@ -97,8 +98,9 @@ def linear_cross_entropy(
     chunks: int = 1,
     cap: float | None = None,
     shard: VocabularyShard | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what ``cross_entropy`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
+    """Returns what ``cross_entropy_with_z`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
 
     The softmax is computed in at least fp32, the products in the dtype of ``hidden`` and ``weight``. Gradients are
     computed for those of the two that require one.
@@ -111,13 +113,14 @@ def linear_cross_entropy(
         cap: bounds the logits.
         shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
             The gradient of ``hidden`` is then the contribution of these words. None: all words.
+        z_loss: the coefficient of the z-loss; with 0 the result is that of ``cross_entropy``.
 
     Raises:
         IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion).
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         parts = _cut(hidden, targets, chunks)
-        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, cap, shard)
+        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, _Logits(cap, shard, z_loss))
     # separate nodes, since a schedule with a split backward runs them at different times
     if of_hidden is not None:
         total = _Known.apply(total, hidden, of_hidden)
@@ -134,15 +137,14 @@ def _sum_chunks(
     parts: Iterable[tuple[Tensor, Tensor]],
     hidden: Tensor,
     weight: Tensor,
-    cap: float | None,
-    shard: VocabularyShard | None,
+    kind: _Logits,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
     losses, first = [], 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
     for rows, wanted in parts:
-        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, cap, shard)
+        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, kind)
         losses.append(loss)
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
@@ -153,15 +155,27 @@ def _sum_chunks(
     return torch.stack(losses).sum(), of_hidden, of_weight
 
 
-def _loss_and_gradient(
-    logits: Tensor, targets: Tensor, cap: float | None, shard: VocabularyShard | None
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Logits:
+    """The bound of the logits, the words of this rank, and the coefficient of the z-loss."""
+
+    cap: float | None
+    shard: VocabularyShard | None
+    z_loss: float
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[Tensor, Tensor]:
     """Returns the sum of the losses of ``logits`` ``[tokens, vocab]``, and their gradient in the memory of ``logits``.
 
     Softmax and loss are computed on logits minus their largest, in at least fp32; half precision is copied once.
     """
-    wide, slope = (logits, None) if cap is None else _capped(logits, cap)
-    wide, total, loss = _exponentials(wide, targets, shard)
+    shard = kind.shard
+    wide, slope = (logits, None) if kind.cap is None else _capped(logits, kind.cap)
+    wide, total, top, loss = _exponentials(wide, targets, shard)
+    if kind.z_loss:
+        normaliser = total.log() + top
+        loss = loss + kind.z_loss * torch.where(targets != IGNORED, normaliser.square(), 0.0).sum()
+        wide.mul_((1 + 2 * kind.z_loss * normaliser).unsqueeze(-1))
     own = targets if shard is None else shard.own_targets(targets)
     wide[torch.arange(len(own), device=own.device), own.clamp(min=0)] -= (own != IGNORED) * total
     if slope is not None:
@@ -170,9 +184,11 @@ def _loss_and_gradient(
     return loss, torch.mul(wide, factor.unsqueeze(-1), out=logits)
 
 
-def _exponentials(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor, Tensor]:
+def _exponentials(
+    logits: Tensor, targets: Tensor, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``exp(logits - largest)`` in at least fp32, in the memory of ``logits`` if possible; its sums over all
-    words ``[tokens]``; and the sum of the losses."""
+    words ``[tokens]``; the largest ``[tokens]``; and the sum of the losses."""
     top = widened(logits.amax(-1, keepdim=True))
     if shard is not None:
         shard.largest(top)
@@ -183,7 +199,7 @@ def _exponentials(logits: Tensor, targets: Tensor, shard: VocabularyShard | None
     if shard is not None:
         shard.sum(sums)
     total, chosen = sums
-    return wide, total, torch.where(targets != IGNORED, total.log() - chosen, 0.0).sum()
+    return wide, total, top.squeeze(-1), torch.where(targets != IGNORED, total.log() - chosen, 0.0).sum()
 
 
 def _evaluate_shard(
@@ -196,7 +212,7 @@ def _evaluate_shard(
             logits = rows @ weight.t()
             logits = logits if cap is None else _capped(logits, cap)[0]
             correct.append(shard.count_correct(logits, wanted))
-            losses.append(_exponentials(logits, wanted, shard)[2])
+            losses.append(_exponentials(logits, wanted, shard)[3])
     return torch.stack(losses).sum(), (targets != IGNORED).sum(), torch.stack(correct).sum()
 
 

@@ -6,10 +6,12 @@ A loss returns a sum and the number of targets, so that the mean is computed onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hpc_train.data.dataset import IGNORED
@@ -110,10 +112,12 @@ class CrossEntropyHead(Head):
         chunks: the number of chunks of the sequence, for heads with logits at every position. Only the logits of one
             chunk exist at a time, and the backward pass computes them again; see also ``LinearHead``.
         sequence_shards: the number of shards of the sequence in the hidden states; the logits cover all of it.
+        z_loss: the coefficient of the z-loss in training; see ``cross_entropy_with_z``.
     """
 
     chunks: int = 1
     sequence_shards: int = 1
+    z_loss: float = 0.0
 
     @property
     def own_count(self) -> bool:
@@ -152,7 +156,8 @@ class CrossEntropyHead(Head):
         return loss, count, correct
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(self(hidden), targets)
+        logits = self(hidden)
+        return cross_entropy_with_z(logits, targets, self.z_loss) if self.z_loss else cross_entropy(logits, targets)
 
     def _evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self(hidden)
@@ -183,6 +188,41 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     flat = widened(logits).flatten(0, -2)
     loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, (targets != IGNORED).sum()
+
+
+def cross_entropy_with_z(logits: Tensor, targets: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
+    """Returns what ``cross_entropy`` returns, with ``coefficient`` times the z-loss in the sum.
+
+    The z-loss of a token is the square of ``log(sum(exp(logits)))`` (Chowdhery et al. 2022, arXiv:2204.02311, section
+    5, with a coefficient of 1e-4). Cross-entropy alone does not change if the same number is added to all logits; the
+    z-loss keeps that number from drifting. Tokens whose target is ``IGNORED`` do not count.
+    """
+    flat = widened(logits).flatten(0, -2)
+    loss: Tensor = _WithZ.apply(flat, targets.flatten(), coefficient)
+    return loss, (targets != IGNORED).sum()
+
+
+class _WithZ(torch.autograd.Function):
+    """Sums cross-entropy and z-loss of logits ``[tokens, classes]`` from one softmax, and computes their gradient from
+    it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, coefficient: float) -> Tensor:
+        chances = F.log_softmax(logits, -1)
+        total = F.nll_loss(chances, targets, ignore_index=IGNORED, reduction="sum")
+        words = targets.clamp(min=0).unsqueeze(-1)
+        normaliser = (logits.gather(-1, words) - chances.gather(-1, words)).squeeze(-1)  # log(sum(exp(logits)))
+        ctx.save_for_backward(chances, targets, normaliser)
+        ctx.coefficient = coefficient
+        return total + coefficient * torch.where(targets != IGNORED, normaliser.square(), 0.0).sum()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+        chances, targets, normaliser = ctx.saved_tensors
+        gradient = chances.exp().mul_((1 + 2 * ctx.coefficient * normaliser).unsqueeze(-1))
+        gradient[torch.arange(len(targets), device=targets.device), targets.clamp(min=0)] -= 1
+        return gradient.mul_(((targets != IGNORED) * scale).unsqueeze(-1)), None, None
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

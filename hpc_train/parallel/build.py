@@ -13,6 +13,7 @@ from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.models.own_loss import Loss, place
+from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
@@ -43,6 +44,8 @@ def build_engine(
     if model.mixes_samples:
         check_mixing(mesh.layout, place(_loss_of(model)))
         model.gather = partial(gather, group=mesh.group("dp"))
+    if config.train.z_loss:
+        _check_z_loss(model)
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
@@ -53,6 +56,20 @@ def build_engine(
     from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
 
     return PipelineEngine(config, mesh, whole, layers, report_buckets)
+
+
+def _check_z_loss(model: Model | WrappedModel) -> None:
+    """Raises UserError unless the trainer computes a cross-entropy of the logits that the model's head returns."""
+    head = model.head if isinstance(model, Model) else None
+    if isinstance(head, CrossEntropyHead) and not model.own_count:
+        return
+    own = "computes its own loss" if model.own_count else "has no head that returns the logits of each token"
+    raise UserError(
+        f"train.z_loss is set, but the model {own}",
+        where="train.z_loss, model",
+        fix="train.z_loss=0, or a head that derives from hpc_train.models.transformer.CrossEntropyHead and keeps its "
+        "loss",
+    )
 
 
 def _loss_of(model: Model | WrappedModel) -> Loss:

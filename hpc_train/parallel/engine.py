@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hpc_train.data.dataset import StepBatch
 from hpc_train.models.own_loss import check_global_count
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 
 
@@ -53,9 +54,11 @@ class Engine(Protocol):
     Attributes:
         check_loss: whether the loss is a user's own and does not declare that it compares samples, so that it should
             be checked before the first step. It is the same on every rank.
+        updates: updates parameters inside the backward pass (``optim.in_backward``); None if it is not used.
     """
 
     check_loss: bool
+    updates: UpdatesInBackward | None
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -75,7 +78,8 @@ class Engine(Protocol):
 
         Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch, times
         ``loss_scale`` if given. The mean is the sum of losses divided by the sum of the counts that the loss returned,
-        which is ``batch.target_count`` for a built-in loss.
+        which is ``batch.target_count`` for a built-in loss. If ``updates`` has begun a step, it has used the gradients
+        instead, and every ``.grad`` is None.
         """
 
     def commit(self, finite: Tensor) -> None:
@@ -147,6 +151,7 @@ class WrappedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.check_loss = engine.check_loss
+        self.updates = engine.updates
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:

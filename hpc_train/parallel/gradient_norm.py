@@ -6,7 +6,7 @@ of this scalar over all ranks gives the square of the norm, without a synchroniz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -66,8 +66,7 @@ def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
 
 
 def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | None, mesh: Mesh) -> Tensor:
-    dtypes = {gradient.dtype for gradients in counted.values() for gradient in gradients}
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    dtype = _sum_dtype(gradient for gradients in counted.values() for gradient in gradients)
     total = torch.zeros((), dtype=dtype, device=mesh.device)
     replicated = 1.0 / mesh.layout.world_size
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
@@ -81,6 +80,21 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
         assert work is not None
         work.wait()
     return total.sqrt()
+
+
+def norm_of(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the norm of gradients that every rank holds whole from their own ``norms``, in the order of ``clip_``.
+
+    The bits are those of ``clip_``.
+    """
+    dtype = _sum_dtype(norms)
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.stack([norm.to(dtype) for norm in norms]).square().sum().sqrt()
+
+
+def _sum_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:

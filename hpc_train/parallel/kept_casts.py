@@ -72,7 +72,10 @@ class KeptCasts:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Returns a context for all forward and backward passes of a step. Leave it before the weights change."""
+        """Returns a context for all forward and backward passes of a step.
+
+        A weight may change once no pass of the step uses it any more.
+        """
         try:
             self._begin()
             yield

@@ -216,6 +216,6 @@ def apply_loss_form(model: nn.Module, form: LossForm) -> None:
     head = model.head if isinstance(model, Model) else None
     if not isinstance(model, Model) or not isinstance(head, CrossEntropyHead):
         return
-    head.chunks, head.sequence_shards = form.chunks, model.sequence_shards
+    head.chunks, head.sequence_shards, head.z_loss = form.chunks, model.sequence_shards, form.z_loss
     if isinstance(head, LinearHead):
         head.fused = form.fused

@@ -30,6 +30,7 @@ from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
@@ -76,6 +77,8 @@ class PipelineEngine:
     Raises:
         UserError: the model cannot be cut into the stages of ``mesh.layout``.
     """
+
+    updates: UpdatesInBackward | None = None
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ at the end of the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -18,17 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.compression.exchange import Dense, Exchange
+from hpc_train.plan.buckets import IN_FLIGHT
 
 SendOrder = list["GradientReduction"]
-DEFAULT_CAP_MB = 25.0  # size of DDP's default size, with which bucket_cap_mb=auto starts
-IN_FLIGHT = 4  # buckets that are sent at once; they keep the network busy, and their copies need memory
-
-
-def first_cap(strategy: StrategyConfig) -> float:
-    """Returns the size of the gradient buckets in the first steps, in MiB."""
-    return DEFAULT_CAP_MB if isinstance(strategy.bucket_cap_mb, str) else float(strategy.bucket_cap_mb)
 
 
 class GradientReduction:
@@ -39,6 +32,7 @@ class GradientReduction:
         send_order: the reductions of this rank that share ``group``, in the order of sending, which is the same on all
             ranks; this one is appended. Buckets are then sent as soon as their gradients are final. Without it
             ``reduce`` sends them, in the same order on all ranks.
+        reduced: called with the parameters of each bucket when their sums are complete.
 
     Attributes:
         sent: the number of buckets of this step that have been sent.
@@ -50,11 +44,12 @@ class GradientReduction:
         group: dist.ProcessGroup,
         bucket_cap_mb: float,
         send_order: SendOrder | None = None,
+        reduced: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
-        self._parameters, self._send_order = list(parameters), send_order
+        self._parameters, self._send_order, self._reduced = list(parameters), send_order, reduced
         self._dense = Dense(group)
         self._exchange: Exchange = self._dense
-        self._pending: deque[tuple[dist.Work, Iterator[dist.Work]]] = deque()
+        self._pending: deque[tuple[dist.Work, Iterator[dist.Work], list[nn.Parameter]]] = deque()
         self._hooks: list[RemovableHandle] = []
         self.rebucket(bucket_cap_mb)
         if send_order is not None:
@@ -99,7 +94,7 @@ class GradientReduction:
         while not self._all_sent:
             self._send_next()
         while self._pending:
-            _finish(*self._pending.popleft())
+            self._finish_next()
 
     def _added(self, index: int, parameter: nn.Parameter) -> None:
         missing = self._missing[index]
@@ -127,10 +122,18 @@ class GradientReduction:
         bucket = self._buckets[self.sent]
         sum_partial_gradients(bucket)
         exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket])
-        self._pending.append((next(exchange), exchange))
+        self._pending.append((next(exchange), exchange, bucket))
         self.sent += 1
         if len(self._pending) == IN_FLIGHT:
-            _finish(*self._pending.popleft())
+            self._finish_next()
+
+    def _finish_next(self) -> None:
+        work, rest, bucket = self._pending.popleft()
+        work.wait()
+        for following in rest:
+            following.wait()
+        if self._reduced is not None:
+            self._reduced(bucket)
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -165,9 +168,3 @@ def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Paramet
         bucket.append(parameter)
         open_buckets[parameter.dtype] = (bucket, filled + size)
     return buckets
-
-
-def _finish(work: dist.Work, rest: Iterator[dist.Work]) -> None:
-    work.wait()
-    for following in rest:
-        following.wait()

@@ -19,6 +19,7 @@ from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
+from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
@@ -44,12 +45,26 @@ class ReplicaEngine:
         self.check_loss = (model.own_count or isinstance(model, WrappedModel)) and not model.mixes_samples
         self._model = parallelise(config, mesh, model)
         tied = getattr(self._model, "tied", {})
-        self._replicas = make_replicas(
-            self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count
-        )
         self._parameters = named_parameters([self._model], tied)
+        self.updates = self._make_updates(config)
+        self._replicas = make_replicas(
+            self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates
+        )
         self._statistics = batch_norm.running_statistics(self._model)
         self._casts = KeptCasts([self._model], None if mesh.layout.shards_state else compute_dtype(self._precision))
+
+    def _make_updates(self, config: Config) -> UpdatesInBackward | None:
+        if not config.optim.in_backward:
+            return None
+        if self._own_count:
+            raise UserError(
+                "optim.in_backward is true, but the loss returns its own count, by which the gradients are divided "
+                "after the backward",
+                where="optim.in_backward, model",
+                fix="optim.in_backward=false, or a loss that counts the targets that are not ignored",
+            )
+        trained = (parameter for parameter in self._parameters.values() if parameter.requires_grad)
+        return UpdatesInBackward(trained, self._mesh.device)
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -128,6 +143,8 @@ class ReplicaEngine:
         return reduce_result(result, self._mesh)
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
+        if self.updates is not None and self.updates.active:
+            return self.updates.end()
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale)
 
     def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:

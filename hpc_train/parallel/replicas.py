@@ -28,8 +28,10 @@ from hpc_train.parallel.bucket_search import ReportBuckets, SearchedReplicas
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.gradient_norm import multiply_
+from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.reduction import GradientReduction, SendOrder, first_cap, sum_partial_gradients
+from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
+from hpc_train.plan.buckets import first_cap
 from hpc_train.plan.layout import Layout
 
 
@@ -39,12 +41,26 @@ class LocalReplicas:
     loss_factor = 1
     compression: Compression | None = None
 
-    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        strategy: StrategyConfig,
+        *,
+        updates: UpdatesInBackward | None = None,
+        **_: object,
+    ) -> None:
+        self.module, self._updates = module, updates
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if updates is not None:
+            self._watch(updates)
+
+    def _watch(self, updates: UpdatesInBackward) -> None:
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(lambda final: updates.use([final]))
 
     def begin(self, step: int, backwards: int) -> None:
-        pass
+        assert backwards == 1 or self._updates is None or not self._updates.active, "no gradient would be final"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -71,12 +87,14 @@ class AllReduceReplicas(LocalReplicas):
         tied: Mapping[str, str],
         send_order: SendOrder,
         own_count: bool,
+        updates: UpdatesInBackward | None = None,
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
         group, compresses = mesh.group("dp_cp"), strategy.compression != "none"
         waits = compresses and own_count  # the division by the count precedes the compression
-        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), None if waits else send_order)
+        order, reduced = None if waits else send_order, None if updates is None else updates.use
+        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), order, reduced)
         if compresses:
             self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
@@ -171,6 +189,7 @@ def make_replicas(
     report_buckets: ReportBuckets | None = None,
     send_order: SendOrder | None = None,
     own_count: bool = False,
+    updates: UpdatesInBackward | None = None,
 ) -> Replicas:
     """Builds the replicas of ``module``, which has its values and is sharded if its kind shards.
 
@@ -179,12 +198,14 @@ def make_replicas(
         report_buckets: called with the bucket size that the search chooses.
         send_order: the reductions of this rank's other stages, whose gradients are final earlier.
         own_count: whether the loss has its own count; compressed gradients are then sent by ``finish``.
+        updates: uses each gradient as soon as it is that of the global batch; only for kinds that support it.
     """
     layout = mesh.layout
     kind = layout.kind
     served = replica_class(layout) if layout.dp_cp > 1 else LocalReplicas
     order = [] if send_order is None else send_order
-    replicas: Any = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count)
+    used: dict[str, Any] = {} if updates is None else {"updates": updates}
+    replicas: Any = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count, **used)
     searches = strategy.bucket_cap_mb == "auto" and layout.dp_cp > 1 and kind.bucket_search != "never"
     return SearchedReplicas(replicas, mesh, report_buckets) if searches else replicas
 

@@ -277,11 +277,15 @@ def _used_kind(config: Config, asked: str, holders: int, tp: int, notes: list[st
     if holders == 1:
         return asked
     check_compression(config, kind, tp)
-    if config.strategy.compression == "none" or kind.compressed_as in (None, asked):
-        return asked
-    assert kind.compressed_as is not None
-    notes.append(f"the data-parallel kind {kind.compressed_as} replaces {kind.name}, which cannot compress gradients")
-    return kind.compressed_as
+    replacements = (
+        (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
+        (config.optim.in_backward, kind.updated_as, "update parameters inside the backward"),
+    )
+    for wanted, other, what in replacements:
+        if wanted and other is not None and other != asked:
+            notes.append(f"the data-parallel kind {other} replaces {kind.name}, which cannot {what}")
+            return other
+    return asked
 
 
 def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) -> None:

@@ -14,7 +14,7 @@ least 4096 tokens, or the model's width if that is larger.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,12 @@ class LossForm:
         chunks: the number of chunks of tokens.
         fused: whether the gradients are computed with the loss. Otherwise whole logits are kept for the backward pass,
             or those of several chunks computed again.
+        z_loss: the coefficient of the z-loss.
     """
 
     chunks: int = 1
     fused: bool = False
+    z_loss: float = 0.0
 
     @property
     def recomputes(self) -> bool:
@@ -55,6 +57,10 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
     ``interleaved_zero_bubble``. With tensor parallelism it is always chosen, since only this form leaves the logits
     spread over the ranks.
     """
+    return replace(_form(config, layout), z_loss=config.train.z_loss)
+
+
+def _form(config: Config, layout: Layout) -> LossForm:
     asked, fuses = config.train.loss_chunks, family_of(config.model).fused_loss
     if fuses and layout.tp > 1:
         return LossForm(asked if isinstance(asked, int) else _chosen(config, layout).chunks, fused=True)

@@ -40,6 +40,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "activation_checkpointing",
         "activation_offload",
         "loss_chunks",
+        "z_loss",
         "compile",
         "nonfinite_limit",
         "spike_mads",

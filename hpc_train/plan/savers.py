@@ -1,5 +1,5 @@
 """Checks the options that save memory against the model and the layout: chunks of the loss, a budget of
-activations, offload, small moments."""
+activations, offload, small moments, updates inside the backward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, check_all
 from hpc_train.plan.activation_offload import check_activation_offload
+from hpc_train.plan.in_backward import check_in_backward
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.optimizers import own_targets
@@ -26,6 +27,7 @@ def check_savers(config: Config, layout: Layout) -> None:
         lambda: _check_offload(config, layout),
         lambda: _check_whole_updates(config),
         lambda: _check_moments(config),
+        lambda: check_in_backward(config, layout),
     )
 
 

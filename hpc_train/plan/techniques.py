@@ -115,6 +115,8 @@ class DataParallelKind:
         tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
         compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress. Of
             a kind that shards state, ``strategy.compression=bf16`` alone, in its reduce-scatter.
+        updated_as: the kind that updates parameters during the backward (``optim.in_backward``) instead, possibly
+            itself; None if it cannot.
         debugged_as: the kind that replaces it under ``train.debug``; None if it is not replaced.
         offloads: the values of ``strategy.offload`` that it supports besides ``none``.
         reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
@@ -130,6 +132,7 @@ class DataParallelKind:
     schedules: tuple[str, ...]
     tensor_parallel: bool
     compressed_as: str | None
+    updated_as: str | None
     debugged_as: str | None
     offloads: tuple[str, ...]
     reproducible: bool
@@ -291,6 +294,7 @@ _DDP = DataParallelKind(
     schedules=(),
     tensor_parallel=False,
     compressed_as="allreduce",
+    updated_as="allreduce",  # DDP's buckets hold all gradients anyway
     debugged_as="allreduce",  # DDP of torch 2.13 crashes (SIGSEGV) when collectives are compared
     offloads=("optimizer",),
     reproducible=True,
@@ -315,6 +319,7 @@ _ZERO1 = replace(
     sharder="hpc_train.parallel.fsdp:shard",
     shards=frozenset({"optimizer"}),
     compressed_as="zero1",
+    updated_as=None,  # FSDP reduces a block at once, and hands out its gradients only then
     reproducible=False,
     bucket_search="never",
 )
@@ -331,7 +336,7 @@ _ZERO3 = replace(
 
 KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
 # ``train.reproducible`` replaces the kind of the config by a sum over a tree.
-TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", bucket_search="never")
+TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", bucket_search="never", updated_as=None)
 
 
 @cache
@@ -363,7 +368,8 @@ def find_kind(name: str) -> DataParallelKind:
     row = _find("strategy.data_parallel", name, KINDS, DataParallelKind)
     for schedule in row.schedules:
         _known(row.name, "schedules", schedule, SCHEDULES, f"strategy.data_parallel={name}")
-    for fact, kind in (("compressed_as", row.compressed_as), ("debugged_as", row.debugged_as)):
+    for fact in ("compressed_as", "updated_as", "debugged_as"):
+        kind = getattr(row, fact)
         if kind is not None:
             _known(row.name, fact, kind, KINDS, f"strategy.data_parallel={name}")
     return row

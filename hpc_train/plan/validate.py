@@ -48,6 +48,7 @@ from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_n
 from hpc_train.plan.requirements import check_own_model, check_packages
 from hpc_train.plan.savers import check_savers
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
+from hpc_train.plan.z_loss import check_z_loss
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
 
@@ -307,6 +308,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     _check_bucket_search,
     _check_samples,
     check_savers,
+    check_z_loss,
     lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
 )
 

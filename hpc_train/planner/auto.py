@@ -32,8 +32,8 @@ from hpc_train.units import counted, format_bytes
 ERROR = 0.08
 ROWS = 10  # of the table
 MOST_COUNTS = 32  # numbers of nodes for which a layout is chosen; each may take a second
-_OPTIMIZER = ("name", "_target_", "args", "moments", "elementwise", "state_per_parameter", "groups")
-_TRAINING = ("activation_checkpointing", "activation_offload", "compile", "loss_chunks", "debug", "reproducible")
+_OPTIMIZER = ("name", "_target_", "args", "moments", "elementwise", "state_per_parameter", "groups", "in_backward")
+_TRAINING = ("activation_checkpointing", "activation_offload", "compile", "loss_chunks", "z_loss", "debug", "reproducible")
 
 
 @dataclass(frozen=True)

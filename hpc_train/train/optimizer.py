@@ -8,8 +8,9 @@ the user that does not know this protocol makes the host read the flag in each s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,23 +51,33 @@ class Optimizer:
         self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}  # (tensor of the optimizer, its DTensor view)
         self._widened: list[tuple[Tensor, Tensor]] = []  # (8-bit moment, its fp32 copy for a checkpoint)
         self._before_update: list[Callable[[], None]] = []
-        self._updated = False
 
     @torch.no_grad()
     def step(self, learning_rate: float, finite: Tensor) -> None:
         """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false."""
-        while self._before_update:
-            self._before_update.pop()()
+        self._prepare()
         for held in self._held.values():
             held.refresh()
         # with offload this waits for the copies of the gradients, too
         if any(part.waits for part in self._parts) and not finite.item():
             return
         for part in self._parts:
-            part.update(learning_rate, finite, first=not self._updated)
-        self._updated = True
+            part.update(learning_rate, finite)
         for held in self._held.values():
             held.write_back()
+
+    @torch.no_grad()
+    def step_some(self, learning_rate: float, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
+        """Updates ``parameters`` like ``step``; this rank holds all of each, in the memory that the engine uses."""
+        self._prepare()
+        for part in self._parts:
+            with part.only(parameters) as some:
+                if some and not (part.waits and not finite.item()):
+                    part.update(learning_rate, finite)
+
+    def _prepare(self) -> None:
+        while self._before_update:
+            self._before_update.pop()()
 
     def before_next_update(self, action: Callable[[], None]) -> None:
         """Calls ``action`` once, before the next update changes a parameter or the state."""
@@ -158,6 +169,8 @@ class _Part:
         lr_factors: the factor of the learning rate for each of torch's parameter groups.
         own: names the state of an optimizer of the user; None for the built-in ones.
         waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
+        updated: whether it has updated parameters before.
+        places: the number of torch's parameter group of each parameter, once ``only`` has asked for it.
     """
 
     names: list[str]
@@ -165,8 +178,28 @@ class _Part:
     lr_factors: list[float]
     own: OwnState | None
     waits: bool
+    updated: bool = False
+    places: dict[Tensor, int] = field(default_factory=dict)
 
-    def update(self, learning_rate: float, finite: Tensor, first: bool) -> None:
+    @contextmanager
+    def only(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
+        """Returns a context in which the optimizer has only these of its parameters, and whether there are any."""
+        groups = [] if self.inner is None else self.inner.param_groups
+        whole = [group["params"] for group in groups]
+        if not self.places:
+            self.places |= {parameter: place for place, members in enumerate(whole) for parameter in members}
+        for group in groups:
+            group["params"] = []
+        some = [parameter for parameter in parameters if parameter in self.places]
+        for parameter in some:
+            groups[self.places[parameter]]["params"].append(parameter)
+        try:
+            yield bool(some)
+        finally:
+            for group, members in zip(groups, whole, strict=True):
+                group["params"] = members
+
+    def update(self, learning_rate: float, finite: Tensor) -> None:
         if self.inner is None:
             return
         for group, factor in zip(self.inner.param_groups, self.lr_factors, strict=True):
@@ -176,9 +209,9 @@ class _Part:
                 group["lr"] = learning_rate * factor
         if not self.waits:
             # with offload this copy waits for the device and thereby for the copies of the gradients
-            device = self.inner.param_groups[0]["params"][0].device
+            device = next(group["params"][0].device for group in self.inner.param_groups if group["params"])
             self.inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
-        checked = self.own if first else None
+        checked, self.updated = None if self.updated else self.own, True
         if checked is not None:
             checked.before_first_update()
         self.inner.step()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,15 @@ class TrainStep:
         """Runs step ``step`` in [0, total_steps); skips the update if a gradient is not finite."""
         seed_step(self._config.train.seed, step, self._mesh)
         scale = None if self.loss_scale is None else self.loss_scale.value
+        learning_rate, updates = self._rate(step), self._engine.updates
+        if updates is not None:
+            updates.begin(partial(self.optimizer.step_some, learning_rate))
         result = self._engine.train_step(step, batch, scale)
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
         self._engine.commit(finite)
-        learning_rate = self._rate(step)
-        self.optimizer.step(learning_rate, finite)
+        if updates is None:
+            self.optimizer.step(learning_rate, finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)

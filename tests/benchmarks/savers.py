@@ -39,6 +39,8 @@ ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know f
     "half the micro-batch": ("batch.micro_size=4",),
     "moments in 8 bits": ("optim.moments=8bit",),
     "checkpointing: every third layer": ("train.activation_checkpointing=selective:3",),
+    "one micro-batch per step": ("batch.global_size=8",),  # to compare the next row with
+    "and updates inside the backward": ("batch.global_size=8", "optim.in_backward=true", "optim.clip_norm=0"),
     "optimizer on the host": ("strategy.offload=optimizer",),
     "activations on the host": ("train.activation_offload=1MiB",),
     "inputs of layers on the host": ("train.activation_offload=1MiB", "train.activation_checkpointing=full"),

@@ -15,6 +15,7 @@ from hpc_train.config.schema import (
     Config,
     CustomModelConfig,
     GPTConfig,
+    OptimConfig,
     PrecisionConfig,
     StrategyConfig,
     SyntheticDataConfig,
@@ -56,7 +57,7 @@ class Cell:
         model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-windows`` (with those that
             fused attention has), ``vit`` or ``custom`` (a module without parts), or one of these with a loss of its
             own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
-        strategy, batch, train: the fields of the config's groups that differ from their defaults.
+        strategy, batch, train, optim: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
 
@@ -67,6 +68,7 @@ class Cell:
     batch: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None
+    optim: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Config:
         return Config(
@@ -81,6 +83,7 @@ class Cell:
             ),
             precision=PrecisionConfig(name=self.precision),
             batch=BatchConfig(**{"global_size": UNEVEN_BATCH} | self.batch),
+            optim=OptimConfig(**self.optim),
             train=TrainConfig(**{"seed": 3, "steps": 5} | self.train),
         )
 
@@ -89,7 +92,8 @@ class Cell:
         return validate(self.config(), nodes=1, workers_per_node=self.world_size)
 
     def __str__(self) -> str:
-        extras = [f"{key}={value}" for key, value in (self.train | self.batch).items() if key != "global_size"]
+        groups = self.train | self.batch | self.optim
+        extras = [f"{key}={value}" for key, value in groups.items() if key != "global_size"]
         extras += [f"loss_scale={self.loss_scale:g}"] if self.loss_scale else []
         split = " ".join(f"{key}={value}" for key, value in self.strategy.items())
         return f"{self.model} {self.precision} [{split or 'single'}] {' '.join(extras)}".rstrip()

@@ -151,13 +151,13 @@ def _compare_one(cell: Cell, mesh: Mesh) -> Outcome:
     )
 
 
-_KNOWN: dict[tuple[str, str, int], Record] = {}
+_KNOWN: dict[tuple[str, str, int, float], Record] = {}
 
 
 def _expected(cell: Cell) -> Record:
     """Returns the record of one process, computed once per rank because it is the same for all layouts."""
     config = cell.config()
-    key = (repr(config.model), cell.precision, config.batch.global_size)
+    key = (repr(config.model), cell.precision, config.batch.global_size, config.train.z_loss)
     if key not in _KNOWN:
         _KNOWN[key] = train_plainly(cell)
     return _KNOWN[key]
@@ -220,6 +220,9 @@ def train_plainly(cell: Cell) -> Record:
         optimizer.zero_grad()
         inputs, targets = global_batch(cell, step)
         loss_sum, count = model(inputs, {}, targets)
+        if config.train.z_loss:
+            normaliser = model(inputs, {}).logsumexp(-1)[targets != IGNORED]
+            loss_sum = loss_sum + config.train.z_loss * normaliser.square().sum()
         (loss_sum / count).backward()
         losses.append((loss_sum / count).item())
         counts.append(float(count))

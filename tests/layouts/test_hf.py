@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig
+from hpc_train.data.dataset import IGNORED
 from hpc_train.models.hf.family import hf_name
 from hpc_train.parallel.build import build_engine
 from tests.checkpoint.progress import LONG
@@ -83,7 +84,7 @@ def config_of(cell: Cell, model: str, saved: Path) -> Config:
     return replace(cell.config(), model=HFModelConfig(name_or_path=str(saved / model), task=TASKS[model]))
 
 
-def bare_loop(model: str, saved: Path) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+def bare_loop(model: str, saved: Path, z_loss: float = 0.0) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     """Trains with transformers alone; returns the losses and the weights after the last step."""
     auto = getattr(transformers, CLASS_OF[TASKS[model]])
     module = auto.from_pretrained(saved / model, dtype=torch.float32).double().train()
@@ -94,6 +95,8 @@ def bare_loop(model: str, saved: Path) -> tuple[tuple[float, ...], dict[str, Ten
         optimizer.zero_grad()
         logits = module(inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        if z_loss:
+            loss = loss + z_loss * logits.logsumexp(-1)[targets != IGNORED].square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -161,6 +164,20 @@ def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
             assert relative(found_losses, losses) < 1e-10, cell
             tensors = {name: torch.from_numpy(value) for name, value in found.items()}
             assert error(tensors, parameters) < 1e-10, cell
+
+
+def test_a_decoder_has_the_z_loss_of_a_bare_loop(saved: Path) -> None:
+    train_keys: list[dict[str, Any]] = [{"z_loss": 0.3}, {"z_loss": 0.3, "loss_chunks": 1} | CHECKPOINTED]
+    splits = [SPLITS[3], PIPELINES[2]]
+    chosen = [
+        ("llama", cell_of("llama", split, batch={"micro_batches": 4 if "pp" in split else 1}, train=keys))
+        for split, keys in zip(splits, train_keys, strict=True)
+    ]
+    losses, parameters = bare_loop("llama", saved, 0.3)
+    for case, *results in zip(chosen, *run_on_world(4, train, chosen, saved), strict=True):
+        for found_losses, found in results:
+            assert relative(found_losses, losses) < 1e-10, case
+            assert error({name: torch.from_numpy(value) for name, value in found.items()}, parameters) < 1e-10, case
 
 
 BUFFERS = 1024  # bytes

@@ -33,31 +33,32 @@ def shard_of_rank(rank: int, world_size: int) -> VocabularyShard:
     return VocabularyShard(dist.group.WORLD, first, min(VOCABULARY, first + each) - first, VOCABULARY)
 
 
-def differences(rank: int, world_size: int, cases: list[tuple[int, float | None]]) -> list[tuple[float, ...]]:
+def differences(rank: int, world_size: int, cases: list[tuple[int, float | None, float]]) -> list[tuple[float, ...]]:
     """Returns the largest difference of loss, gradients and evaluation from those of whole logits, for each case."""
     shard = shard_of_rank(rank, world_size)
     rows = slice(shard.first, shard.first + shard.words)
     found = []
-    for chunks, cap in cases:
+    for chunks, cap, z_loss in cases:
         hidden, weight, targets = drawn()
-        expected, count = plain(hidden, weight, targets, cap)
+        expected, count = plain(hidden, weight, targets, cap, z_loss)
         of_hidden, of_weight = torch.autograd.grad(expected, (hidden, weight))
         own = weight.detach()[rows].clone().requires_grad_()
-        loss, counted = linear_cross_entropy(hidden, own, targets, chunks, cap, shard)
+        loss, counted = linear_cross_entropy(hidden, own, targets, chunks, cap, shard, z_loss)
         ours, of_own = torch.autograd.grad(loss, (hidden, own))
         dist.all_reduce(ours)
         with torch.no_grad():
             evaluated, number, correct = _evaluate_shard(hidden, own, targets, chunks, cap, shard)
         assert count == counted == number
         assert correct == count_correct(hidden @ weight.t(), targets)
-        pairs = [(loss, expected), (evaluated, expected), (ours, of_hidden), (of_own, of_weight[rows])]
+        without_z, _ = plain(hidden, weight, targets, cap)
+        pairs = [(loss, expected), (evaluated, without_z), (ours, of_hidden), (of_own, of_weight[rows])]
         found.append(tuple(float((a - b).abs().max()) for a, b in pairs))
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_of_the_vocabulary_give_the_gradients_of_whole_logits(world_size: int) -> None:
-    cases = [(chunks, cap) for chunks in (1, 3) for cap in (None, 1.5)]
+    cases = [(chunks, cap, z_loss) for chunks in (1, 3) for cap in (None, 1.5) for z_loss in (0.0, 0.3)]
     for of_rank in run_on_world(world_size, differences, cases):
         for case, errors in zip(cases, of_rank, strict=True):
             assert max(errors) < 1e-13, (case, errors)

@@ -39,6 +39,8 @@ CELLS: dict[int, list[Cell]] = {
         Cell(2, strategy={"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
         Cell(2, strategy={"dp": 2}, train={"activation_checkpointing": "full"}),
         Cell(2, strategy={"cp": 2}),
+        Cell(2, strategy={"cp": 2}, train={"z_loss": 0.3}),
+        Cell(2, "gpt-windows", strategy={"tp": 2}, train={"z_loss": 0.3, "loss_chunks": 2}),
         Cell(2, "gpt-windows", strategy={"cp": 2, "data_parallel": "zero3"}),
     ],
     4: [
@@ -61,14 +63,14 @@ def _compare(rank: int, _: int, cells: list[Cell]) -> None:
     for cell in (replace(cell, batch={"global_size": 4, "micro_size": 1}) for cell in cells):
         mesh = mesh_of(cell, rank)
         documents = _documents(LENGTHS)
-        loss, gradients = _one_by_one(cell, [one for sequence in documents for one in sequence])
+        loss, plain, gradients = _one_by_one(cell, [one for sequence in documents for one in sequence])
         engine = build_engine(cell.config(), mesh)
         batch = _packed(documents, mesh)
         found = engine.reduce(engine.train_step(0, batch))
         assert found.loss == pytest.approx(loss, rel=1e-12) and found.target_count == batch.target_count, cell
         packed = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
         assert error(packed, gradients) < 1e-10, cell
-        assert engine.reduce(engine.eval_step(batch)).loss == pytest.approx(loss, rel=1e-12), cell
+        assert engine.reduce(engine.eval_step(batch)).loss == pytest.approx(plain, rel=1e-12), cell
         with kernels_in_plain_torch(VARLEN) as chosen:  # with the boundaries of the documents in place of a mask
             ends = tuple(with_document_ends(micro, pin=False) for micro in batch.micro_batches)
             found = engine.reduce(engine.train_step(1, replace(batch, micro_batches=ends)))
@@ -77,7 +79,7 @@ def _compare(rank: int, _: int, cells: list[Cell]) -> None:
             assert error(packed, gradients) < 1e-10, cell
             assert len(chosen) >= len(ends), cell
             evaluated = engine.eval_step(replace(batch, micro_batches=ends))
-            assert engine.reduce(evaluated).loss == pytest.approx(loss, rel=1e-12), cell
+            assert engine.reduce(evaluated).loss == pytest.approx(plain, rel=1e-12), cell
 
 
 class _Documents(Dataset):
@@ -105,7 +107,7 @@ def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:
     dataset = _Documents()
     for cell in (replace(cell, batch={"global_size": 8, "micro_size": 1}) for cell in cells):
         mesh = mesh_of(cell, rank)
-        loss, gradients = _one_by_one(cell, dataset.documents)
+        loss, _, gradients = _one_by_one(cell, dataset.documents)
         engine = build_engine(cell.config(), mesh)
         feed = TrainFeed(dataset, BatchConfig(global_size=8), mesh.layout, mesh.dp_rank, 5, mesh.device, 0)
         widths = set()
@@ -128,18 +130,23 @@ def _documents(lengths: list[list[int]]) -> list[list[Document]]:
     return [[(tokens[:-1], tokens[1:]) for tokens in map(drawn, each)] for each in lengths]
 
 
-def _one_by_one(cell: Cell, documents: list[Document]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Each document alone through the whole model: no packing, no context."""
+def _one_by_one(cell: Cell, documents: list[Document]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Each document alone through the whole model, without packing and context: the loss with and without z-loss, and
+    its gradients."""
     config = cell.config()
     model = build_model(config.model, config.train.seed)
     assert isinstance(model, Model)
     materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
     targets = sum(len(wanted) for _, wanted in documents)
-    loss = torch.zeros((), dtype=torch.float64)
+    plain = z_loss = torch.zeros((), dtype=torch.float64)
     for inputs, wanted in documents:
-        loss = loss + model(inputs.unsqueeze(0), {}, wanted.unsqueeze(0))[0] / targets
+        plain = plain + model(inputs.unsqueeze(0), {}, wanted.unsqueeze(0))[0] / targets
+        logits = model(inputs.unsqueeze(0), {})
+        assert isinstance(logits, torch.Tensor)
+        z_loss = z_loss + logits.logsumexp(-1).square().sum() / targets
+    loss = plain + config.train.z_loss * z_loss
     loss.backward()
-    return loss.item(), {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return loss.item(), plain.item(), {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def _packed(documents: list[list[Document]], mesh: Mesh) -> StepBatch:

@@ -11,6 +11,7 @@ from hpc_train.config.schema import (
     BatchConfig,
     Config,
     GPTConfig,
+    OptimConfig,
     PrecisionConfig,
     StrategyConfig,
     SyntheticDataConfig,
@@ -25,6 +26,7 @@ from hpc_train.plan.peak.program import peak_of, rank_of, stages_of
 from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.plan.techniques import SCHEDULES
 from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.step import TrainStep
 from tests.layouts.memory import PeakMemory, norms_of_gpus
 from tests.ranks import run_ranks
 
@@ -41,18 +43,28 @@ def config_of(
     precision: str = "fp32",
     recompute: str = "none",
     chunks: int = 1,
+    tied: bool = False,
+    in_backward: bool = False,
+    z_loss: float = 0.0,
     **strategy: Any,
 ) -> Config:
     """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
     return Config(
         model=GPTConfig(
-            vocab_size=vocabulary, n_layers=layers, dim=dim, n_heads=4, n_kv_heads=4, ffn_dim=11 * dim // 4
+            vocab_size=vocabulary,
+            n_layers=layers,
+            dim=dim,
+            n_heads=4,
+            n_kv_heads=4,
+            ffn_dim=11 * dim // 4,
+            tied_embeddings=tied,
         ),
         data=SyntheticDataConfig(sequence_length=LENGTH, vocab_size=vocabulary),
         batch=BatchConfig(global_size=micro * batches * strategy.get("dp", 1), micro_size=micro),
         precision=PrecisionConfig(name=precision),
         strategy=StrategyConfig(**strategy),
-        train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks),
+        optim=OptimConfig(in_backward=in_backward, clip_norm=0.0 if in_backward else 1.0),
+        train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks, z_loss=z_loss),
     )
 
 
@@ -71,13 +83,15 @@ def _peak(rank: int, world_size: int, config: Config) -> int:
     with norms_of_gpus(), PeakMemory() as memory:
         engine = build_engine(config, mesh)
         optimizer = Optimizer(config.optim, engine.named_parameters())
+        take_step = TrainStep(config, mesh, engine, optimizer, 2)
         for step in range(2):
             memory.peak = 0
-            engine.train_step(step, batch)
-            optimizer.step(1e-3, engine.clip_grad_norm_(1.0).isfinite())
+            take_step(step, batch)
     return memory.peak
 
 
+INSIDE: Case = {"in_backward": True}
+WAITING: Case = INSIDE | {"dim": 128, "micro": 1, "recompute": "full"}  # gradients decide the peak
 ALONE: list[Case] = [
     {},
     {"batches": 3},
@@ -89,6 +103,13 @@ ALONE: list[Case] = [
     {"recompute": "ops"},
     {"chunks": 4, "micro": 16},
     {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16", "batches": 2},
+    {"tied": True, "vocabulary": 2048, "recompute": "full", "chunks": 4, "precision": "bf16", "batches": 2},
+    {"z_loss": 1e-4, "vocabulary": 2048, "micro": 8},
+    {"z_loss": 1e-4, "vocabulary": 4096, "micro": 16, "chunks": 4, "precision": "bf16"},
+    INSIDE,
+    INSIDE | {"precision": "bf16", "dim": 128, "micro": 1, "recompute": "full"},
+    INSIDE | {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16"},
+    INSIDE | {"tied": True, "vocabulary": 4096, "recompute": "full", "chunks": 4},
 ]
 PIPELINE: Case = {"pp": 2, "layers": 8, "batches": 8}
 TWO: list[list[Case]] = [
@@ -107,6 +128,11 @@ TWO: list[list[Case]] = [
         PIPELINE | {"schedule": "zbv", "stages_per_rank": 2},
     ],
     [{"tp": 2}, {"tp": 2, "precision": "bf16", "micro": 16}, {"tp": 2, "recompute": "full", "micro": 16}],
+    [
+        *(WAITING | {"dp": 2, "bucket_cap_mb": cap} for cap in (0.001, 0.2, 25.0)),
+        INSIDE | {"dp": 2, "bucket_cap_mb": 0.1, "tied": True, "vocabulary": 2048, "recompute": "full", "micro": 1},
+        INSIDE | {"cp": 2, "bucket_cap_mb": 0.1, "recompute": "full"},
+    ],
     [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
 ]
 
@@ -123,7 +149,7 @@ def test_the_peak_of_one_rank() -> None:
     check(ALONE, run_ranks(1, peaks, ALONE, timeout=300))
 
 
-@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "context"])
+@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "inside", "context"])
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
     check(cases, run_ranks(2, peaks, cases, timeout=300))
 

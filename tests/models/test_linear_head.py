@@ -20,13 +20,13 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.models.attention import soft_cap
 from hpc_train.models.gpt import GPTHead
 from hpc_train.models.linear_head import linear_cross_entropy
-from hpc_train.models.transformer import cross_entropy, widened
+from hpc_train.models.transformer import cross_entropy, cross_entropy_with_z, widened
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import LossForm, loss_form
 from tests.layouts.memory import PeakMemory
 
 SHAPE, DIM, VOCABULARY = (2, 7), 5, 11
-CASES = [(chunks, cap) for chunks in (1, 3, 14) for cap in (None, 1.5)]
+CASES = [(chunks, cap, z_loss) for chunks in (1, 3, 14) for cap in (None, 1.5) for z_loss in (0.0, 0.3)]
 
 
 def drawn(dtype: torch.dtype = torch.float64, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,25 +39,62 @@ def drawn(dtype: torch.dtype = torch.float64, spread: float = 1.0) -> tuple[Tens
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-    return cross_entropy(soft_cap(widened(hidden @ weight.t()), cap), targets)
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    logits = soft_cap(widened(hidden @ weight.t()), cap)
+    loss, count = cross_entropy(logits, targets)
+    if not z_loss:
+        return loss, count
+    return loss + z_loss * logits.logsumexp(-1)[targets != IGNORED].square().sum(), count
 
 
-@pytest.mark.parametrize(("chunks", "cap"), CASES)
-def test_loss_and_gradients_are_those_of_whole_logits(chunks: int, cap: float | None) -> None:
+@pytest.mark.parametrize(("chunks", "cap", "z_loss"), CASES)
+def test_loss_and_gradients_are_those_of_whole_logits(chunks: int, cap: float | None, z_loss: float) -> None:
     hidden, weight, targets = drawn()
-    expected, wanted_count = plain(hidden, weight, targets, cap)
-    found, count = linear_cross_entropy(hidden, weight, targets, chunks, cap)
+    expected, wanted_count = plain(hidden, weight, targets, cap, z_loss)
+    found, count = linear_cross_entropy(hidden, weight, targets, chunks, cap, None, z_loss)
     assert count == wanted_count == 12
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     ours, theirs = (torch.autograd.grad(loss * 0.3, (hidden, weight)) for loss in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("chunks", "cap"), CASES)
-def test_the_gradients_are_the_slopes_of_the_loss(chunks: int, cap: float | None) -> None:
+@pytest.mark.parametrize(("chunks", "cap", "z_loss"), CASES)
+def test_the_gradients_are_the_slopes_of_the_loss(chunks: int, cap: float | None, z_loss: float) -> None:
     hidden, weight, targets = drawn()
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, chunks, cap)[0], (hidden, weight))
+
+    def loss(*factors: Tensor) -> Tensor:
+        return linear_cross_entropy(*factors, targets, chunks, cap, None, z_loss)[0]
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+
+
+def test_a_z_loss_of_whole_logits_is_that_of_its_definition() -> None:
+    hidden, weight, targets = drawn()
+    expected, wanted = plain(hidden, weight, targets, None, 0.3)
+    found, count = cross_entropy_with_z(hidden @ weight.t(), targets, 0.3)
+    assert count == wanted
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    ours, theirs = (torch.autograd.grad(loss * 0.3, (hidden, weight)) for loss in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    targets[1, 1] = VOCABULARY
+    with pytest.raises(IndexError, match="Target 11 is out of bounds"):
+        cross_entropy_with_z(hidden @ weight.t(), targets, 0.3)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 5])
+def test_a_z_loss_in_half_precision_is_near_to_the_exact_one(chunks: int) -> None:
+    hidden, weight, targets = drawn(torch.bfloat16)
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = torch.autograd.grad(plain(*exact, targets, None, 0.3)[0], exact)
+    if chunks:
+        loss, _ = linear_cross_entropy(hidden, weight, targets, chunks, None, None, 0.3)
+    else:
+        loss, _ = cross_entropy_with_z(hidden @ weight.t(), targets, 0.3)
+    for found, wanted in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert float((found - wanted).norm() / wanted.norm()) < torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])

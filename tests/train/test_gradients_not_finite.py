@@ -44,7 +44,13 @@ def _poison(spec: WorkerSpec, steps: set[int]) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "overrides"),
-    [(2, ["+strategy=dp"]), (2, ["+strategy=zero2", "optim=sgd"]), (2, ["+strategy=pp"]), (2, ["+strategy=tp"])],
+    [
+        (2, ["+strategy=dp"]),
+        (2, ["+strategy=zero2", "optim=sgd"]),
+        (2, ["+strategy=pp"]),
+        (2, ["+strategy=tp"]),
+        (2, ["+strategy=dp", "optim.in_backward=true", "optim.clip_norm=0", "strategy.bucket_cap_mb=0.001"]),
+    ],
 )
 def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[str]) -> None:
     run = frozen(tmp_path / "run", *overrides, "checkpoint.every=1", "checkpoint.keep=9", "train.steps=5")

@@ -61,9 +61,15 @@ def test_the_three_cheapest_savings_that_are_worth_it_are_told_with_what_they_sa
     config, mesh = rank_of(*spared)
     sharded, halved, offloaded = fixes(config, mesh)
     parameters = 1_235_814_400
-    # fp32 parameters, gradients and two moments, of which an eighth stays
-    assert sharded.saves == pytest.approx(parameters * 16 * 7 / 8, rel=0.15)
+    # fp32 parameters, gradients and two moments, of which an eighth stays; and what of the table's gradient waits
+    table = 4 * 128_256 * 2048
+    assert sharded.saves == pytest.approx(parameters * 16 * 7 / 8 + table, rel=0.15)
     assert (halved.saves, offloaded.saves) == (4 * parameters, 8 * parameters)
+    assert suggested(*spared, "optim.clip_norm=0")[:2] == ["optim.in_backward=true", "strategy=zero3"]
+    used, of_layout = rank_of(*spared, "optim.clip_norm=0", "optim.in_backward=true")
+    kept = fixes(*rank_of(*spared, "optim.clip_norm=0"))[0].saves
+    assert kept == pytest.approx(4 * parameters, rel=0.15), "all but the table's, and what waits for its sum"
+    assert not any("in_backward" in fix.change for fix in fixes(used, of_layout))
     custom = rank_of("+strategy=dp", "model=custom", "model._target_=hpc_train.models.resnet.resnet18",
                      "data.task=images", "batch.global_size=16", device="cpu", ranks=2)  # fmt: skip
     assert [fix.saves for fix in fixes(*custom)] == [None] * len(fixes(*custom))

@@ -38,6 +38,8 @@ CASES = [
     pytest.param(2, ["+strategy=pp", "model.tied_embeddings=true"], id="pp"),
     pytest.param(2, ["+strategy=model_parallel"], id="model_parallel"),
     pytest.param(2, ["+strategy=tp"], id="tp"),
+    pytest.param(2, ["+strategy=dp", "strategy.bucket_cap_mb=0.001", "optim.in_backward=true", "optim.clip_norm=0"],
+                 id="in-backward"),
     pytest.param(4, ["+strategy=hybrid"], id="hybrid"),
     pytest.param(
         2,
@@ -69,6 +71,23 @@ def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: 
     assert "the first step took" in (half.logs / "rank-0-000.log").read_text()
     assert_same_bits(whole.checkpoints / "step-00000006", half.checkpoints / "step-00000006")
     assert losses_and_norms(half) == losses_and_norms(whole)[3:]
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_run_may_begin_or_end_updates_inside_the_backward(tmp_path: Path, later: bool) -> None:
+    """The checkpoints and the numbers are the same."""
+    overrides = ["+strategy=dp", "strategy.data_parallel=allreduce", "optim.clip_norm=0", "model.n_layers=2"]
+    overrides += ["train.steps=6", "checkpoint.every=3", "model.tied_embeddings=true"]
+    whole = frozen(tmp_path / "run", *overrides, f"optim.in_backward={str(not later).lower()}")
+    assert run_attempt(whole, 2) == [0, 0]
+    half = RunDirectory(tmp_path / "half")
+    shutil.copytree(whole.path, half.path)
+    shutil.rmtree(half.checkpoints / "step-00000006")
+    frozen(half.path, *overrides, f"optim.in_backward={str(later).lower()}")
+    assert run_attempt(half, 2) == [0, 0]
+    assert_same_bits(whole.checkpoints / "step-00000006", half.checkpoints / "step-00000006")
+    assert [event["step"] for event in half.read_events() if event["event"] == "resumed"] == [3]
+    assert losses_and_norms(half) == losses_and_norms(whole)
 
 
 def stop_at_start(spec: WorkerSpec, stop: StopFlag) -> None:

@@ -195,6 +195,11 @@ class OptimConfig:
         0.9, "sgd: the momentum.", at_least=0, below=1, when=(when("optim.name", "sgd"), when("optim._target_", None))
     )
     clip_norm: float = key(1.0, "The largest global gradient norm. 0 disables clipping.", at_least=0)
+    in_backward: bool = key(
+        False,
+        "Whether each parameter is updated during the backward pass, as soon as its gradient is known, and the "
+        "gradient is freed. For single, dp and cp, with one micro-batch per step and without clipping.",
+    )
     schedule: Any = key(
         "cosine",
         "The learning rate schedule: a built-in one, the import path of your own, or the path with arguments as "
@@ -292,6 +297,13 @@ class TrainConfig:
         "is chunks of 4096 tokens or more for a GPT with a large vocabulary, else 1.",
         choices=("auto",),
         at_least=1,
+    )
+    z_loss: float = key(
+        0.0,
+        "The coefficient of the z-loss of a language model: the mean of the squared logarithm of the softmax's "
+        "normaliser is added to the training loss, which keeps the logits small. 1e-4 is usual; evaluations report the "
+        "plain loss.",
+        at_least=0,
     )
     compile: bool = key(False, "Whether each layer is compiled with torch.compile.", when=NOT_DEBUGGED)
     nonfinite_limit: int = key(

@@ -11,12 +11,13 @@ A step of many micro-batches repeats itself, so the first ones suffice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
+from hpc_train.plan.buckets import IN_FLIGHT, bucket_bytes
 from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape, Work
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.peak.replay import Change, Memory, Part, Passage, exceeds, passage, replay
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
 
 Gathers = Literal["never", "step", "layer"]
-Reduces = Literal["each", "last", "after"]
+Reduces = Literal["each", "last", "after", "inside"]
 
 
 class Run(NamedTuple):
@@ -73,8 +74,10 @@ class Rank:
         micro_batches: how many it computes in truth.
         gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
         reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
-            whole.
+            whole; ``inside`` uses each as soon as it is final.
         keeps_gradients: whether gradients have memory from step to step, in DDP's buckets.
+        bucket: the bytes of a bucket of gradients that wait for their sums if ``reduces`` is ``inside``; 0 where none
+            waits.
     """
 
     stages: dict[int, Stage]
@@ -83,6 +86,7 @@ class Rank:
     gathers: Gathers
     reduces: Reduces
     keeps_gradients: bool
+    bucket: float = 0.0
 
 
 def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
@@ -94,7 +98,11 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
         own = tuple(stages[number] for number, owner in enumerate(layout.placement) if owner == rank)
         if own not in seen or layout.pipeline.placement == "v":
             seen.add(own)
-            yield rank_of(layout, rank, stages)
+            found = rank_of(layout, rank, stages)
+            if config.optim.in_backward:
+                bucket = bucket_bytes(config.strategy) if layout.dp_cp > 1 else 0.0
+                found = replace(found, reduces="inside", bucket=bucket)
+            yield found
 
 
 def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
@@ -155,6 +163,8 @@ class _Step:
         gathered: the stages whose parameters are whole.
         summed: the stages whose gradients have memory.
         left: the backwards that are left for each stage.
+        computed: the bytes of the gradients of this backward, if they are used inside it.
+        waiting: what of them waits for its sum over the ranks, with the copies that are sent.
     """
 
     sizes: Sizes
@@ -162,6 +172,8 @@ class _Step:
     gathered: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
     left: dict[int, int] = field(default_factory=dict)
+    computed: float = 0.0
+    waiting: float = 0.0
 
     def run(self) -> Iterator[Passage]:
         """Returns the passes; those of a stage that begin alike are alike."""
@@ -301,15 +313,26 @@ class _Step:
         if not inputs_done:
             yield Change("activations", held.backward, moment=True)
         yield Change("activations", held.logits - held.head)
-        if self.rank.reduces != "after":  # ZeRO reduces it with that of the stem
+        if self._shares:  # ZeRO reduces it with that of the stem
             yield Change("gradients", head * per.fresh)
         elif held.matrix:  # it exists already, and passes a cast
             yield Change("gradients", head * per.fresh if per.fresh != per.whole else 0.0, moment=True)
-            yield Change("gradients", head * per.whole if number not in self.summed else 0.0)
+            yield Change("gradients", self._kept(number, head))
         else:
             yield from self._gradient(number, head, head)
-        yield Change("gradients", -held.matrix)
+        yield Change("gradients", self._of_table(number) - held.matrix)
         yield Change("activations", -held.logits - held.logits * inputs_done)
+
+    @property
+    def _shares(self) -> bool:
+        """Returns whether ranks share gradients after they have reduced them."""
+        return self.rank.reduces in ("each", "last")
+
+    def _of_table(self, number: int) -> float:
+        """Returns the bytes of the head's part of the gradient of a shared table, which waits for that of the stem."""
+        stage = self.rank.stages[number]
+        waits = stage.first and stage.last and not self._shares
+        return self.sizes.parameters.table * self.sizes.per_parameter.whole if waits else 0.0
 
     def _layer_backward(self, number: int, mode: LayerMode, layer: float, several: int) -> Iterator[Change]:
         """Computes the gradients of ``several`` equal layers, of which the peak of one counts."""
@@ -317,7 +340,7 @@ class _Step:
         recomputed = 0.0 if mode == "none" else held.kept["none"]
         gathered = 2 * layer * per.gathered if self.rank.gathers == "layer" else 0.0
         # with ZeRO, that in which the gradients of the layer before are sent
-        fresh = matrix * self._copies(number) if self.rank.reduces == "after" else layer * per.whole
+        fresh = layer * per.whole if self._shares else matrix * self._copies(number)
         yield Change("parameters", gathered)
         yield Change("activations", recomputed)
         yield Change("gradients", fresh)
@@ -325,7 +348,7 @@ class _Step:
         yield Change("gradients", -fresh)
         yield Change("activations", -recomputed)
         yield Change("parameters", -gathered)
-        yield from self._gradient(number, several * layer, matrix if self.rank.reduces == "after" else layer)
+        yield from self._gradient(number, several * layer, layer if self._shares else matrix)
 
     def _copies(self, number: int) -> float:
         """Returns the bytes per parameter of a gradient while it is computed and added."""
@@ -334,20 +357,42 @@ class _Step:
 
     def _gradient(self, number: int, parameters: float, block: float) -> Iterator[Change]:
         """Adds the gradients of ``parameters``, which are computed or reduced in blocks of ``block``."""
-        per, new = self.sizes.per_parameter, number not in self.summed
-        kept = per.shard if self.rank.reduces == "each" else per.whole
-        copies = per.whole + (per.fresh if per.fresh != per.whole or self.rank.reduces != "after" else 0.0)
+        per = self.sizes.per_parameter
+        copies = per.whole + (per.fresh if per.fresh != per.whole or self._shares else 0.0)
         yield Change("gradients", block * copies, moment=True)
-        yield Change("gradients", parameters * kept if new else 0.0)
+        yield Change("gradients", self._kept(number, parameters))
         if self.rank.reduces == "last" and not self.left[number]:
             yield Change("gradients", parameters * (per.shard - per.whole))
+
+    def _kept(self, number: int, parameters: float) -> float:
+        """Returns the bytes by which the gradients grow that are kept, if those of ``parameters`` are added."""
+        per = self.sizes.per_parameter
+        if self.rank.reduces != "inside":
+            kept = per.shard if self.rank.reduces == "each" else per.whole
+            return parameters * kept if number not in self.summed else 0.0
+        self.computed += parameters * per.whole
+        before, self.waiting = self.waiting, self._waiting()
+        return self.waiting - before
+
+    def _waiting(self) -> float:
+        """Returns the bytes of gradients in the bucket that is filled and in those on the way. A bucket of several
+        parameters is sent as a copy."""
+        bucket, matrix = self.rank.bucket, self.sizes.parameters.matrix * self.sizes.per_parameter.whole
+        if not bucket:
+            return 0.0
+        if matrix > bucket:
+            return min(self.computed, (IN_FLIGHT - 1) * matrix)
+        sent = min(self.computed // bucket, IN_FLIGHT - 1) * bucket
+        return sent + min(self.computed, sent + bucket)
 
     def _end(self, number: int) -> Iterator[Change]:
         """Ends the backward of a micro-batch with the stem and, for ZeRO, what is reduced and resharded with it."""
         per, stage = self.sizes.per_parameter, self.rank.stages[number]
         stem, layer, head = self._parameters(stage)
-        if self.rank.reduces == "after":
+        if not self._shares:
             yield from self._gradient(number, stem, stem)
+            yield Change("gradients", min(self.rank.bucket, self.waiting), moment=True)  # the copy of the last bucket
+            yield Change("gradients", -self.waiting - self._of_table(number))
         else:
             yield Change("gradients", -head * per.fresh)
             yield from self._gradient(number, stem + head, stem + head)

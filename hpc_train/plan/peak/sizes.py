@@ -214,20 +214,20 @@ def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden:
 def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
     """Returns the bytes per token that the head keeps, and what its forward and backward hold beside for a moment.
 
-    The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32. A loss in
-    chunks keeps only the hidden states, and computes the rest again for each chunk.
+    The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32; with a
+    z-loss one. A loss in chunks keeps only the hidden states, and computes the rest again for each chunk.
     """
     if not kept.logits:
         return 0.0, 0.0, 0.0
     _, narrow = widths(config)
     wide, chunks = max(4, narrow), loss_form(config, layout).chunks
-    logits = kept.logits / chunks
+    logits, gradients = kept.logits / chunks, 1 if config.train.z_loss else 2
     widened = logits * (narrow + wide) if narrow < wide else logits * wide  # before the softmax
     inputs = hidden + kept.layer_input * narrow  # of the norm and of the product
     whole = inputs + logits * wide
     if chunks == 1:
-        return whole, widened, 2 * logits * wide
-    return hidden, whole + widened, whole + 2 * logits * wide
+        return whole, widened, gradients * logits * wide
+    return hidden, whole + widened, whole + gradients * logits * wide
 
 
 def layer_parameters(model: ModelConfig) -> int:

@@ -18,6 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.measure.utilisation import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.plan.in_backward import can_update_in_backward
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.memory import estimate
@@ -166,6 +167,8 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
         yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
     if not recomputes:
         yield "train.activation_checkpointing=full", full
+    if not config.optim.in_backward and can_update_in_backward(config, layout):
+        yield "optim.in_backward=true", replace(config, optim=replace(config.optim, in_backward=True))
     if layout.dp_cp > 1 and "parameters" not in layout.kind.shards and not layout.logical_micro_batches:
         sharded: dict[str, Any] = {"data_parallel": "zero3", "compression": "none"}
         yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))

@@ -10,6 +10,7 @@ KIND = DataParallelKind(
     schedules=("1f1b", "tests.extensions.package.dualpipev:SCHEDULE"),
     tensor_parallel=False,
     compressed_as=None,
+    updated_as=None,
     debugged_as=None,
     offloads=("optimizer",),
     reproducible=False,
