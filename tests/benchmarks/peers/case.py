@@ -1,4 +1,4 @@
-"""What all contenders of a case share: the strategy, the model, the samples and their order, and what a step returns."""
+"""What all contenders of a case share: strategy, model, samples and their order, and what a step returns."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def own_model(config: Config) -> Model:
 
 
 class InOurOrder(TorchDataset[dict[str, Any]]):
-    """The samples in the order in which ``StepBench`` trains with them: it keeps the first global batch as an example."""
+    """The samples in the order in which ``StepBench`` trains with them, which keeps the first global batch."""
 
     def __init__(self, config: Config) -> None:
         self.dataset = build_dataset(config.data, "train", config.train.seed)

@@ -1,4 +1,4 @@
-"""The contenders that train our model: our trainer, a bare loop, Lightning Fabric, Accelerate. Each builds a ``Contender``."""
+"""The contenders that train our model: our trainer, a bare loop, Lightning Fabric, Accelerate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.bench.bare_loop import build_bare_loop
+from hpc_train.bench.bare_loop import build_bare_loop, decay_groups
 from hpc_train.bench.step_worker import StepBench
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch
@@ -72,12 +72,9 @@ def installed(module: str) -> Any:
         raise NotThereError(f"not installed: {error}") from error
 
 
-def adamw(weights: Any, config: Config) -> torch.optim.AdamW:
-    optim = config.optim
-    betas = (optim.betas[0], optim.betas[1])
-    return torch.optim.AdamW(
-        weights, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-    )
+def adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    optim, groups = config.optim, decay_groups(model, config.optim.weight_decay)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
 
 
 def _own_model_with(library: Callable[[Model, Config, Mesh], Step], config: Config, mesh: Mesh) -> Contender:
@@ -99,7 +96,7 @@ def _fabric(model: Model, config: Config, mesh: Mesh) -> Step:
         accelerator="cpu", devices=mesh.layout.world_size, strategy=strategy, precision=precision
     )
     fabric.launch()
-    module, optimizer = fabric.setup(model, adamw(model.parameters(), config))
+    module, optimizer = fabric.setup(model, adamw(model, config))
     scale = mesh.layout.dp / target_count(config)
 
     def step(micro_batches: Sequence[Batch]) -> Tensor:
@@ -122,7 +119,7 @@ def _accelerate(model: Model, config: Config, mesh: Mesh) -> Step:
     accelerator = installed("accelerate").Accelerator(cpu=True, mixed_precision=precision)
     if accelerator.num_processes != mesh.layout.world_size:
         raise NotThereError(f"sees {accelerator.num_processes} processes")
-    module, optimizer = accelerator.prepare(model, adamw(model.parameters(), config))
+    module, optimizer = accelerator.prepare(model, adamw(model, config))
     scale = mesh.layout.dp / target_count(config)
 
     def step(micro_batches: Sequence[Batch]) -> Tensor:

@@ -90,7 +90,7 @@ def _trainer(model: nn.Module, config: Config, mesh: Mesh) -> Any:
         args=arguments,
         train_dataset=InOurOrder(config),
         data_collator=_collate,
-        optimizers=(adamw(model.parameters(), config), None),
+        optimizers=(adamw(model, config), None),
     )
 
 

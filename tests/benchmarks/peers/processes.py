@@ -24,7 +24,14 @@ from hpc_train.config.schema import Config
 from hpc_train.measure.utilisation import peak_host_memory
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from tests.benchmarks.peers.case import CASES, Case, Contender, NotThereError, config_of
-from tests.benchmarks.peers.contenders import adamw, build_accelerate, build_bare, build_fabric, build_ours
+from tests.benchmarks.peers.contenders import (
+    adamw,
+    build_accelerate,
+    build_bare,
+    build_fabric,
+    build_ours,
+    installed,
+)
 from tests.benchmarks.peers.hf_trainer import build_trainer, build_trainer_llama
 from tests.benchmarks.peers.titan import build_titan, take_the_cpu
 
@@ -206,11 +213,11 @@ def _load_code(config: Config) -> None:
     for load in (*(partial(installed, module) for module in PEER_MODULES), take_the_cpu):
         with suppress(NotThereError):
             load()
-    weight = torch.nn.Parameter(torch.randn(64, 64))
-    optimizer = adamw([weight], config)
+    layer = torch.nn.Linear(64, 64)
+    optimizer = adamw(layer, config)
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-            heads = F.linear(torch.randn(1, 2, 64, 64), weight)
+            heads = layer(torch.randn(1, 2, 64, 64))
             out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
             F.cross_entropy(out.flatten(0, 2).float(), torch.zeros(128, dtype=torch.int64)).backward()
         optimizer.step()

@@ -4,7 +4,9 @@ torchtitan takes GPUs for granted: without one, ``Trainer`` fails in ``torch.cud
 no attribute '_cuda_setDevice'"). Here its device is the CPU, and a stand-in replaces the monitor of the GPU's memory.
 All else is its own: the trainer's step, FSDP (which it also uses for replicas and for one rank), the optimizer, the
 schedule of the learning rate. Attention is SDPA with a causal mask, since FlexAttention would compile for the CPU; its
-samples have one document. Recomputation is off, as with all contenders.
+samples have one document. Recomputation is off, as with all contenders. On several ranks ``spmd_backend`` is
+``partial_dtensor``: with its default, ``spmd_types``, ``fully_shard`` of torch 2.13 refuses the model ("When
+dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh").
 """
 
 from __future__ import annotations
@@ -79,37 +81,51 @@ def _trainer(config: Config, mesh: Mesh) -> Any:
 
 
 def _trainer_config(config: Config, mesh: Mesh) -> Any:
-    configs, optim = installed("torchtitan.config"), config.optim
+    configs = installed("torchtitan.config")
     components = "torchtitan.components"
-    optimizer = installed(f"{components}.optimizer")
+    schedule = installed(f"{components}.optimizer").LRSchedulersContainer
     layout, sharded = mesh.layout, mesh.layout.data_parallel != "ddp"
     dtype = "bfloat16" if config.precision.name == "bf16" else "float32"
     return installed("torchtitan.trainer").Trainer.Config(
         model_spec=_model_spec(config),
         dump_folder=tempfile.mkdtemp(),
         loss=installed(f"{components}.loss").CrossEntropyLoss.Config(),
-        optimizer=optimizer.default_adamw(
-            optim.lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=optim.weight_decay
-        ),
-        lr_scheduler=optimizer.LRSchedulersContainer.Config(warmup_steps=0, min_lr_factor=1.0),
+        optimizer=_optimizer(config),
+        lr_scheduler=schedule.Config(warmup_steps=0, min_lr_factor=1.0),
         training=configs.TrainingConfig(
             local_batch_size=layout.micro_size,
             global_batch_size=config.batch.global_size,
             seq_len=config.data.sequence_length,
             steps=MOST_STEPS,
-            max_norm=optim.clip_norm,
+            max_norm=config.optim.clip_norm,
             mixed_precision_param=dtype,
             disable_cuda_graphs=True,
         ),
         parallelism=configs.ParallelismConfig(
             data_parallel_replicate_degree=1 if sharded else layout.dp,
             data_parallel_shard_degree=layout.dp if sharded else 1,
+            spmd_backend="spmd_types" if layout.dp == 1 else "partial_dtensor",
             fsdp_reshard_after_forward="never" if layout.data_parallel == "zero2" else "always",
         ),
         metrics=installed(f"{components}.metrics").MetricsProcessor.Config(log_freq=MOST_STEPS),
         activation_checkpoint=None,
         tokenizer=_tokenizer(),
         dataloader=_samples(config, mesh),
+    )
+
+
+def _optimizer(config: Config) -> Any:
+    """Returns the config of AdamW, without weight decay for the norms."""
+    module, optim = installed("torchtitan.components.optimizer"), config.optim
+    same = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    decays = (("norm", 0.0), (".*", optim.weight_decay))
+    return module.OptimizersContainer.Config(
+        param_groups=[
+            module.ParamGroupConfig(
+                pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**same, "weight_decay": decay}
+            )
+            for pattern, decay in decays
+        ]
     )
 
 
@@ -134,9 +150,7 @@ def _model_spec(config: Config) -> Any:
             num_embeddings=model.vocab_size, embedding_dim=model.dim, param_init={"weight": ours}
         ),
         norm=common.RMSNorm.Config(normalized_shape=model.dim, param_init={"weight": nn.init.ones_}),
-        lm_head=common.Linear.Config(
-            in_features=model.dim, out_features=model.vocab_size, param_init={"weight": ours}
-        ),
+        lm_head=common.Linear.Config(in_features=model.dim, out_features=model.vocab_size, param_init={"weight": ours}),
         layers=layers,
     )
     for norm in (sizes.norm, *(each for layer in layers for each in (layer.attention_norm, layer.ffn_norm))):
@@ -158,9 +172,10 @@ def _fill(model: nn.Module, sizes: Any, config: Config) -> None:
         for (name, target), (other, value) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
             assert name == other
             if isinstance(target, DTensor):
-                value = distribute_tensor(value, target.device_mesh, target.placements).to_local()
-                target = target.to_local()
-            target.copy_(value)
+                share = distribute_tensor(value, target.device_mesh, target.placements)
+                target.to_local().copy_(share.to_local())
+            else:
+                target.copy_(value)
 
 
 def _samples(config: Config, mesh: Mesh) -> Any:
