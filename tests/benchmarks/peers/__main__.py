@@ -40,7 +40,7 @@ def rows(work: Work, found: Results, peaks: Results) -> list[str]:
     lines = []
     for name in work.names:
         one = found[name]
-        cells = [one] if isinstance(one, str) else _cells(work, one, found[OURS], peaks[name])
+        cells = [one, *[""] * 5] if isinstance(one, str) else _cells(work, one, found[OURS], peaks[name])
         lines.append(f"| {work.case} {work.precision} | {name} | " + " | ".join(cells) + " |")
     return lines
 
