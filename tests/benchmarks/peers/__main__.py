@@ -8,6 +8,7 @@ live in the same processes and take turns, so what slows the machine slows all o
 
 - the median of its tokens/s,
 - the median ratio of our speed to its speed over the turns, with the bootstrap 95 % interval; above 1 we are faster,
+- the same of the speed per second of processors, which other programs on the machine change least,
 - the peak memory: by how much the resident set of its largest rank grew, measured in processes of its own,
 - the number of its parameters, the loss of its first step, and by how much the losses of its first five steps differ
   from ours at most,
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -28,10 +30,10 @@ from tests.benchmarks.peers.case import CASES, config_of, target_count
 from tests.benchmarks.peers.processes import BUILDERS, OURS, Found, Results, Work, run_case
 
 PACKAGES = ("torch", "lightning", "accelerate", "transformers", "torchtitan")
-HEADER = (
-    "| case | contender | tokens/s | ours / theirs | peak MiB | parameters | first loss | difference |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
-)
+COLUMNS = (
+    "case", "contender", "tokens/s", "ours / theirs", "per CPU second", "peak MiB", "parameters", "first loss",
+    "difference",
+)  # fmt: skip
 MEMORY_STEPS = 3
 
 
@@ -40,7 +42,9 @@ def rows(work: Work, found: Results, peaks: Results) -> list[str]:
     lines = []
     for name in work.names:
         one = found[name]
-        cells = [one, *[""] * 5] if isinstance(one, str) else _cells(work, one, found[OURS], peaks[name])
+        cells = (
+            [one, *[""] * (len(COLUMNS) - 3)] if isinstance(one, str) else _cells(work, one, found[OURS], peaks[name])
+        )
         lines.append(f"| {work.case} {work.precision} | {name} | " + " | ".join(cells) + " |")
     return lines
 
@@ -48,17 +52,23 @@ def rows(work: Work, found: Results, peaks: Results) -> list[str]:
 def _cells(work: Work, one: Found, ours: Found | str, peak: Found | str) -> list[str]:
     assert isinstance(ours, Found), ours
     config, _ = config_of(CASES[work.case], work.precision, work.overrides)
-    ratio = paired_ratio(one.seconds, ours.seconds)  # their seconds over ours: our speed over theirs
     memory = peak.peak if isinstance(peak, Found) else None
     differences = [abs(a - b) for a, b in zip(one.losses, ours.losses, strict=False)]
     return [
         f"{target_count(config) / median(one.seconds):,.0f}",
-        "1" if one is ours else f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
+        "1" if one is ours else _ratio(one.seconds, ours.seconds),
+        "1" if one is ours else _ratio(one.cpu_seconds, ours.cpu_seconds),
         "" if memory is None else f"{memory / 2**20:.0f}",
         f"{one.parameters:,}",
         f"{one.losses[0]:.4f}" if one.losses else "",
         "" if one is ours or not differences else f"{max(differences):.0e}",
     ]
+
+
+def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Returns our speed over theirs, given the seconds."""
+    ratio = paired_ratio(theirs, ours)
+    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def measure(work: Work) -> tuple[Results, Results]:
@@ -81,7 +91,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the config of all cases, e.g. model.n_layers=8")
     options = parser.parse_args()
     print(", ".join(f"{package} {_version(package)}" for package in PACKAGES))
-    print(HEADER)
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     names = (OURS, *(name for name in options.contenders.split(";") if name != OURS))
     for precision in options.precisions.split(","):
         for case in options.cases.split(","):

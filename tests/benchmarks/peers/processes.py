@@ -23,7 +23,7 @@ from torch import Tensor
 from hpc_train.config.schema import Config
 from hpc_train.measure.utilisation import peak_host_memory
 from hpc_train.parallel.mesh import Mesh, join_mesh
-from tests.benchmarks.peers.case import CASES, Case, Contender, NotThereError, config_of
+from tests.benchmarks.peers.case import CASES, Case, Contender, NotThereError, Turn, config_of
 from tests.benchmarks.peers.contenders import (
     adamw,
     build_accelerate,
@@ -90,12 +90,14 @@ class Found:
     Attributes:
         losses: the mean losses of the first global batches; empty if it does not tell them.
         seconds: of a step in each turn.
+        cpu_seconds: the same of the processors, summed over the ranks; other programs hardly change it.
         peak: bytes by which the resident set of the largest rank grew at most; None unless memory was measured.
     """
 
     parameters: int
     losses: tuple[float, ...]
     seconds: tuple[float, ...] = ()
+    cpu_seconds: tuple[float, ...] = ()
     peak: int | None = None
 
 
@@ -180,20 +182,37 @@ def _speed(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
     begun = {name: _begin(name, case, config, mesh, FIRST) for name in work.names}
     turns = {name: each[0].turn for name, each in begun.items() if not isinstance(each, str)}
     torch.set_num_threads(THREADS)  # whatever a peer has set
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     assert work.turns is not None
     for _ in range(work.turns):
         for name, turn in turns.items():
-            dist.barrier(group=mesh.control)
-            begin = time.perf_counter()
-            for _ in range(work.steps):
-                turn()
-            dist.barrier(group=mesh.control)
-            seconds[name].append((time.perf_counter() - begin) / work.steps)
-    return {
-        name: each if isinstance(each, str) else Found(each[0].parameters, each[1], tuple(seconds[name]))
-        for name, each in begun.items()
-    }
+            spent[name].append(_spent(turn, work.steps, mesh))
+    results: Results = {}
+    for name, each in begun.items():
+        if isinstance(each, str):
+            results[name] = each
+        else:
+            wall, cpu = zip(*spent[name], strict=True)
+            results[name] = Found(each[0].parameters, each[1], wall, _summed(cpu))
+    return results
+
+
+def _spent(turn: Turn, steps: int, mesh: Mesh) -> tuple[float, float]:
+    """Returns the seconds of one of ``steps`` steps, and the seconds of processors that this rank took for it."""
+    dist.barrier(group=mesh.control)
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        turn()
+    cpu = time.process_time() - cpu_begin
+    dist.barrier(group=mesh.control)
+    return (time.perf_counter() - begin) / steps, cpu / steps
+
+
+def _summed(values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the sums over the ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return tuple(total.tolist())
 
 
 def _memory(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
