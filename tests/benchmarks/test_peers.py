@@ -61,13 +61,13 @@ def test_memory_grows_with_the_model() -> None:
 def test_the_table() -> None:
     work = Work("single", "fp32", (OURS, "Trainer", "torchtitan"), 2, 3, SMALL)
     found: Results = {
-        OURS: Found(3_000, (5.5, 5.25), (0.125, 0.25, 0.5), (0.25, 0.25, 0.5)),
-        "Trainer": Found(3_000, (5.5, 5.125), (0.25, 0.5, 1.0), (0.125, 0.125, 0.25)),
+        OURS: Found(300, (5.5, 5.25), (0.125, 0.25, 0.5), (0.25, 0.25, 0.5)),
+        "Trainer": Found(300, (5.5, 5.125), (0.25, 0.5, 1.0), (0.125, 0.125, 0.25)),
         "torchtitan": "not installed: No module named 'torchtitan'",
     }
     peaks: Results = {OURS: Found(1, (), peak=3 * 2**20), "Trainer": Found(1, (), peak=5 * 2**20)}
     assert rows(work, found, peaks) == [
-        "| single fp32 | hpc_train | 256 | 1 | 1 | 3 | 3,000 | 5.5000 |  |",
-        "| single fp32 | Trainer | 128 | 2.000 (2.000 to 2.000) | 0.500 (0.500 to 0.500) | 5 | 3,000 | 5.5000 | 1e-01 |",
+        "| single fp32 | hpc_train | 256 | 1 | 1 | 3 | 300 | 5.5000 |  |",
+        "| single fp32 | Trainer | 128 | 2.000 (2.000 to 2.000) | 0.500 (0.500 to 0.500) | 5 | 300 | 5.5000 | 1e-01 |",
         "| single fp32 | torchtitan | not installed: No module named 'torchtitan' |  |  |  |  |  |  |",
     ]

@@ -45,7 +45,8 @@ BUILDERS: Mapping[str, Callable[[Case, Config, Mesh], Contender]] = {
     "Trainer, its Llama": build_trainer_llama,
     "torchtitan": build_titan,
 }
-PEER_MODULES = ("lightning.fabric", "accelerate", "transformers")
+PEER_MODULES = ("lightning.fabric", "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
+TITAN_MODULES = ("torchtitan.trainer", "torchtitan.models.llama3")  # after its device was replaced
 FIRST = 5  # steps of each contender before the turns, whose losses are compared
 THREADS = 1  # of each rank
 PATIENCE_S = 1800.0
@@ -229,9 +230,13 @@ def _memory(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
 
 def _load_code(config: Config) -> None:
     """Loads the code of all libraries and of torch's operations, so that it is not counted as that of one contender."""
-    for load in (*(partial(installed, module) for module in PEER_MODULES), take_the_cpu):
+    for module in PEER_MODULES:
         with suppress(NotThereError):
-            load()
+            installed(module)
+    with suppress(NotThereError):
+        take_the_cpu()
+        for module in TITAN_MODULES:
+            installed(module)
     layer = torch.nn.Linear(64, 64)
     optimizer = adamw(layer, config)
     for dtype in (torch.float32, torch.bfloat16):
