@@ -11,7 +11,8 @@
 # make docs    the documentation as web pages, in build/site
 # make monitoring-up, monitoring-down  a Prometheus of your own that scrapes your runs, e.g. those of make slurm-up, and
 #                Grafana with the dashboards where it is installed; MONITORING_INSTALL=1 installs Prometheus
-# make bench-peers  our step against Lightning Fabric, Accelerate and a bare loop, in an environment of their own
+# make bench-peers  our step against Lightning Fabric, Accelerate, Trainer, torchtitan and a bare loop, in an
+#                   environment of their own
 # make bench-compression  the loss of the default task under each compression of gradients, as a plot; some minutes
 #
 # An active environment (virtualenv or conda) that has torch is used; otherwise .venv is made here.
@@ -70,7 +71,7 @@ bench-peers: .venv-peers/.installed
 ifneq ($(TORCH_INDEX),)
 	.venv-peers/bin/python -m pip install --quiet -c constraints.txt --index-url $(TORCH_INDEX) torch
 endif
-	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e . lightning accelerate
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e . lightning accelerate transformers torchtitan triton
 	@touch $@
 
 bench-compression: install-dev

@@ -244,12 +244,18 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
             where="optim._target_, optim.groups",
             fix="optim=adamw or optim=sgd",
         )
+    groups = decay_groups(model, optim.weight_decay)
     if optim.name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=optim.lr, momentum=optim.momentum, fused=True)
-    betas = (optim.betas[0], optim.betas[1])
-    return torch.optim.AdamW(
-        model.parameters(), lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-    )
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=True)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Returns torch's parameter groups of ``model`` with the weight decay of ``train.optimizer.Optimizer``."""
+    matrices = [each for each in model.parameters() if each.ndim >= 2]
+    others = [each for each in model.parameters() if each.ndim < 2]
+    groups = ({"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
 
 
 def _clip(model: nn.Module, config: Config) -> None:

@@ -51,11 +51,11 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.measuring.measures import Measures
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
-from hpc_train.train.step import Control, TrainStep
+from hpc_train.train.step import Control, StepOutcome, TrainStep
 
 HORIZON = 1_000_000  # steps of the learning rate's schedule
 
-Loop = Callable[[], None]
+Loop = Callable[[], object]
 
 
 def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -100,15 +100,16 @@ class StepBench:
         self._step = 0
         self.stopped = False
 
-    def step(self) -> None:
+    def step(self) -> StepOutcome:
         """Runs one iteration of the loop in ``Trainer.run``."""
         agreement = self._control.read()
         self.stopped = self.stopped or agreement.stop
         current = self._following
         self._following = next(self._feed)
         self._control.post(self._stop.requested, self._following.local_count)
-        self._take_step(self._step, StepBatch(current.micro_batches, agreement.target_count))
+        outcome = self._take_step(self._step, StepBatch(current.micro_batches, agreement.target_count))
         self._step += 1
+        return outcome
 
     def gradients(self) -> None:
         """Runs only forward, backward and gradient reduction, always with the same batch.

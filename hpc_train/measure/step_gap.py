@@ -49,7 +49,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in WORDS if any(word in lower for word in words)), ELEMENTWISE)
 
 
-def profiled(step: Callable[[], None], device: torch.device, stages: bool, steps: int = STEPS) -> dict[str, float]:
+def profiled(step: Callable[[], object], device: torch.device, stages: bool, steps: int = STEPS) -> dict[str, float]:
     """Runs ``steps`` steps under torch.profiler and returns the seconds per step of each kind of work on this rank.
 
     Kernels that run at the same time share it. Collectives and messages between stages count where no computation

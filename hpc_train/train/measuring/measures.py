@@ -89,7 +89,7 @@ class Measures:
             self._stragglers = SlowRankWatch(self._mesh.layout, nodes)
             self._events = events
 
-    def cost(self, steps: int, step: Callable[[], None], log_every: int, rounds: int = 20) -> dict[str, float]:
+    def cost(self, steps: int, step: Callable[[], object], log_every: int, rounds: int = 20) -> dict[str, float]:
         """Measures the overhead of measuring in seconds per step, both in each step and at log steps. Collective.
 
         Args:
