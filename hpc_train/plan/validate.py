@@ -39,6 +39,7 @@ from hpc_train.config.values import (
 from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.plan.activation_offload import parse_activation_offload
 from hpc_train.plan.context import check_context_parallel
+from hpc_train.plan.float8 import check_float8, check_skip
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
@@ -142,6 +143,7 @@ def check_values(config: Config) -> None:
         lambda: _check_betas(config),
         lambda: _check_pp_split(config),
         lambda: check_optimizers(config.optim, in_container=config.cluster.container.image is not None),
+        lambda: check_skip(config.precision),
         lambda: node_range(config.cluster),
         lambda: _check_fabric_variables(config.cluster.fabric),
         lambda: preflight_actions(config.cluster),
@@ -307,6 +309,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     _check_bucket_search,
     _check_samples,
     check_savers,
+    check_float8,
     lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
 )
 

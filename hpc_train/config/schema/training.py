@@ -243,6 +243,18 @@ class PrecisionConfig:
         "of 23. It is several times faster; without it, fp32 gives the same results as on a CPU up to rounding.",
         when=when("gpus"),
     )
+    fp8: str | None = key(
+        None,
+        "bf16: the scales with which the matrix products of the layers are computed in fp8, by torchao: one per tensor "
+        "(tensorwise), per row (rowwise) or per block of 32 values (mxfp8). CPUs emulate it. Requires hpc_train[fp8].",
+        choices=("tensorwise", "rowwise", "mxfp8"),
+    )
+    fp8_skip: list[str] = key(
+        [],
+        "Regular expressions that are found in the names of linear layers which stay in bf16, such as attention. "
+        "Others outside of the layers, frozen ones, and sizes that are no multiples of 16 (mxfp8: 32) do so anyway.",
+        when=unless("precision.fp8", None),
+    )
     loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0, when=when("precision.name", "fp16"))
     loss_scale_growth_interval: int = key(
         2000,

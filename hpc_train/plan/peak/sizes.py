@@ -188,7 +188,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
-        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered),
+        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tokens, kept),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
         head=tokens * head,
@@ -197,6 +197,17 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
         logits=0.0 if fused else tokens * kept.logits / loss_form(config, layout).chunks * narrow,
         matrix=kept.logits * kept.layer_input / tp * max(4, narrow) if fused else 0.0,
     )
+
+
+def _float8_bytes(config: Config, tokens: float, kept: Activations) -> float:
+    """Returns what the casts of the largest product to fp8 hold for a moment: both operands, one of them transposed,
+    too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast.
+    """
+    if config.precision.fp8 is None or not kept.layer_input:
+        return 0.0
+    matrix = parameters_of(config, 1).matrix
+    rows = tokens * matrix / kept.layer_input  # values of its result
+    return 2 * rows + matrix + (0 if config.train.compile else 8 * max(rows, matrix))
 
 
 def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
