@@ -32,7 +32,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.model import Model, canonical_name
 from hpc_train.models.projections import CASTS, cast_weight, product_dtype
 from hpc_train.models.wrapped import layers_of
-from hpc_train.plan.float8 import MULTIPLES, OFF, WHERE
+from hpc_train.plan.number_formats import MULTIPLES, OFF, WHERE
 from hpc_train.plan.optimizers import shortened
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [n, in], weight [out, in]) -> [n, out]

@@ -6,7 +6,7 @@ of this scalar over all ranks gives the square of the norm, without a synchroniz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -72,7 +72,7 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
     replicated = 1.0 / mesh.layout.world_size
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
     for weight, gradients in counted.items():
-        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(gradients)])
+        norms = torch.stack([norm.to(dtype) for norm in _norms(gradients)])
         if inverse_scale is not None:  # before squaring, since the square of a scaled gradient may overflow
             norms = norms * inverse_scale.to(norms.device)
         total += (1.0 if alone else weight) * norms.square().sum().to(total.device)
@@ -81,6 +81,12 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
         assert work is not None
         work.wait()
     return total.sqrt()
+
+
+def _norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Returns the norm of each gradient in its dtype, but of those in bf16 in fp32."""
+    narrow = any(gradient.dtype is torch.bfloat16 for gradient in gradients)
+    return torch._foreach_norm(gradients, dtype=torch.float32) if narrow else torch._foreach_norm(gradients)
 
 
 def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:

@@ -29,6 +29,7 @@ from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.float8 import use_float8
+from hpc_train.parallel.masters import narrow_weights
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
@@ -68,6 +69,8 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         materialise(model, mesh.device, config.train.seed, dtype, home)
     elif sharder is not None:
         _hand_out(model, mesh, values, home)
+    if config.precision.weights == "bf16":
+        narrow_weights(model)
     model.train()
     return model
 

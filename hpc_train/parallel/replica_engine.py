@@ -22,7 +22,7 @@ from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import autocast, compute_dtype
+from hpc_train.parallel.precision import autocast, kept_dtype
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 
@@ -49,7 +49,7 @@ class ReplicaEngine:
         )
         self._parameters = named_parameters([self._model], tied)
         self._statistics = batch_norm.running_statistics(self._model)
-        self._casts = KeptCasts([self._model], None if mesh.layout.shards_state else compute_dtype(self._precision))
+        self._casts = KeptCasts([self._model], kept_dtype(config.precision, mesh.layout))
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:

@@ -39,10 +39,10 @@ from hpc_train.config.values import (
 from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.plan.activation_offload import parse_activation_offload
 from hpc_train.plan.context import check_context_parallel
-from hpc_train.plan.float8 import check_float8, check_skip
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
+from hpc_train.plan.number_formats import check_float8, check_skip, check_weights
 from hpc_train.plan.open_keys import for_nodes
 from hpc_train.plan.optimizers import check_optimizers, own_code
 from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
@@ -310,6 +310,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     _check_samples,
     check_savers,
     check_float8,
+    check_weights,
     lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
 )
 

@@ -47,7 +47,7 @@ def means(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def row(name: str, lines: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
-    """Returns the last mean and the validation loss, their differences from fp32, and the largest difference on the way."""
+    """Returns the last mean, the validation loss, their differences from fp32, and the largest on the way."""
     own, wanted = means(lines), means(reference)
     largest = max(abs(one - other) for one, other in zip(own, wanted, strict=True))
     validation = [next(line["val_loss"] for line in reversed(of) if "val_loss" in line) for of in (lines, reference)]

@@ -227,7 +227,7 @@ class OptimConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number formats. Parameters and optimizer state stay in fp32, or in fp64 under fp64."""
+    """Number formats. Parameters and optimizer state are in fp32, or in fp64 under fp64; see weights."""
 
     name: str = key("fp32", "The format of matrix products.", choices=("fp64", "fp32", "bf16", "fp16"))
     residual: str = key(
@@ -242,6 +242,13 @@ class PrecisionConfig:
         "Whether matrix products and convolutions of fp32 tensors use TF32 on GPUs, with 10 bits of precision instead "
         "of 23. It is several times faster; without it, fp32 gives the same results as on a CPU up to rounding.",
         when=when("gpus"),
+    )
+    weights: str = key(
+        "fp32",
+        "bf16: the format of the weights and of their gradients. The optimizer updates fp32 masters of bf16 weights, "
+        "which are sharded like its state, and which checkpoints contain.",
+        choices=("fp32", "bf16"),
+        when=when("precision.name", "bf16"),
     )
     fp8: str | None = key(
         None,

@@ -55,6 +55,7 @@ class PerParameter:
         fresh: of a gradient as the backward computes it.
         whole: of a gradient as it is summed over micro-batches.
         shard: of a gradient after ZeRO has reduced it; 0 without ZeRO.
+        updated: of a gradient in fp32 beside those in bf16, while masters are updated; 0 without masters.
     """
 
     held: float
@@ -65,6 +66,7 @@ class PerParameter:
     fresh: float
     whole: float
     shard: float
+    updated: float
 
 
 @dataclass(frozen=True)
@@ -161,15 +163,19 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
     moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
     on_device = offload != "all"
+    masters = config.precision.weights == "bf16"
+    weight = narrow if masters else width
+    of_masters = width * masters / shard * (offload == "none")
     return PerParameter(
-        held=width / shard * on_device,
+        held=weight / shard * on_device + of_masters,
         optimizer=trained * moments / shard * (offload == "none"),
         hooks=trained * width * averages_of_weights(config) / shard * on_device,
-        cast=narrow if narrow < width and not sharded else 0.0,
+        cast=narrow if narrow < weight and not sharded else 0.0,
         gathered=narrow if sharded else 0.0,
         fresh=trained * narrow,
-        whole=trained * width,
-        shard=trained * width / shard * on_device if sharded else 0.0,
+        whole=trained * (width if sharded else weight),  # FSDP adds micro-batches up in fp32
+        shard=trained * weight / shard * on_device if sharded else 0.0,
+        updated=of_masters,
     )
 
 
