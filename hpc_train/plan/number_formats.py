@@ -95,17 +95,10 @@ def _against_bf16_weights(config: Config, layout: Layout) -> Iterator[tuple[str,
         why = "masters would be a second copy of the weights in host memory"
         yield "strategy.offload=all", why, "strategy.offload=optimizer, which keeps the masters there"
     if strategy.compression != "none" and layout.dp_cp > 1 and not layout.shards_state:
-        yield (
-            f"strategy.compression={strategy.compression}",
-            "gradients are in bf16 already",
-            "strategy.compression=none",
-        )
+        instead = "strategy.compression=none"
+        yield f"strategy.compression={strategy.compression}", "gradients are in bf16 already", instead
     if averages_of_weights(config):
-        yield (
-            "hooks.ema",
-            "the changes of weights in bf16 are too coarse to be averaged",
-            "no hook that averages weights",
-        )
+        yield "hooks.ema", "weights in bf16 change too coarsely to be averaged", "no hook that averages weights"
     for target in own_targets(config.optim):
         if not target.elementwise:
             yield f"{target.where}._target_={target.path}", "it updates whole parameters, not shards of masters", ""
