@@ -26,6 +26,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fp8 tensorwise": ("precision=fp8",),
     "fp8 rowwise": ("precision=fp8", "precision.fp8=rowwise"),
     "mxfp8": ("precision=fp8", "precision.fp8=mxfp8"),
+    "bf16 weights": ("precision=bf16", "precision.weights=bf16"),
+    "bf16, 4 micro-batches": ("precision=bf16", "batch.micro_batches=4"),
+    "bf16 weights, 4 micro-batches": ("precision=bf16", "precision.weights=bf16", "batch.micro_batches=4"),
 }
 WINDOW = 25  # steps over which losses are averaged
 

@@ -24,9 +24,9 @@ from hpc_train.parallel.float8 import Float8Linear, check_device, check_use, mat
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.parallelise import apply_loss_form, materialise
 from hpc_train.parallel.precision import autocast, set_hidden_dtype
-from hpc_train.plan.number_formats import check_float8, check_skip
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import loss_form
+from hpc_train.plan.number_formats import check_float8, check_skip
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks

@@ -41,6 +41,7 @@ def config_of(
     precision: str = "fp32",
     recompute: str = "none",
     chunks: int = 1,
+    weights: str = "fp32",
     **strategy: Any,
 ) -> Config:
     """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
@@ -50,7 +51,7 @@ def config_of(
         ),
         data=SyntheticDataConfig(sequence_length=LENGTH, vocab_size=vocabulary),
         batch=BatchConfig(global_size=micro * batches * strategy.get("dp", 1), micro_size=micro),
-        precision=PrecisionConfig(name=precision),
+        precision=PrecisionConfig(name=precision, weights=weights),
         strategy=StrategyConfig(**strategy),
         train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks),
     )
@@ -83,6 +84,8 @@ ALONE: list[Case] = [
     {"batches": 3},
     {"precision": "bf16", "micro": 16},
     {"precision": "bf16", "vocabulary": 4096, "batches": 2},
+    {"precision": "bf16", "weights": "bf16", "micro": 16, "batches": 2},
+    {"precision": "bf16", "weights": "bf16", "dim": 256, "micro": 1},  # whose peak is the update
     {"recompute": "full", "micro": 16},
     {"recompute": "full", "precision": "bf16"},
     {"recompute": "selective"},
@@ -97,6 +100,9 @@ TWO: list[list[Case]] = [
         {"dp": 2, "batches": 2, "precision": "bf16"},
         {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16"},
         {"dp": 2, "data_parallel": "zero2", "batches": 3},
+        {"dp": 2, "batches": 2, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16", "weights": "bf16"},
         {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16"},
         {"dp": 2, "data_parallel": "zero3", "recompute": "full", "micro": 16},
     ],

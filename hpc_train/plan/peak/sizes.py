@@ -49,7 +49,7 @@ class PerParameter:
     """Bytes per parameter of the rank.
 
     Attributes:
-        held: of the shard of the parameters, ``optimizer`` and ``hooks`` those of the state.
+        held: of the shard of the parameters and their masters, ``optimizer`` and ``hooks`` those of the state.
         cast: of the copy in the compute type that a step keeps; 0 without one.
         gathered: of the whole copy that ZeRO gathers; 0 without ZeRO.
         fresh: of a gradient as the backward computes it.
