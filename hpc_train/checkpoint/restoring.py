@@ -39,6 +39,7 @@ from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.errors import UserError
+from hpc_train.parallel.masters import round_to_weights
 from hpc_train.parallel.mesh import Mesh
 
 LoadHook = Callable[[Mapping[str, Tensor]], str | None]  # see ``CheckpointManager.load_hook``
@@ -95,6 +96,7 @@ def restore(
     check_match(required(stored), wanted, where=str(path))
     _load(state | compression.targets, reader, group)
     compression.finish()
+    round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
     restored = RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer, forked)
     return restored, partial(_load_hook, reader, in_checkpoint, group)
@@ -132,6 +134,7 @@ def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: s
     check_match(model_part(stored), gather_shapes(shapes(state), mesh, group), where=str(checkpoint.path))
     replaced = {} if hook is None else weights_of_hook(stored, hook)
     _load({replaced.get(name, name): tensor for name, tensor in state.items()}, reader, group)
+    round_to_weights(engine.named_parameters().values())
     return manifest
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Compression
+from hpc_train.parallel.masters import saved_value
 from hpc_train.parallel.mesh import Mesh
 
 SHOWN = 8  # names listed per problem in a message
@@ -60,8 +61,8 @@ class OptimizerState(Protocol):
 
 
 def model_state(engine: ModelState) -> dict[str, Tensor]:
-    """Returns the parameters and buffers that this rank holds."""
-    state = {f"model.{name}": parameter.detach() for name, parameter in engine.named_parameters().items()}
+    """Returns the parameters and buffers that this rank holds; of parameters in bf16 their masters."""
+    state = {f"model.{name}": saved_value(parameter) for name, parameter in engine.named_parameters().items()}
     return state | {f"model.{name}": buffer for name, buffer in engine.named_buffers().items()}
 
 

@@ -179,9 +179,13 @@ def check_imports(path: str, where: str) -> None:
                 raise UserError(what, where=where, fix=how_to_install(package))
 
 
-def how_to_install(package: str) -> str:
-    """Returns the command that installs the extra of hpc_train with ``package``, or a hint for any other package."""
-    extra = _EXTRAS.get(package)
+def how_to_install(package: str, extra: str | None = None) -> str:
+    """Returns the command that installs the extra of hpc_train with ``package``, or a hint for any other package.
+
+    Args:
+        extra: its name, if several have the package.
+    """
+    extra = extra or _EXTRAS.get(package)
     return f"pip install 'hpc_train[{extra}]'" if extra else f"install {package}, or correct the import"
 
 

@@ -34,7 +34,7 @@ from hpc_train.parallel.kept_casts import KeptCasts, kept_by
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype
+from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, kept_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import usable_bytes
@@ -159,11 +159,12 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
     """Returns the peak bytes of a stage of ``blocks``: parameters, casts, gradients, optimizer state, activations."""
-    copies = {"parameters": 1, "gradients": 1, "optimizer": values_per_parameter(config.optim)}
+    narrow = 0.5 * (config.precision.weights == "bf16")  # of the size of a master
+    copies = {"parameters": 1 + narrow, "gradients": 1 - narrow, "optimizer": values_per_parameter(config.optim)}
     values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
     shards = layout.kind.shards if layout.shards_state else frozenset()
     state = sum(int(values * number) // (layout.shard if part in shards else 1) for part, number in copies.items())
-    cast = _cast_dtype(config, layout)
+    cast = kept_dtype(config.precision, layout)
     state += sum(block.parameters for block in blocks) * cast.itemsize if cast is not None else 0
     return state + layout.in_flight(stage) * sum(block.activation_bytes for block in blocks)
 
@@ -279,7 +280,7 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
         dtype = hidden_dtype(config.precision)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
     seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time
-    with KeptCasts([part], _cast_dtype(config, mesh.layout)).step():
+    with KeptCasts([part], kept_dtype(config.precision, mesh.layout)).step():
         kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
         for _ in range(PASSES):
             _synchronize(mesh.device)
@@ -289,11 +290,6 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
             seconds.append(clock() - begin)
     kept += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
     return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), kept)
-
-
-def _cast_dtype(config: Config, layout: Layout) -> torch.dtype | None:
-    """Returns the dtype of the casts that a step keeps; None if there are none."""
-    return None if layout.shards_state else compute_dtype(config.precision.name)
 
 
 def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:

@@ -17,6 +17,7 @@ from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.float8 import check_use
 from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import sharder_of
@@ -39,6 +40,9 @@ def build_engine(
     """
     needs_values = mesh.dp_cp_rank == 0 or sharder_of(mesh.layout) is None
     model = build_model(config.model, config.train.seed, needs_values)
+    described = check_use(model, config.precision, mesh.device, config.train.compile)
+    if described is not None and mesh.rank == 0:
+        print(described)
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, config.data, mesh.layout)
     if model.mixes_samples:

@@ -24,7 +24,7 @@ from hpc_train.models.blocks import replace_block
 from hpc_train.models.model import Model
 
 _NAMES = (
-    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip

@@ -71,7 +71,7 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
     replicated = 1.0 / mesh.layout.world_size
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
     for weight, gradients in counted.items():
-        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(gradients)])
+        norms = torch.stack([norm.to(dtype) for norm in _norms(gradients)])
         if inverse_scale is not None:  # before squaring, since the square of a scaled gradient may overflow
             norms = norms * inverse_scale.to(norms.device)
         total += (1.0 if alone else weight) * norms.square().sum().to(total.device)
@@ -95,6 +95,12 @@ def norm_of(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _sum_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def _norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Returns the norm of each gradient in its dtype, but of those in bf16 in fp32."""
+    narrow = any(gradient.dtype is torch.bfloat16 for gradient in gradients)
+    return torch._foreach_norm(gradients, dtype=torch.float32) if narrow else torch._foreach_norm(gradients)
 
 
 def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.models.projections import CASTS, JOINED, Together, can_join, product_dtype
+from hpc_train.parallel.float8 import Float8Linear
 
 _FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
 
@@ -49,6 +50,7 @@ def _operands(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None]:
 # by the forward of the class, since a subclass that overrides it may read its weight as it likes
 _FORWARDS: dict[Any, Callable[[Any, Tensor], Tensor]] = {
     nn.Linear.forward: _linear,
+    Float8Linear.forward: Float8Linear.forward,  # which reads its casts itself
     nn.Conv1d.forward: _convolution,
     nn.Conv2d.forward: _convolution,
     nn.Conv3d.forward: _convolution,

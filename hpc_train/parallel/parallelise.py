@@ -28,6 +28,8 @@ from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.context import apply_context_parallel
+from hpc_train.parallel.float8 import use_float8
+from hpc_train.parallel.masters import narrow_weights
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
@@ -67,6 +69,8 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         materialise(model, mesh.device, config.train.seed, dtype, home)
     elif sharder is not None:
         _hand_out(model, mesh, values, home)
+    if config.precision.weights == "bf16":
+        narrow_weights(model)
     model.train()
     return model
 
@@ -119,9 +123,10 @@ def _shard_of(full: Tensor, held: DTensor) -> Tensor:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor and context parallelism, the dtype of hidden states, the form of the loss, activation
+    """Applies tensor and context parallelism, the dtype of hidden states, fp8, the form of the loss, activation
     checkpointing, activation offload and compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
+    use_float8(model, config.precision, mesh.device)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     if mesh.layout.cp > 1 and isinstance(model, Model):

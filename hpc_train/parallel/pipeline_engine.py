@@ -34,7 +34,7 @@ from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import compute_dtype, hidden_dtype, parameter_dtype
+from hpc_train.parallel.precision import hidden_dtype, kept_dtype, parameter_dtype
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.schedules import Part, Schedule, check_extension
@@ -119,7 +119,7 @@ class PipelineEngine:
             for replicas in [self._replicas[stage]]
         ]
         self._statistics = [value for part in self.parts for value in batch_norm.running_statistics(part)]
-        self._casts = KeptCasts(models.values(), None if layout.shards_state else compute_dtype(self._precision))
+        self._casts = KeptCasts(models.values(), kept_dtype(config.precision, layout))
         self._loss = _Loss()
         self._schedule: Schedule | None = None
         self._schedule_shape: tuple[int, torch.Size] | None = None

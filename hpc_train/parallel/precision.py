@@ -3,7 +3,9 @@
 Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run the forward pass under autocast, which
 casts the inputs of matrix products and keeps norms, softmax and losses in fp32; weights are cast once per step
 (``kept_casts.py``). ZeRO (``fsdp.py``) gathers the parameters in the compute dtype, which halves the traffic; gradients
-are reduced in fp32 unless ``strategy.compression`` says otherwise. ``fp64`` is for exact comparisons.
+are reduced in fp32 unless ``strategy.compression`` says otherwise. ``precision.weights=bf16`` keeps weights and
+gradients in bf16, with fp32 masters for the optimizer (``masters.py``), and ``precision.fp8`` computes products in fp8
+(``float8.py``). ``fp64`` is for exact comparisons.
 
 So that the strategies compute the same numbers, the hidden states between the layers of a model (its residual stream)
 have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline
@@ -21,6 +23,7 @@ from torch import nn
 
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.models.model import Model
+from hpc_train.plan.layout import Layout
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,6 +59,11 @@ def set_hidden_dtype(model: nn.Module, precision: PrecisionConfig) -> None:
     """Makes ``model`` convert the output of its stem under autocast, if it has the parts of a ``Model``."""
     if isinstance(model, Model) and compute_dtype(precision.name) is not None:
         model.hidden_dtype = hidden_dtype(precision)
+
+
+def kept_dtype(precision: PrecisionConfig, layout: Layout) -> torch.dtype | None:
+    """Returns the dtype of the casts that a step keeps (``kept_casts.py``); None if weights are in it already."""
+    return None if layout.shards_state or precision.weights == "bf16" else compute_dtype(precision.name)
 
 
 def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:

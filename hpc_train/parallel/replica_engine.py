@@ -23,7 +23,7 @@ from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import autocast, compute_dtype
+from hpc_train.parallel.precision import autocast, kept_dtype
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 
@@ -51,7 +51,7 @@ class ReplicaEngine:
             self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates
         )
         self._statistics = batch_norm.running_statistics(self._model)
-        self._casts = KeptCasts([self._model], None if mesh.layout.shards_state else compute_dtype(self._precision))
+        self._casts = KeptCasts([self._model], kept_dtype(config.precision, mesh.layout))
 
     def _make_updates(self, config: Config) -> UpdatesInBackward | None:
         if not config.optim.in_backward:

@@ -86,6 +86,12 @@ def _of_config(config: Config) -> Iterator[tuple[str, str, str]]:
             "precision",
             "precision=bf16",
         )
+    if config.precision.weights != "fp32":
+        yield (
+            "the optimizer updates the fp32 masters of the weights, not the parameters that have the gradients",
+            f"precision.weights={config.precision.weights}",
+            "precision.weights=fp32",
+        )
     if strategy.compression in CARRYING:
         yield (
             f"{strategy.compression} keeps the unsent part of gradients only if all gradients of a step are finite",

@@ -52,19 +52,19 @@ def check_packages(config: Config) -> None:
     if config.cluster.container.image is not None or config.cluster.setup or module_spec("torch") is None:
         return
     mistakes = Mistakes()
-    for package, key, instead in _needed(config):
+    for package, key, instead, *extra in _needed(config):
         with mistakes.collected():
             if module_spec(package) is None:
-                what = f"{key} needs {package}, which is not installed here"
-                raise UserError(what, where=key.partition("=")[0], fix=f"{how_to_install(package)}, or {instead}")
+                what, how = f"{key} needs {package}, which is not installed here", how_to_install(package, *extra)
+                raise UserError(what, where=key.partition("=")[0], fix=f"{how}, or {instead}")
     for path, where in dict.fromkeys(_paths(config)):
         with mistakes.collected():
             check_imports(path, where)
     mistakes.report()
 
 
-def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields the packages that keys need, the keys, and what the user can set instead."""
+def _needed(config: Config) -> Iterator[tuple[str, ...]]:
+    """Yields the packages that keys need, the keys, what the user can set instead, and maybe the extra to install."""
     if config.telemetry.tensorboard:
         yield "tensorboard", "telemetry.tensorboard=true", "telemetry.tensorboard=false"
     for key in ("file", "port"):
@@ -78,6 +78,8 @@ def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "mlflow", f"telemetry.mlflow.uri={config.telemetry.mlflow.uri}", "telemetry.mlflow.uri=null"
     if config.optim.moments == "8bit":
         yield "torchao", "optim.moments=8bit", "optim.moments=bf16, which needs no extra package"
+    if config.precision.fp8 is not None:
+        yield "torchao", f"precision.fp8={config.precision.fp8}", "precision.fp8=null", "fp8"
     if isinstance(config.data, ImagesDataConfig | ShardsDataConfig):
         yield "PIL", f"data={config.data.kind}", "data=cifar100, which needs no extra package"
 

@@ -42,6 +42,7 @@ from hpc_train.plan.context import check_context_parallel
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
+from hpc_train.plan.number_formats import check_float8, check_skip, check_weights
 from hpc_train.plan.open_keys import for_nodes
 from hpc_train.plan.optimizers import check_optimizers, own_code
 from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
@@ -143,6 +144,7 @@ def check_values(config: Config) -> None:
         lambda: _check_betas(config),
         lambda: _check_pp_split(config),
         lambda: check_optimizers(config.optim, in_container=config.cluster.container.image is not None),
+        lambda: check_skip(config.precision),
         lambda: node_range(config.cluster),
         lambda: _check_fabric_variables(config.cluster.fabric),
         lambda: preflight_actions(config.cluster),
@@ -309,6 +311,8 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     _check_samples,
     check_savers,
     check_z_loss,
+    check_float8,
+    check_weights,
     lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
 )
 

@@ -119,7 +119,8 @@ def key_of(config: Config, machine: Machine) -> dict[str, str]:
     """
     values = sorted((name, figure.value) for name, figure in machine.figures.items())
     figures = hashlib.sha256(json.dumps([__version__, values]).encode()).hexdigest()[:12]
-    family, precision = config.model.kind, config.precision.name
+    family = config.model.kind
+    precision = "-".join(filter(None, (config.precision.name, config.precision.fp8)))
     return {"machine": machine.name, "figures": figures, "family": family, "precision": precision}
 
 

@@ -30,6 +30,8 @@ class Passes:
         self.rates: Rates = machine.rates
         self.narrow = 2 if config.precision.name in ("bf16", "fp16") else 8 if config.precision.name == "fp64" else 4
         self.width = 8 if config.precision.name == "fp64" else 4
+        self.weight = self.narrow if config.precision.weights == "bf16" else self.width
+        self.gradient = self.width if layout.shards_state else self.weight  # FSDP sums gradients in fp32
         self.flops_per_s = machine.peak(config.precision.name) * self.rates.matmul_share
         self.attention_per_s = machine.peak(config.precision.name) * self.rates.attention_share
         self.tensor_ranks = group_of(layout.tp, 1, machine.devices_per_node)
@@ -95,7 +97,7 @@ class Passes:
         layout = self.layout
         shards = layout.shard if "gradients" in layout.kind.shards else 1
         added = block.parameters / layout.tp / shards * (1 - 1 / layout.micro_batches)
-        return 3 * self.width * added / self.rates.memory_bytes_per_s
+        return 3 * self.gradient * added / self.rates.memory_bytes_per_s
 
     def _traffic(self, block: Block, collectives: int) -> float:
         """Returns the seconds of all-gathers and as many reduce-scatters of the hidden states of a layer, and those of

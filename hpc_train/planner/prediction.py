@@ -255,7 +255,7 @@ class _Step:
         # of the passes of one micro-batch, a third is the forward
         one = busy / layout.micro_batches
         if not layout.shards_state:
-            sent = parameters * self.width * self._sent_share()
+            sent = parameters * self.passes.gradient * self._sent_share()
             collectives = 1 if self.rates.cores else blocks  # a bucket of 25 MB holds several small blocks
             return uncovered(
                 self._each(all_reduce, sent, everyone, blocks),
@@ -299,9 +299,12 @@ class _Step:
         layout, strategy = self.layout, self.config.strategy
         own = self._parameters() / (layout.shard if layout.shards_state else 1)
         moved = own * self.width * (2 + 2 + 2 * values_per_parameter(self.config.optim))
+        weight = self.passes.weight
+        if weight < self.width:  # gradients are read and weights are written, beside masters and copies of gradients
+            moved += own * (2 * weight + self.width)
         if strategy.offload == "none":
             return moved / self.rates.memory_bytes_per_s
-        return own * 2 * self.width / self.rates.host_bytes_per_s
+        return own * 2 * weight / self.rates.host_bytes_per_s
 
 
 def _groups_per_node(layout: Layout, machine: Machine) -> int:

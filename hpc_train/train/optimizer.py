@@ -23,9 +23,11 @@ from hpc_train.errors import UserError
 from hpc_train.plan.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
 from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, wide
 from hpc_train.train.optimizers import own
-from hpc_train.train.optimizers.held import Held, hold
+from hpc_train.train.optimizers.held import Held, MasterShard, hold
 from hpc_train.train.optimizers.own import OwnState
 from hpc_train.train.optimizers.state import flattened
+
+WIDENED = 2**26  # elements; the gradients of so many masters are in fp32 at once, 256 MiB, or those of a larger one
 
 
 class Optimizer:
@@ -44,6 +46,7 @@ class Optimizer:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._config, self._groups = config, parameter_groups(config)
         self._held = hold(trained, {name: self._target(name).elementwise for name in trained}, offload)
+        self._together = [*_updated_together(self._held.values())]
         members: dict[str, dict[str, ParameterGroup | None]] = {}  # by the place of the optimizer in the config
         for name in trained:
             members.setdefault(self._target(name).where, {})[name] = self._group(name)
@@ -56,15 +59,17 @@ class Optimizer:
     def step(self, learning_rate: float, finite: Tensor) -> None:
         """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false."""
         self._prepare()
-        for held in self._held.values():
-            held.refresh()
-        # with offload this waits for the copies of the gradients, too
-        if any(part.waits for part in self._parts) and not finite.item():
-            return
-        for part in self._parts:
-            part.update(learning_rate, finite)
-        for held in self._held.values():
-            held.write_back()
+        waits = any(part.waits for part in self._parts)
+        for together in self._together:
+            for held in together:
+                held.refresh()
+            # with offload this waits for the copies of the gradients, too
+            if waits and not finite.item():
+                return
+            for part in self._parts:
+                part.update(learning_rate, finite)
+            for held in together:
+                held.write_back()
 
     @torch.no_grad()
     def step_some(self, learning_rate: float, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
@@ -158,6 +163,21 @@ class Optimizer:
         if known is None or known[0] is not value:
             known = self._named[name, key] = value, self._held[name].as_saved(value)
         return known[1]
+
+
+def _updated_together(held: Iterable[Held]) -> Iterator[list[Held]]:
+    """Yields what is updated at once: all, but of masters on the device, which need gradients in fp32, only so many
+    that these copies are small. Optimizers leave out parameters without a gradient.
+    """
+    some, elements = list[Held](), 0
+    for each in held:
+        if isinstance(each, MasterShard) and not each.offloaded:
+            elements += each.local.numel()
+            if some and elements > WIDENED:
+                yield some
+                some, elements = [], each.local.numel()
+        some.append(each)
+    yield some
 
 
 @dataclass

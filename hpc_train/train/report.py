@@ -18,6 +18,7 @@ from hpc_train.measure.suggestions import AdviceWatch
 from hpc_train.models.attention import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.masters import saved_value
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.directory import RunDirectory
@@ -235,10 +236,13 @@ def _short(value: Any) -> str:
 
 
 def weights_sha256(engine: Engine) -> str:
-    """Returns the SHA-256 over names and bytes of all parameters and buffers, on a rank that holds them unsharded."""
+    """Returns the SHA-256 over names and bytes of all parameters and buffers, on a rank that holds them unsharded.
+
+    Of parameters in bf16 it takes the masters.
+    """
     digest = hashlib.sha256()
     for name, value in sorted([*engine.named_parameters().items(), *engine.named_buffers().items()]):
-        plain = value.detach().cpu().contiguous()
+        plain = saved_value(value).cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -23,7 +23,7 @@ MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
 def steps(probe: Probe) -> None:
     """Steps of 1.2 billion parameters as fast as a bare loop, and at 60 % of the peak with the best options."""
     names = [name for name in WANTED if name != LARGER or _is_large()] if probe.on_gpu else WANTED[:1]
-    given, count = (_for_this_gpu(), "3") if probe.on_gpu else (SMALL, "2")
+    given, count = (for_this_gpu(), "3") if probe.on_gpu else (SMALL, "2")
     amount = ["--pairs", count, "--steps", count]
     begin = time.monotonic()
     rows: list[Row] = []
@@ -39,7 +39,7 @@ def steps(probe: Probe) -> None:
             print(row.error)
 
 
-def _for_this_gpu() -> list[str]:
+def for_this_gpu() -> list[str]:
     """Returns the experiment of an H200, with smaller micro-batches for a smaller GPU."""
     return EXPERIMENT if _is_large() else [*EXPERIMENT, "batch.micro_size=4"]
 

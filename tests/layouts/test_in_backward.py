@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.masters import local_part
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
+from hpc_train.plan.in_backward import check_in_backward
+from hpc_train.plan.layout import resolve_layout
 from hpc_train.train.optimizer import Optimizer
-from hpc_train.train.optimizers.held import local_part
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.step import TrainStep
 from tests.layouts.cells import Cell
@@ -229,6 +231,13 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
 def test_what_needs_all_gradients_is_refused(world_size: int, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=f"optim.in_backward is true, but .*{reason}"):
         cell_of(world_size, **fields).layout()
+
+
+def test_weights_with_masters_are_refused() -> None:
+    config = cell_of(1).config()
+    narrow = replace(config, precision=PrecisionConfig(name="bf16", weights="bf16"))
+    with pytest.raises(UserError, match="the optimizer updates the fp32 masters of the weights"):
+        check_in_backward(narrow, resolve_layout(config, 1, 1))
 
 
 def own_count(rank: int, world_size: int) -> None:

@@ -46,6 +46,7 @@ def config_of(
     tied: bool = False,
     in_backward: bool = False,
     z_loss: float = 0.0,
+    weights: str = "fp32",
     **strategy: Any,
 ) -> Config:
     """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
@@ -61,7 +62,7 @@ def config_of(
         ),
         data=SyntheticDataConfig(sequence_length=LENGTH, vocab_size=vocabulary),
         batch=BatchConfig(global_size=micro * batches * strategy.get("dp", 1), micro_size=micro),
-        precision=PrecisionConfig(name=precision),
+        precision=PrecisionConfig(name=precision, weights=weights),
         strategy=StrategyConfig(**strategy),
         optim=OptimConfig(in_backward=in_backward, clip_norm=0.0 if in_backward else 1.0),
         train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks, z_loss=z_loss),
@@ -97,6 +98,8 @@ ALONE: list[Case] = [
     {"batches": 3},
     {"precision": "bf16", "micro": 16},
     {"precision": "bf16", "vocabulary": 4096, "batches": 2},
+    {"precision": "bf16", "weights": "bf16", "micro": 16, "batches": 2},
+    {"precision": "bf16", "weights": "bf16", "dim": 256, "micro": 1},  # whose peak is the update
     {"recompute": "full", "micro": 16},
     {"recompute": "full", "precision": "bf16"},
     {"recompute": "selective"},
@@ -118,6 +121,9 @@ TWO: list[list[Case]] = [
         {"dp": 2, "batches": 2, "precision": "bf16"},
         {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16"},
         {"dp": 2, "data_parallel": "zero2", "batches": 3},
+        {"dp": 2, "batches": 2, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16", "weights": "bf16"},
         {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16"},
         {"dp": 2, "data_parallel": "zero3", "recompute": "full", "micro": 16},
     ],

@@ -21,7 +21,7 @@ from hpc_train.plan.peak.replay import Memory
 from hpc_train.plan.peak.sizes import PerParameter, Sizes, sizes_of
 
 Row = Mapping[str, str]
-IN_BF16 = PerParameter(held=2, optimizer=0, hooks=0, cast=0, gathered=0, fresh=2, whole=2, shard=0)
+IN_BF16 = PerParameter(held=2, optimizer=0, hooks=0, cast=0, gathered=0, fresh=2, whole=2, shard=0, updated=0)
 
 
 @dataclass(frozen=True)

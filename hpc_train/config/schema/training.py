@@ -232,7 +232,7 @@ class OptimConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number formats. Parameters and optimizer state stay in fp32, or in fp64 under fp64."""
+    """Number formats. Parameters and optimizer state are in fp32, or in fp64 under fp64; see weights."""
 
     name: str = key("fp32", "The format of matrix products.", choices=("fp64", "fp32", "bf16", "fp16"))
     residual: str = key(
@@ -247,6 +247,25 @@ class PrecisionConfig:
         "Whether matrix products and convolutions of fp32 tensors use TF32 on GPUs, with 10 bits of precision instead "
         "of 23. It is several times faster; without it, fp32 gives the same results as on a CPU up to rounding.",
         when=when("gpus"),
+    )
+    weights: str = key(
+        "fp32",
+        "bf16: the format of the weights and of their gradients. The optimizer updates fp32 masters of bf16 weights, "
+        "which are sharded like its state, and which checkpoints contain.",
+        choices=("fp32", "bf16"),
+        when=when("precision.name", "bf16"),
+    )
+    fp8: str | None = key(
+        None,
+        "bf16: the scales with which the matrix products of the layers are computed in fp8, by torchao: one per tensor "
+        "(tensorwise), per row (rowwise) or per block of 32 values (mxfp8). CPUs emulate it. Requires hpc_train[fp8].",
+        choices=("tensorwise", "rowwise", "mxfp8"),
+    )
+    fp8_skip: list[str] = key(
+        [],
+        "Regular expressions that are found in the names of linear layers which stay in bf16, such as attention. "
+        "Others outside of the layers, frozen ones, and sizes that are no multiples of 16 (mxfp8: 32) do so anyway.",
+        when=unless("precision.fp8", None),
     )
     loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0, when=when("precision.name", "fp16"))
     loss_scale_growth_interval: int = key(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
 
 Gathers = Literal["never", "step", "layer"]
+WIDENED_BYTES = 2.0**28  # of the gradients that the optimizer has in fp32 at once (train/optimizer.py)
 Reduces = Literal["each", "last", "after", "inside"]
 
 
@@ -189,6 +190,7 @@ class _Step:
                 known[key] = passage(self._pass(work, stage))
             yield known[key]
             self._passed(work, stage)
+        yield passage(self._update())
 
     def _pass(self, work: Work, stage: int) -> Iterator[Change]:
         if work == FORWARD:
@@ -236,6 +238,16 @@ class _Step:
         messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
         yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
         yield Change("activations", self._on_the_way())
+
+    def _update(self) -> Iterator[Change]:
+        """Updates masters, if there are any, of which so many at once have gradients in fp32."""
+        count = sum(
+            stem + stage.layers * layer + head
+            for stage in self.rank.stages.values()
+            for stem, layer, head in [self._parameters(stage)]
+        )
+        per = self.sizes.per_parameter
+        yield Change("gradients", min(count * per.updated, WIDENED_BYTES), moment=True)
 
     def _on_the_way(self) -> float:
         """Returns what is on the device of activations that are kept in host memory: those of the layer that computes

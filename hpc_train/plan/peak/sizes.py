@@ -49,12 +49,13 @@ class PerParameter:
     """Bytes per parameter of the rank.
 
     Attributes:
-        held: of the shard of the parameters, ``optimizer`` and ``hooks`` those of the state.
+        held: of the shard of the parameters and their masters, ``optimizer`` and ``hooks`` those of the state.
         cast: of the copy in the compute type that a step keeps; 0 without one.
         gathered: of the whole copy that ZeRO gathers; 0 without ZeRO.
         fresh: of a gradient as the backward computes it.
         whole: of a gradient as it is summed over micro-batches.
         shard: of a gradient after ZeRO has reduced it; 0 without ZeRO.
+        updated: of a gradient in fp32 beside those in bf16, while masters are updated; 0 without masters.
     """
 
     held: float
@@ -65,6 +66,7 @@ class PerParameter:
     fresh: float
     whole: float
     shard: float
+    updated: float
 
 
 @dataclass(frozen=True)
@@ -161,15 +163,19 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
     moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
     on_device = offload != "all"
+    masters = config.precision.weights == "bf16"
+    weight = narrow if masters else width
+    of_masters = width * masters / shard * (offload == "none")
     return PerParameter(
-        held=width / shard * on_device,
+        held=weight / shard * on_device + of_masters,
         optimizer=trained * moments / shard * (offload == "none"),
         hooks=trained * width * averages_of_weights(config) / shard * on_device,
-        cast=narrow if narrow < width and not sharded else 0.0,
+        cast=narrow if narrow < weight and not sharded else 0.0,
         gathered=narrow if sharded else 0.0,
         fresh=trained * narrow,
-        whole=trained * width,
-        shard=trained * width / shard * on_device if sharded else 0.0,
+        whole=trained * (width if sharded else weight),  # FSDP adds micro-batches up in fp32
+        shard=trained * weight / shard * on_device if sharded else 0.0,
+        updated=of_masters,
     )
 
 
@@ -188,7 +194,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
-        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered),
+        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tokens, kept),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
         head=tokens * head,
@@ -197,6 +203,17 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
         logits=0.0 if fused else tokens * kept.logits / loss_form(config, layout).chunks * narrow,
         matrix=kept.logits * kept.layer_input / tp * max(4, narrow) if fused else 0.0,
     )
+
+
+def _float8_bytes(config: Config, tokens: float, kept: Activations) -> float:
+    """Returns what the casts of the largest product to fp8 hold for a moment: both operands, one of them transposed,
+    too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast.
+    """
+    if config.precision.fp8 is None or not kept.layer_input:
+        return 0.0
+    matrix = parameters_of(config, 1).matrix
+    rows = tokens * matrix / kept.layer_input  # values of its result
+    return 2 * rows + matrix + (0 if config.train.compile else 8 * max(rows, matrix))
 
 
 def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:

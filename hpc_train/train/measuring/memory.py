@@ -17,6 +17,7 @@ from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.measure.utilisation import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.masters import master_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.in_backward import can_update_in_backward
 from hpc_train.plan.layout import resolve_layout
@@ -69,7 +70,8 @@ def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimiz
     """Measures the memory of all ranks after a step, before its gradients are freed. Collective."""
     parameters = {id(value): value for part in engine.parts for value in part.parameters()}.values()
     peak = peak_device_memory(mesh.device) or peak_host_memory()
-    weights = _bytes(parameters, mesh)
+    masters = (master for master in map(master_of, parameters) if master is not None)
+    weights = _bytes((*parameters, *masters), mesh)
     gradients = _bytes((parameter.grad for parameter in parameters if parameter.grad is not None), mesh)
     state = _bytes(optimizer.tensors(), mesh)
     own = RankMemory(

@@ -5,6 +5,8 @@ all others, such as Muon, whose update of an element depends on the whole matrix
 parameter owns it. The owner gathers the gradient, updates the whole parameter and broadcasts it. The state is then
 sharded by parameter instead of by row, has the shapes that the optimizer gives it, and is the same under every layout.
 
+``MasterShard`` is for weights in bf16: the optimizer updates this rank's shard of their fp32 values.
+
 With offload (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840) the tensor is in host memory: gradients are copied to the
 host, and the new values back.
 """
@@ -20,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hpc_train.parallel.masters import keep_master, like_shard, local_part, master_of
 
 
 class Held(Protocol):
@@ -95,11 +98,48 @@ class LocalShard:
         return like_shard(value, self.parameter)
 
 
-def local_shard(parameter: nn.Parameter, offload: bool) -> LocalShard:
+def local_shard(parameter: nn.Parameter, offload: bool) -> Held:
+    master = master_of(parameter)
+    if master is not None:
+        return _master_shard(parameter, local_part(master), offload)
     local = local_part(parameter.detach())
     if offload:
         return LocalShard(parameter, nn.Parameter(_on_host(local).copy_(local)), True)
     return LocalShard(parameter, nn.Parameter(local) if isinstance(parameter, DTensor) else parameter, False)
+
+
+@dataclass(frozen=True)
+class MasterShard:
+    """``local`` is the fp32 master of a shard in bf16, on the device or on the host."""
+
+    parameter: nn.Parameter
+    local: nn.Parameter
+    offloaded: bool
+
+    def refresh(self) -> None:
+        gradient = None if self.parameter.grad is None else local_part(self.parameter.grad)
+        if self.offloaded:
+            _copy_gradient(self.local, gradient)
+        else:
+            self.local.grad = None if gradient is None else gradient.to(self.local.dtype)
+
+    def write_back(self) -> None:
+        local_part(self.parameter.detach()).copy_(self.local, non_blocking=True)
+        if not self.offloaded:
+            self.local.grad = None  # a copy, which only the update needs
+
+    def fetch(self) -> None:
+        """A load writes into the master itself."""
+
+    def as_saved(self, value: Tensor) -> Tensor:
+        return like_shard(value, self.parameter)
+
+
+def _master_shard(parameter: nn.Parameter, master: Tensor, offload: bool) -> MasterShard:
+    if offload:
+        master = _on_host(master).copy_(master)
+        keep_master(parameter, master)  # which frees the one on the device
+    return MasterShard(parameter, nn.Parameter(master), offload)
 
 
 def _copy_gradient(local: nn.Parameter, gradient: Tensor | None) -> None:
@@ -108,27 +148,12 @@ def _copy_gradient(local: nn.Parameter, gradient: Tensor | None) -> None:
         local.grad = None
         return
     if local.grad is None:
-        local.grad = _on_host(gradient)
+        local.grad = _on_host(gradient, local.dtype)
     local.grad.copy_(gradient, non_blocking=True)
 
 
-def _on_host(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like_shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Returns ``value``, which has the shape of the local shard of ``parameter``, as a tensor sharded like it."""
-    value = value.detach()
-    if not isinstance(parameter, DTensor) or value.ndim == 0:
-        return value
-    # from_local would move a tensor on the host to the mesh's device
-    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    return DTensor(value, spec, requires_grad=False)  # type: ignore[call-arg]
+def _on_host(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 Place = tuple[int, ...]  # one coordinate for each dimension of the mesh over which a parameter is sharded

@@ -1,0 +1,279 @@
+"""Computes the matrix products of layers in fp8, by torchao: tensorwise, rowwise or mxfp8 scales.
+
+A product and its two gradients take operands in 8 bits, which are scaled so that the largest magnitude of a tensor, a
+row, or a block of 32 values is the largest number of the format (Micikevicius et al. 2022, arXiv:2209.05433; mxfp8:
+Rouhani et al. 2023, arXiv:2310.10537). The scales are computed anew in each product, so checkpoints have nothing new,
+and the parameters keep their names, values and dtype. What is saved for the backward pass stays in bf16.
+
+Only plain linear layers inside the layers of a model take part. The first and the last matrices of a model are the most
+sensitive to rounding, and a loss that is fused with the head computes its product itself. Units of fp8 take matrices
+whose sizes are multiples of 16 (mxfp8: 32); rows of the input are padded with zeros to such a multiple.
+
+The operands are the bf16 casts that a step keeps (``kept_casts.py``) or that ZeRO gathers, so all strategies compute
+the same numbers. A micro-batch is scaled by itself, so the rounding depends on its size. Queries, keys and values are
+not computed together, since one scale would then serve three matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.config.schema import PrecisionConfig
+from hpc_train.config.source_check import how_to_install
+from hpc_train.errors import UserError
+from hpc_train.models.model import Model, canonical_name
+from hpc_train.models.projections import CASTS, cast_weight, product_dtype
+from hpc_train.models.wrapped import layers_of
+from hpc_train.plan.number_formats import MULTIPLES, OFF, WHERE
+from hpc_train.plan.optimizers import shortened
+
+Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [n, in], weight [out, in]) -> [n, out]
+ROWS = 32  # the number of rows is padded to a multiple of it
+# the least compute capability of NVIDIA's GPUs whose units and torch's kernels have this scaling
+CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
+AMD = ("gfx94", "gfx95")  # MI300 and MI350, which have fp8 with one scale per tensor or row
+
+
+class Float8Linear(nn.Linear):
+    """Computes the product of a linear layer in fp8 under autocast to bf16, and as ``nn.Linear`` outside of it.
+
+    Attributes:
+        multiply: torchao's product, with gradients.
+    """
+
+    multiply: Multiply
+
+    def forward(self, input: Tensor) -> Tensor:
+        if product_dtype(input) is not torch.bfloat16:
+            return F.linear(input, self.weight, self.bias)
+        rows = input.to(torch.bfloat16).reshape(-1, self.in_features)
+        count = rows.shape[0]
+        if count % ROWS:
+            rows = F.pad(rows, (0, 0, 0, -count % ROWS))
+        result = self.multiply(rows, cast_weight(self))[:count].view(*input.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self._cast_bias()
+
+    def _cast_bias(self) -> Tensor:
+        kept: tuple[Tensor, Tensor | None] | None = getattr(self, CASTS, None)
+        bias = self.bias if kept is None else kept[1]
+        assert bias is not None
+        return bias.to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a model.
+
+    Attributes:
+        chosen: the names of the linear layers that compute in fp8.
+        skipped: the names of the others -> why they do not.
+    """
+
+    chosen: tuple[str, ...]
+    skipped: dict[str, str]
+
+
+def matrices(model: nn.Module, precision: PrecisionConfig) -> Matrices:
+    """Returns which linear layers of ``model`` (whole or a stage) compute in fp8."""
+    inside = _inside_layers(model)
+    chosen, skipped = list[str](), dict[str, str]()
+    for raw, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            name = canonical_name(raw)
+            reason = _why_not(name, module, precision, inside)
+            if reason:
+                skipped[name] = reason
+            else:
+                chosen.append(name)
+    return Matrices(tuple(chosen), skipped)
+
+
+def _inside_layers(model: nn.Module) -> set[nn.Module] | None:
+    """Returns the modules of the layers or blocks of ``model``; None if it has neither."""
+    layers = layers_of(model)
+    if not layers and not isinstance(model, Model):
+        return None
+    return {inner for layer in layers for inner in layer.modules()}
+
+
+def _why_not(name: str, module: nn.Linear, precision: PrecisionConfig, inside: set[nn.Module] | None) -> str:
+    multiple = _multiple(precision)
+    if any(re.search(pattern, name) for pattern in precision.fp8_skip):
+        return "precision.fp8_skip"
+    if inside is not None and module not in inside:
+        return "not in a layer"
+    if type(module) not in (nn.Linear, Float8Linear):
+        return f"a {type(module).__name__}"
+    if not module.weight.requires_grad:
+        return "frozen"
+    if module.in_features % multiple or module.out_features % multiple:
+        return f"sizes that are not multiples of {multiple}"
+    return ""
+
+
+def use_float8(model: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
+    """Makes linear layers of ``model`` (whole or a stage) compute in fp8, in place, if ``precision.fp8`` is set.
+
+    Call it before anything wraps the model.
+
+    Raises:
+        UserError: torchao is missing, or too old.
+    """
+    if precision.fp8 is None:
+        return
+    multiply = _multiply(precision.fp8, emulate=device.type == "cpu")
+    for name in matrices(model, precision).chosen:
+        module: Any = model.get_submodule(name)
+        module.__class__ = Float8Linear  # which keeps parameters, hooks and the references of the owner
+        module.multiply = multiply
+
+
+def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device, compiled: bool) -> str | None:
+    """Checks a whole model and the device of this rank before the training; returns one line that says what is done.
+
+    Raises:
+        UserError: no matrix can be computed in fp8, torchao is missing, or the device has no units for it.
+    """
+    if precision.fp8 is None:
+        return None
+    found = matrices(model, precision)
+    if not found.chosen:
+        raise UserError(
+            f"precision.fp8 is {precision.fp8}, but no matrix of the model can be computed in fp8: {_reasons(found)}",
+            where=WHERE,
+            fix=f"layers with linear layers whose sizes are multiples of {_multiple(precision)}, or {OFF}",
+        )
+    check_device(precision.fp8, device)
+    _try_product(precision.fp8, device)
+    slow = "" if compiled or device.type == "cpu" else "; train.compile=true fuses the casts, which are slow alone"
+    note = "; emulated, as CPUs have no fp8: slower than bf16, with the same rounding" if device.type == "cpu" else slow
+    total = len(found.chosen) + len(found.skipped)
+    shown = f"fp8 ({precision.fp8}): {len(found.chosen)} of {total} matrices, {shortened([*found.chosen])}"
+    return f"{shown}{f'; bf16: {_reasons(found)}' if found.skipped else ''}{note}"
+
+
+def _multiple(precision: PrecisionConfig) -> int:
+    return MULTIPLES[str(precision.fp8)]
+
+
+def _reasons(found: Matrices) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in found.skipped.items():
+        by_reason.setdefault(reason, []).append(name)
+    return ", ".join(f"{shortened(names)} ({reason})" for reason, names in by_reason.items()) or "it has none"
+
+
+def check_device(recipe: str, device: torch.device) -> None:
+    """
+    Raises:
+        UserError: a GPU has no units for this scaling. A CPU emulates all of them.
+    """
+    if device.type != "cuda":
+        return
+    shown = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        kind = torch.cuda.get_device_properties(device).gcnArchName
+        if recipe == "mxfp8" or not kind.startswith(AMD):
+            raise _unsupported(recipe, f"{shown} ({kind})", "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200")
+        return
+    have, needed = torch.cuda.get_device_capability(device), CAPABILITIES[recipe]
+    if have < needed:
+        needs = f"{recipe} needs {needed[0]}.{needed[1]} or later"
+        raise _unsupported(recipe, f"{shown}, of compute capability {have[0]}.{have[1]}", needs)
+
+
+def _unsupported(recipe: str, device: str, needs: str) -> UserError:
+    others = [name for name in CAPABILITIES if CAPABILITIES[name] < CAPABILITIES[recipe]]
+    fix = " or ".join([*(f"precision.fp8={name}" for name in others), OFF])
+    return UserError(f"precision.fp8 is {recipe}, but the device is a {device}; {needs}", where=WHERE, fix=fix)
+
+
+def _try_product(recipe: str, device: torch.device) -> None:
+    """Computes one small product with its gradients, since a kernel may be missing in this build of torch or torchao.
+
+    Raises:
+        UserError: it fails.
+    """
+    multiply = _multiply(recipe, emulate=device.type == "cpu")
+    rows, weight = (torch.ones(128, 128, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+    try:
+        multiply(rows, weight).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (RuntimeError, NotImplementedError, AssertionError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"a product in fp8 ({recipe}) fails on {device.type} with torch {torch.__version__}: {error}",
+            where=WHERE,
+            fix=f"another version of torchao, which has kernels for this torch, or {OFF}",
+        ) from error
+
+
+def _multiply(recipe: str, emulate: bool) -> Multiply:
+    """
+    Raises:
+        UserError: torchao is missing, or too old.
+    """
+    try:
+        if not emulate:
+            _correct_compiler()
+        return _block_scaled(emulate) if recipe == "mxfp8" else _scaled(recipe, emulate)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"precision.fp8={recipe} needs torchao 0.18, which cannot be imported: {error}",
+            where=WHERE,
+            fix=f"{how_to_install('torchao', 'fp8')}, or {OFF}",
+        ) from error
+
+
+def _correct_compiler() -> None:
+    """Makes torchao change a part of torch's compiler that miscompiles casts to fp8 (triton-lang/triton#11111), which
+    it does when it is asked to convert a model.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(nn.Identity())
+
+
+def _scaled(recipe: str, emulate: bool) -> Multiply:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    kinds = config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight
+    products = LinearMMConfig(*(ScaledMMConfig(emulate, kind.use_fast_accum, False, False) for kind in kinds))
+    return partial(_apply_scaled, matmul_with_hp_or_float8_args, products, config)
+
+
+def _apply_scaled(function: Any, products: Any, config: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    result: Tensor = function.apply(rows, weight.t(), products, config)
+    return result
+
+
+def _block_scaled(emulate: bool) -> Multiply:
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats.config import (
+        MXFP8Dim0CastKernelChoice,
+        MXFP8Dim1CastKernelChoice,
+        ScaleCalculationMode,
+    )
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    rows = MXFP8Dim0CastKernelChoice.TORCH if emulate else MXFP8Dim0CastKernelChoice.TRITON
+    columns = MXFP8Dim1CastKernelChoice.TORCH if emulate else MXFP8Dim1CastKernelChoice.CUDA
+    kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    return partial(_apply_block_scaled, mx_mm, (kernels, rows, columns, ScaleCalculationMode.RCEIL, False))
+
+
+def _apply_block_scaled(function: Any, choices: tuple[Any, ...], rows: Tensor, weight: Tensor) -> Tensor:
+    formats = (torch.float8_e4m3fn,) * 3  # of inputs, weights and gradients
+    result: Tensor = function.apply(rows, weight, *formats, 32, *choices)
+    return result

@@ -1,0 +1,106 @@
+"""Checks ``precision.fp8`` and ``precision.weights`` against the model and the layout, without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from hpc_train.config.schema import Config, PrecisionConfig
+from hpc_train.errors import UserError
+from hpc_train.plan.hooks import averages_of_weights
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.optimizers import own_targets
+from hpc_train.plan.peak.sizes import trained_share
+from hpc_train.plan.techniques import schedules_where
+
+WHERE = "precision.fp8"
+OFF = "precision.fp8=null"
+MULTIPLES = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of which both sizes of a matrix must be one
+NOT_PREDICTED = "times are those of bf16: machine files have no rate of fp8, so its gain is not predicted"
+
+
+def check_skip(precision: PrecisionConfig) -> None:
+    """
+    Raises:
+        UserError: ``precision.fp8_skip`` has something that is not a regular expression.
+    """
+    for pattern in precision.fp8_skip:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                f"precision.fp8_skip has {pattern!r}, which is not a regular expression: {error}",
+                where="precision.fp8_skip",
+                fix="precision.fp8_skip=[attention] leaves all matrices in bf16 whose names contain attention",
+            ) from None
+
+
+def check_float8(config: Config, layout: Layout) -> None:
+    """
+    Raises:
+        UserError: the precision or the layout does not support products in fp8.
+    """
+    if config.precision.fp8 is None:
+        return
+    if config.precision.name != "bf16":
+        raise UserError(
+            f"precision.fp8 is {config.precision.fp8}, which replaces products in bf16, but precision.name is "
+            f"{config.precision.name}",
+            where=f"{WHERE}, precision.name",
+            fix=f"precision=bf16, or {OFF}",
+        )
+    if layout.tp > 1:
+        raise UserError(
+            "precision.fp8 does not support tensor parallelism: each rank would scale its shard of a matrix alone, and "
+            "the results would depend on the number of ranks",
+            where=f"{WHERE}, strategy.tp",
+            fix=f"strategy.tp=1, or {OFF}",
+        )
+    if layout.pp > 1 and layout.pipeline.splits_backward:
+        raise UserError(
+            f"the schedule {layout.pipeline.name} computes the gradients of inputs and of weights at different times, "
+            "but torchao's fp8 products compute both together, so each would be computed twice",
+            where=f"{WHERE}, strategy.schedule",
+            fix=f"strategy.schedule={schedules_where(lambda row: not row.splits_backward)}, or {OFF}",
+        )
+
+
+def check_weights(config: Config, layout: Layout) -> None:
+    """
+    Raises:
+        UserError: something in the config needs weights or gradients in fp32.
+    """
+    if config.precision.weights == "fp32":
+        return
+    for where, why, instead in _against_bf16_weights(config, layout):
+        raise UserError(
+            f"precision.weights=bf16 does not support {where}: {why}",
+            where=f"precision.weights, {where.partition('=')[0]}",
+            fix=f"precision.weights=fp32{f', or {instead}' if instead else ''}",
+        )
+
+
+def _against_bf16_weights(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]:
+    """Yields a setting, why it needs weights in fp32, and what else can be set."""
+    precision, strategy = config.precision, config.strategy
+    if precision.name != "bf16":
+        yield f"precision.name={precision.name}", "products are not computed in bf16", "precision=bf16"
+    if layout.tp > 1:
+        why = "the ranks would add up gradients of norms in bf16"
+        yield f"strategy.tp={layout.tp}", why, "strategy.tp=1"
+    if layout.logical_micro_batches:
+        why = "it adds up the gradients of many small micro-batches, for which bf16 is too coarse"
+        yield f"train.reproducible={config.train.reproducible}", why, "train.reproducible=null"
+    if strategy.offload == "all":
+        why = "masters would be a second copy of the weights in host memory"
+        yield "strategy.offload=all", why, "strategy.offload=optimizer, which keeps the masters there"
+    if strategy.compression != "none" and layout.dp_cp > 1 and not layout.shards_state:
+        instead = "strategy.compression=none"
+        yield f"strategy.compression={strategy.compression}", "gradients are in bf16 already", instead
+    if averages_of_weights(config):
+        yield "hooks.ema", "weights in bf16 change too coarsely to be averaged", "no hook that averages weights"
+    for target in own_targets(config.optim):
+        if not target.elementwise:
+            yield f"{target.where}._target_={target.path}", "it updates whole parameters, not shards of masters", ""
+    if trained_share(config.model) < 1:
+        yield "model.lora", "the frozen weights have no masters", ""
