@@ -31,7 +31,15 @@ ERROR = 0.08
 ROWS = 10  # of the table
 MOST_COUNTS = 32  # numbers of nodes for which a layout is chosen; each may take a second
 _OPTIMIZER = ("name", "_target_", "args", "moments", "elementwise", "state_per_parameter", "groups", "in_backward")
-_TRAINING = ("activation_checkpointing", "activation_offload", "compile", "loss_chunks", "z_loss", "debug", "reproducible")
+_TRAINING = (
+    "activation_checkpointing",
+    "activation_offload",
+    "compile",
+    "loss_chunks",
+    "z_loss",
+    "debug",
+    "reproducible",
+)
 
 
 @dataclass(frozen=True)
