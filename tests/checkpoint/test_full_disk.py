@@ -32,7 +32,7 @@ PAGE = 4096
 def mounted(disk: Path, megabytes: int) -> Iterator[Path]:
     """A file system of its own."""
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     yield disk
