@@ -204,6 +204,7 @@ def _start_server(
         superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
+        saved=lambda: None if config.run.command else read_or(lambda: _has_checkpoint(run), None),
     )
     suspended = None if attempts.end is None else is_suspended
 
@@ -220,6 +221,10 @@ def _start_server(
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
     return server, replace(address, host=allocation.listen_address or LOOPBACK)
+
+
+def _has_checkpoint(run: RunDirectory) -> bool | None:
+    return CheckpointStore(run.checkpoints).newest() is not None
 
 
 def _has_ended(end: JobEnd | None) -> bool:

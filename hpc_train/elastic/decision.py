@@ -30,6 +30,7 @@ class Ended:
         first: whether the run has not failed like this before and the node may be to blame.
         gpu_memory: whether it ended because the memory of a GPU was used up.
         message: that of its cause.
+        saved: whether the run has a checkpoint; None if that is unknown.
     """
 
     exit: Exit
@@ -39,6 +40,7 @@ class Ended:
     first: bool = False
     gpu_memory: bool = False
     message: str = ""
+    saved: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def decide(history: History, ended: Ended) -> RestartDecision:
     if ended.failure is None:
         stopped = Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.STOP
         return RestartDecision(Action.FINISH if ended.exit is Exit.DONE else stopped)
-    after, advice = history.after(ended.step), advice_for(ended.failure, ended.message)
+    after, advice = history.after(ended.step), advice_for(ended.failure, ended.message, ended.saved)
     action = RESPONSES[ended.failure].action
     if action is Action.RESTART_IF_FURTHER:
         action = Action.FAIL if after.without_progress and not ended.first else Action.RESTART

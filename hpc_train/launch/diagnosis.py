@@ -296,17 +296,16 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
     """Returns what to do after the failure; empty if the run is done or is running again."""
     if view.exit in (None, Exit.DONE):
         return []
+    saved = CheckpointStore(item.run.checkpoints).newest() is not None
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
         by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
-        found.insert(
-            0, more_memory(item.config.cluster.mem) if by_job else advice_for(Failure(cause.kind), cause.message)
-        )
+        known = advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved)
+        found.insert(0, more_memory(item.config.cluster.mem) if by_job else known)
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(item.run.path)
     if cause is None or cause.kind not in SAME_AGAIN:
-        saved = CheckpointStore(item.run.checkpoints).newest() is not None
         begins = "resumes from the last checkpoint" if saved else "starts again: there is no checkpoint"
         found.append(f"python -m hpc_train resume {where}   {begins}")
     return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   prints all output"]

@@ -7,9 +7,10 @@ time (LOMO: Lv et al. 2024, arXiv:2306.09782). Whatever needs all gradients befo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, check_all
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.optimizers import own_targets
 from hpc_train.plan.techniques import CARRYING, kinds_where
@@ -21,12 +22,14 @@ OFF = f"{WHERE}=false"
 def check_in_backward(config: Config, layout: Layout) -> None:
     """
     Raises:
-        UserError: parameters cannot be updated during the backward pass of this config.
+        UserError: parameters cannot be updated during the backward pass of this config. The message has all reasons.
     """
-    if not config.optim.in_backward:
-        return
-    for reason, where, fix in (*_of_layout(config, layout), *_of_config(config)):
-        raise UserError(f"{WHERE} is true, but {reason}", where=f"{WHERE}, {where}", fix=f"{fix}, or {OFF}")
+    if config.optim.in_backward:
+        check_all(*(partial(_refuse, *found) for found in (*_of_layout(config, layout), *_of_config(config))))
+
+
+def _refuse(reason: str, where: str, fix: str) -> None:
+    raise UserError(f"{WHERE} is true, but {reason}", where=f"{WHERE}, {where}", fix=f"{fix}, or {OFF}")
 
 
 def can_update_in_backward(config: Config, layout: Layout) -> bool:

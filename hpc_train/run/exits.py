@@ -140,12 +140,11 @@ RESPONSES: dict[Failure, Response] = {
     ),
     Failure.DISK_FULL: Response(
         Action.FAIL,
-        "free space on the disk that the message names, or set another run.root; earlier checkpoints are intact",
+        "free space on the disk that the message names, or set another run.root",
     ),
     Failure.FILE_SYSTEM: Response(
         Action.RESTART_OR_REQUEUE,
-        "the file system that the message names failed, not the code: check it with `ls` and `df` on that node; "
-        "earlier checkpoints are intact",
+        "the file system that the message names failed, not the code: check it with `ls` and `df` on that node",
     ),
     Failure.NAN: Response(Action.FAIL, "use a lower optim.lr or more optim.warmup_steps, or inspect the data"),
 }
@@ -172,12 +171,26 @@ NAMED_CAUSES: dict[str, str] = {
 FIX = re.compile(r"^  fix:    (.*)$", re.MULTILINE)  # of ``UserError``
 
 
-def advice_for(failure: Failure, message: str) -> str:
-    """Returns the next step for the user after a failure with ``message``: for a refusal, the fix that it names."""
+# After a failure of the disk the advice says what is left, by whether there is a checkpoint; None: unknown.
+OF_DISKS = (Failure.DISK_FULL, Failure.FILE_SYSTEM)
+_LEFT: dict[bool | None, str] = {
+    True: "earlier checkpoints are intact",
+    False: "there is no checkpoint, so the run starts again at step 0",
+    None: "earlier checkpoints, if there are any, are intact",
+}
+
+
+def advice_for(failure: Failure, message: str, saved: bool | None = None) -> str:
+    """Returns the next step for the user after a failure with ``message``: for a refusal, the fix that it names.
+
+    Args:
+        saved: whether the run has a checkpoint; None if that is unknown.
+    """
     if failure is Failure.REFUSED and (fixes := FIX.findall(message)):
         return "; ".join(fixes)
     named = (advice for pattern, advice in NAMED_CAUSES.items() if re.search(pattern, message))
-    return next(named, RESPONSES[failure].advice)
+    advice = RESPONSES[failure].advice
+    return next(named, f"{advice}; {_LEFT[saved]}" if failure in OF_DISKS else advice)
 
 
 SHELL_SIGNALS = 128  # a shell exits with this plus the number of the signal that killed its command

@@ -32,7 +32,7 @@ PAGE = 4096
 def mounted(disk: Path, megabytes: int) -> Iterator[Path]:
     """A file system of its own."""
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     yield disk
@@ -90,15 +90,16 @@ def test_wherever_a_save_finds_the_disk_full_it_says_so(small_disk: Path) -> Non
 
 
 class Filled:
-    """A training in the foreground, 0.2 s per step, whose disk is filled after its first checkpoint."""
+    """A training in the foreground, 0.2 s per step, whose disk is filled after its first ``event``."""
 
-    def __init__(self, disk: Path, *more: str) -> None:
+    def __init__(self, disk: Path, *more: str, event: str = "checkpoint_saved") -> None:
         small = ["model=custom", "model._target_=tests.doors.faulty.Slow", "+model.args.vocab_size=256", "optim=sgd"]
         case = [*(value for value in TINY if not value.startswith("model")), *small, "train.steps=8", *more]
-        saves = ["checkpoint.every=2", "checkpoint.keep=1", "cluster=local", "cluster.cpu_workers=2"]
+        saves = ["checkpoint.keep=1", "cluster=local", "cluster.cpu_workers=2"]
+        saves += [] if any("checkpoint.every" in value for value in more) else ["checkpoint.every=2"]
         self.disk, self.run = disk, RunDirectory(disk / "run")
         self.process = start("+strategy=dp", *case, *saves, "run.name=run", f"run.root={disk}", cwd=disk.parent)
-        self.until("checkpoint_saved")
+        self.until(event)
         fill(disk, 20)
 
     def until(self, event: str, count: int = 1) -> None:
@@ -149,7 +150,20 @@ def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, caps
     assert "Traceback" not in output
     assert 0 < filled.waits()[0] <= 1.5
     assert why.main([str(filled.run.path)]) == 0
-    assert "failure\n  disk_full, rank 0 on " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "failure\n  disk_full, rank 0 on " in told
+    for said in (output, told):
+        assert "another run.root; earlier checkpoints are intact" in " ".join(said.split())
+
+
+def test_the_advice_knows_whether_there_is_a_checkpoint(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled = Filled(disk, "checkpoint.wait_for_room_s=1", "checkpoint.every=100", event="started")
+    code, output = filled.end()
+    assert code == 1 and not [*filled.run.checkpoints.glob("step-*")], output
+    assert why.main([str(filled.run.path)]) == 0
+    for said in (output, capsys.readouterr().out):
+        assert "another run.root; there is no checkpoint, so the run starts again at step 0" in " ".join(said.split())
+        assert "intact" not in said
 
 
 @pytest.mark.parametrize(("room", "code"), [(True, 75), (False, 1)])

@@ -31,6 +31,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "moments in bf16": ("optim.moments=bf16",),
     "moments in 8 bits": ("optim.moments=8bit",),
 }
+PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what both have, and what must not change the losses
+    "updates inside the backward": (("optim.clip_norm=0",), ("optim.in_backward=true",)),
+    "z-loss in chunks": (("train.z_loss=1e-2", "train.loss_chunks=1"), ("train.loss_chunks=4",)),
+}
 IMAGES = "micro-batches of images"
 APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
 
@@ -58,6 +62,8 @@ def options(probe: Probe) -> None:
     for name, overrides in VARIANTS.items():
         found = _losses(world, *overrides)
         probe.within(name, differing(found, reference), high=APPROXIMATE.get(name, SAME))
+    for name, (given, changed) in PAIRS.items():
+        probe.within(name, differing(_losses(world, *given, *changed), _losses(world, *given)), high=SAME)
 
 
 def compiled(probe: Probe) -> None:
@@ -104,6 +110,8 @@ def no_synchronization(probe: Probe) -> None:
         ],
         IMAGES: ["model=vit_tiny", "data.task=images", "batch.micro_size=4"],
         "moments in bf16": ["optim.moments=bf16"],
+        "updates inside the backward": ["optim.in_backward=true", "optim.clip_norm=0", "precision=bf16"],
+        "z-loss": ["train.z_loss=1e-4", "train.loss_chunks=1"],
         "activations on the host": ["train.activation_offload=1KiB"],
     }  # fmt: skip
     for name, overrides in cases.items():

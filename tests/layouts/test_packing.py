@@ -107,7 +107,7 @@ def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:
     dataset = _Documents()
     for cell in (replace(cell, batch={"global_size": 8, "micro_size": 1}) for cell in cells):
         mesh = mesh_of(cell, rank)
-        loss, _, gradients = _one_by_one(cell, dataset.documents)
+        loss, _plain, gradients = _one_by_one(cell, dataset.documents)
         engine = build_engine(cell.config(), mesh)
         feed = TrainFeed(dataset, BatchConfig(global_size=8), mesh.layout, mesh.dp_rank, 5, mesh.device, 0)
         widths = set()

@@ -28,7 +28,7 @@ from hpc_train.errors import UserError
 from hpc_train.fabric.machines import Machines
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
-from hpc_train.run.exits import Action, Exit, Failure, concerns_gpu
+from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
 
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
 NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more nodes may be lost with it
@@ -101,6 +101,7 @@ class Coordinator:
     superseded: Callable[[], str | None] = lambda: None  # why this server must not decide any more, asked after a stall
     names: Sequence[str] = ()  # names of all nodes, by node number
     elsewhere: bool = False  # whether a requeue may get other nodes
+    saved: Callable[[], bool | None] = lambda: None  # whether the run has a checkpoint; None if that is unknown
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
@@ -295,7 +296,8 @@ class Coordinator:
         first = failure is Failure.KERNEL and not seen_on
         gpu_memory = failure is Failure.OUT_OF_MEMORY and cause is not None and concerns_gpu(cause.failure.message)
         message = "" if cause is None else cause.failure.message
-        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory, message)
+        saved = self.saved() if failure in OF_DISKS else None
+        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory, message, saved)
         decision, before = decide(self.history, ended), self.history
         self.history = before.after(step, gpu_memory)
         self._has_stepped |= self.history.furthest > before.furthest
