@@ -76,7 +76,7 @@ def test_context_parallel_ranks_exchange_queries_keys_values_and_the_result_in_e
     block = count_work(config).blocks[1]
     both = sum(gather(each * 2 * 4096 * 4096 * 2 / 4, group_of(4, 1, 8), machine.rates) for each in (3, 1))
     assert found.forward(block) - free.forward(block) == pytest.approx(both)
-    assert found.backward(block, True) - free.backward(block, True) == pytest.approx(2 * both), "once more"
+    assert found.backward(block, "full") - free.backward(block, "full") == pytest.approx(2 * both), "once more"
     assert free.forward(block) == pytest.approx(alone.forward(block) / 4)
 
 
