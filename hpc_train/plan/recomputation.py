@@ -70,7 +70,7 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     kept = count(config.model, config.data)
     narrow = {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    whole = _split_bytes(kept, narrow, normed, kept.mixed if layout.cp > 1 else 0)
+    whole = _split_bytes(kept, narrow, normed, _exchanged(config, layout, kept))
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
         same = _unsplit_bytes(kept, narrow, normed, split is not None and split.shards_sequence)
@@ -78,7 +78,23 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     return {mode: layout.micro_size * kept.tokens / layout.cp * size for mode, size in whole.items()}
 
 
-def _split_bytes(kept: Activations, narrow: int, normed: int, exchanged: int) -> dict[LayerMode, float]:
+def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
+    """Returns the results per token that a layer keeps beside others since context-parallel ranks exchange heads.
+
+    They are the result of attention once more and, where ranks share a head of keys and values, its copies. Attention
+    that keeps its scores keeps the keys and values of every query in any case.
+    """
+    heads = family_of(config.model).context_heads
+    if layout.cp == 1 or heads is None:
+        return 0.0
+    if kept.scores:
+        return kept.mixed
+    queries, keys = (getattr(config.model, name) for name in heads)
+    copies = max(0, layout.cp // max(1, keys // layout.tp) - 1)
+    return kept.mixed * (1 + 2 * copies * keys / queries)
+
+
+def _split_bytes(kept: Activations, narrow: int, normed: int, exchanged: float) -> dict[LayerMode, float]:
     """Returns the bytes per token of a layer that is not split, of which context parallelism exchanges some results."""
     of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
     full = kept.layer_input * normed

@@ -69,9 +69,10 @@ class Passes:
 
         It ends with the last tensor that the backward needs, which is the input of the layer's last product, so the
         product and the reduce-scatter of its result are left out (torch.utils.checkpoint with use_reentrant=False).
+        Results of collectives are not kept, so that cheap operations include the other collectives.
         """
         if recomputed == "ops":
-            return self._moved(block) + self._exchange(block)
+            return self._moved(block) + self._traffic(block, 3)
         last = block.last * self.layout.micro_size / self.split / self.flops_per_s
         device = self._products(block) - last + self._attention(block) + self._moved(block)
         return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 3)

@@ -43,6 +43,7 @@ class Demand:
     config: Config
     layout: Layout
     rates: Rates
+    _found: dict[float, bool] = field(default_factory=dict, init=False, repr=False)  # by the factor
 
     @cached_property
     def memory(self) -> Memory | None:
@@ -60,9 +61,11 @@ class Demand:
 
         The replay ends where a rank holds too much, which in most layouts that do not fit is before a backward.
         """
-        rates = self.rates
-        limit = (rates.memory_bytes - rates.reserved_bytes) / factor / (1 + rates.allocator_share)
-        return not exceeds(self.config, self.layout, limit)
+        if factor not in self._found:
+            rates = self.rates
+            limit = (rates.memory_bytes - rates.reserved_bytes) / factor / (1 + rates.allocator_share)
+            self._found[factor] = not exceeds(self.config, self.layout, limit)
+        return self._found[factor]
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class _Run(NamedTuple):
 
     block: Block
     recomputed: LayerMode
-    count: int
+    number: int
 
 
 class _Step:
@@ -196,9 +199,9 @@ class _Step:
         layout = self.layout
         moving = self._moving()
         forward, backward = self.passes.forward, self.passes.backward
-        forwards = [sum(run.count * forward(run.block) for run in stage) for stage in self.stages]
+        forwards = [sum(run.number * forward(run.block) for run in stage) for stage in self.stages]
         forwards = [*map(max, forwards, moving)]
-        backwards = [sum(run.count * backward(run.block, run.recomputed) for run in stage) for stage in self.stages]
+        backwards = [sum(run.number * backward(run.block, run.recomputed) for run in stage) for stage in self.stages]
         backwards = [*map(max, backwards, moving)]
         of_rank = [0.0] * layout.pp
         for stage, rank in enumerate(layout.placement):
@@ -242,7 +245,7 @@ class _Step:
         """Returns the parameters of the rank that has the most."""
         of_rank = [0.0] * self.layout.pp
         for stage, rank in enumerate(self.layout.placement):
-            of_rank[rank] += sum(run.count * run.block.parameters for run in self.stages[stage])
+            of_rank[rank] += sum(run.number * run.block.parameters for run in self.stages[stage])
         return max(of_rank) / self.layout.tp
 
     def _exposed(self, busy: float) -> float:

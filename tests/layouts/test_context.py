@@ -198,18 +198,30 @@ def settled(allocations: Allocations) -> int:
 
 @pytest.mark.parametrize("options", [{}, {"n_kv_heads": 4, "qk_norm": True}], ids=["plain", "grouped"])
 def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -> None:
-    modes: tuple[LayerMode, ...] = ("none", "full", "ops")
-    cases = [(layers, mode, options) for mode in modes for layers in (LAYERS, 4 * LAYERS)]
-    of_ranks = {ranks: run_ranks(ranks, kept_by, cases) for ranks in (1, 2, 4)}
-    kept = {
-        ranks: {mode: found[0][2 * at + 1] - found[0][2 * at] for at, mode in enumerate(modes)}
-        for ranks, found in of_ranks.items()
-    }
+    kept = {ranks: _kept_by_layers(ranks, options) for ranks in (1, 2, 4)}
     for ranks, by_mode in kept.items():
         for mode, held in by_mode.items():
             # without activation checkpointing, attention's result is kept before and after its exchange
             assert held == pytest.approx(kept[1][mode] / ranks, rel=0.06 if mode == "none" else 0.01), (ranks, mode)
             assert held == pytest.approx(_estimated(ranks, mode, options), rel=0.05), (ranks, mode)
+
+
+def test_the_copies_of_shared_heads_are_kept() -> None:
+    """All ranks share one head of keys and values, or each two of them one of two."""
+    for ranks, heads in ((4, 1), (4, 2)):
+        options = {"n_kv_heads": heads, "ffn_dim": 8}
+        for mode, held in _kept_by_layers(ranks, options).items():
+            assert held == pytest.approx(_estimated(ranks, mode, options), rel=0.03), (ranks, mode)
+
+
+MODES: tuple[LayerMode, ...] = ("none", "full", "ops")
+
+
+def _kept_by_layers(ranks: int, options: dict[str, Any]) -> dict[LayerMode, int]:
+    """Returns what further layers keep on the first rank, by what they recompute."""
+    cases = [(layers, mode, options) for mode in MODES for layers in (LAYERS, 4 * LAYERS)]
+    found = run_ranks(ranks, kept_by, cases)[0]
+    return {mode: found[2 * at + 1] - found[2 * at] for at, mode in enumerate(MODES)}
 
 
 def _estimated(ranks: int, mode: LayerMode, options: dict[str, Any]) -> float:

@@ -20,8 +20,8 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import combinations
 from statistics import fmean, median
 from unittest.mock import patch
@@ -30,10 +30,10 @@ from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.memory import ALLOCATOR_SHARE, needed_bytes
+from hpc_train.plan.memory import ALLOCATOR_SHARE, Memory, needed_bytes
 from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
-from hpc_train.planner.prediction import Prediction, predict_step
+from hpc_train.planner.prediction import Demand, Prediction, predict_step
 from tests.planning.programs import peak
 from tests.planning.tables import Row, completed, models, rows, split_of
 
@@ -72,6 +72,25 @@ _IN_FP32 = Passes.accumulated
 GRADIENTS = {"aleph-alpha-layouts": lambda passes, block: _IN_FP32(passes, block) / 2}
 KINDS = {"1": "zero1", "2": "zero2", "3": "zero3"}
 UNITS = {"GB": 1e9, "GiB": 2.0**30}
+
+
+@dataclass(frozen=True, eq=False)
+class OfProgram(Demand):
+    """What the program of a source needs for a row."""
+
+    row: Row = field(default_factory=dict)
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        return peak(self.row, self.config, self.layout)
+
+    @property
+    def needed_bytes(self) -> float:
+        assert self.memory is not None
+        return needed_bytes(self.memory.total)
+
+    def fits(self, factor: float) -> bool:
+        return factor * self.needed_bytes <= self.rates.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -251,9 +270,7 @@ def predicted(row: Row) -> Prediction | None:
             prediction = predict_step(config, layout, machine_of(row))
     except UserError:
         return None
-    memory = peak(row, config, layout)
-    assert memory is not None
-    return replace(prediction, memory=memory, needed_bytes=needed_bytes(memory.total))
+    return replace(prediction, demand=OfProgram(config, layout, prediction.demand.rates, row))
 
 
 def machine_of(row: Row) -> Machine:
