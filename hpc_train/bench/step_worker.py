@@ -131,7 +131,7 @@ class StepBench:
 def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
     """Measures all blocks and returns the result; None if a stop was requested before the last block."""
     config, mesh = bench.config, bench.mesh
-    loops = [bench.step]
+    loops: list[Loop] = [bench.step]
     _repeat(bench.step, request.warmup + (MOST_STEPS if config.strategy.bucket_cap_mb == "auto" else 0))
     memory = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
