@@ -146,9 +146,11 @@ class CommandLine:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError(
-        message, where="the command line", fix="`python -m hpc_train help` and --hydra-help list the options"
-    )
+    fix = "`python -m hpc_train help` and --hydra-help list the options"
+    found = re.match(r"unrecognized arguments: -+(\w[\w.]*)(=?)([^\s=]*)(?: ([^-\s]\S*))?", message)
+    if found and (found[2] or "." in found[1]):
+        fix = f"{found[1]}={found[3] or found[4] or 'VALUE'}; an override has no dashes before its key"
+    raise UserError(message, where="the command line", fix=fix)
 
 
 def with_right_plus(arguments: Sequence[str]) -> list[str]:
