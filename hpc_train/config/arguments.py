@@ -34,6 +34,7 @@ from hpc_train.config.hydra_settings import (
 )
 from hpc_train.config.jobs import JobComposer, is_choice
 from hpc_train.config.own_files import refuse_unreadable_files
+from hpc_train.config.schema import Config
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
@@ -147,9 +148,14 @@ class CommandLine:
 
 def _refuse(message: str) -> NoReturn:
     fix = "`python -m hpc_train help` and --hydra-help list the options"
-    found = re.match(r"unrecognized arguments: -+(\w[\w.]*)(=?)([^\s=]*)(?: ([^-\s]\S*))?", message)
-    if found and (found[2] or "." in found[1]):
-        fix = f"{found[1]}={found[3] or found[4] or 'VALUE'}; an override has no dashes before its key"
+    if found := re.match(r"unrecognized arguments: -+(\w[\w.]*)(?:=(\S+))?(?:\s|$)", message):
+        name, value = found[1], found[2] or "VALUE"
+        defaults = Config()
+        keys = [f"{group}.{name}" for group in vars(defaults) if hasattr(getattr(defaults, group), name)]
+        if "." in name or hasattr(defaults, name):
+            keys = [name]
+        if len(keys) == 1:
+            fix = f"{keys[0]}={value}; an override has no dashes before its key"
     raise UserError(message, where="the command line", fix=fix)
 
 
