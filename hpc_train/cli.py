@@ -68,6 +68,9 @@ def run(arguments: Sequence[str]) -> int:
         return Exit.REFUSED
 
 
+OF_RUNS = (
+    "status", "top", "logs", "why", "compare", "plot", "report", "stacks", "wait", "sync", "retry", "cancel",
+)  # fmt: skip
 OF_CHECKPOINT = ("export", "import", "verify")  # actions of the command ``checkpoint``
 
 
@@ -81,11 +84,20 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
     if name not in COMMANDS:
         fix = f"checkpoint {name}" if name in OF_CHECKPOINT else nearest(name, sorted(COMMANDS))
         raise UserError(f"unknown command {name!r}", where="the command line", fix=fix)
+    if name in OF_RUNS:
+        _refuse_root(name, rest)
     if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
         name = "help"  # Hydra's own would load every file of every config group
     if not named and arguments == ["--version"]:
         name, rest = "help", ["--version"]
     return function_of(name), rest
+
+
+def _refuse_root(name: str, rest: Sequence[str]) -> None:
+    """Rejects ``run.root=DIR``, which Hydra's commands take, as a word of one that takes the path of a run."""
+    for root in (word.partition("=")[2] for word in rest if word.startswith("run.root=")):
+        fix = f"HPC_TRAIN_ROOT={root} python -m hpc_train {name}, or the path of the run, {root}/NAME"
+        raise UserError(f"{name} takes no overrides", where=f"run.root={root}", fix=fix)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ SHELLS = {  # what defines the completion, and what removes it
     "zsh": (ZSH, "compdef -d hpc-train; unfunction _hpc_train\n"),
     "fish": (FISH, "complete --command hpc-train --erase; functions --erase __hpc_train_complete\n"),
 }
+ACTIONS = ("install", "uninstall", "query")
 OF_RUNS = (
     "status", "logs", "why", "plot", "report", "stacks", "wait", "resume", "retry", "cancel", "checkpoint",
     "evaluate", "generate",
@@ -63,9 +64,13 @@ def main(arguments: list[str]) -> int:
     """Prints the function for the shell, its removal, or the words that may stand at the end of ``COMP_LINE``.
 
     Raises:
-        UserError: ``COMP_LINE`` is not set.
+        UserError: ``arguments`` name no action or no shell of this module, or ``COMP_LINE`` is not set.
     """
     action, _, shell = arguments[-1].partition("=")
+    if len(arguments) != 2 or action not in ACTIONS or shell not in SHELLS:
+        choices = " | ".join(f"install={known}" for known in SHELLS)
+        what = f"{' '.join(arguments)} names no action and shell"
+        raise UserError(what, where=arguments[0], fix=f"{arguments[0]} followed by one of {choices}")
     install, uninstall = SHELLS[shell]
     if action in ("install", "uninstall"):
         print(install if action == "install" else uninstall, end="")
@@ -79,8 +84,8 @@ def main(arguments: list[str]) -> int:
 
 
 def is_own(arguments: Sequence[str]) -> bool:
-    """Returns whether ``arguments`` ask for completion in a shell that this module serves."""
-    return len(arguments) == 2 and arguments[0] in FLAGS and arguments[1].partition("=")[2] in SHELLS
+    """Returns whether ``arguments`` ask for completion."""
+    return bool(arguments) and arguments[0] in FLAGS
 
 
 def complete(line: str) -> list[str]:

@@ -84,7 +84,9 @@ def retry(arguments: list[str]) -> int:
     found = find_runs(options.failed)
     statuses = statuses_of(found, SlurmStatuses())
     unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
-    print(f"resubmitting {len(unfinished)} of {len(found)} runs", file=sys.stderr if options.json else sys.stdout)
+    none = "" if unfinished else ": none has failed, stopped or been cancelled"
+    told = f"resubmitting {len(unfinished)} of {len(found)} runs{none}"
+    print(told, file=sys.stderr if options.json else sys.stdout)
     if not unfinished:
         return Exit.DONE
     sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent

@@ -20,6 +20,7 @@ from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
 from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
+from hpc_train.config.translate import translate
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError, check_all
 from hpc_train.launch.executors.executor import local_shape
@@ -156,10 +157,11 @@ def task(node: DictConfig, run: RunDirectory, line: CommandLine, begun: HeadStar
         if choice is not None:
             print(f"{choice.lines[0]}; table: {run.plan}")
         warn_if_open(run, config)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if (found := translate(error)) is None:
+            raise
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
-        mistake = with_file(error, line)
-        print(mistake, file=sys.stderr)  # Hydra would wrap a raised error into its own message
+        print(with_file(found, line), file=sys.stderr)  # Hydra would wrap a raised error into its own message
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 

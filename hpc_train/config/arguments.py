@@ -34,6 +34,7 @@ from hpc_train.config.hydra_settings import (
 )
 from hpc_train.config.jobs import JobComposer, is_choice
 from hpc_train.config.own_files import refuse_unreadable_files
+from hpc_train.config.schema import Config
 from hpc_train.config.secrets import refuse_secret_arguments
 from hpc_train.errors import UserError
 
@@ -146,9 +147,16 @@ class CommandLine:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError(
-        message, where="the command line", fix="`python -m hpc_train help` and --hydra-help list the options"
-    )
+    fix = "`python -m hpc_train help` and --hydra-help list the options"
+    if found := re.match(r"unrecognized arguments: -+(\w[\w.]*)(?:=(\S+))?(?:\s|$)", message):
+        name, value = found[1], found[2] or "VALUE"
+        defaults = Config()
+        keys = [f"{group}.{name}" for group in vars(defaults) if hasattr(getattr(defaults, group), name)]
+        if "." in name or hasattr(defaults, name):
+            keys = [name]
+        if len(keys) == 1:
+            fix = f"{keys[0]}={value}; an override has no dashes before its key"
+    raise UserError(message, where="the command line", fix=fix)
 
 
 def with_right_plus(arguments: Sequence[str]) -> list[str]:

@@ -37,6 +37,8 @@ def all_mistakes(line: CommandLine, first: UserError) -> UserError:
         return first
     with line.composer() as compose:
         found = _mistakes(sorted(parsed, key=_order), compose)
+    if len(found) == 1 and found[0].what == first.what:
+        return found[0]
     return UserErrors(found) if len(found) > 1 else first
 
 
@@ -50,12 +52,20 @@ def _mistakes(overrides: Sequence[Override], compose: Callable[[Sequence[str]], 
             continue
         values = expand([str(override.input_line)])
         mistakes = [mistake for value in values if (mistake := _mistake([*accepted, *value], compose)) is not None]
-        found |= {str(mistake): mistake for mistake in mistakes}
+        for mistake in mistakes:
+            found.setdefault(f"{mistake.where}: {mistake.what}", _of_all(mistake, override, values))
         if not mistakes:
             accepted += values[0]
         elif is_choice(override):
             unknown.append(key)
     return list(found.values())
+
+
+def _of_all(mistake: UserError, override: Override, values: Sequence[Sequence[str]]) -> UserError:
+    """Returns ``mistake`` with all values of a sweep in its fix, if that adds the key with one of them."""
+    if len(values) > 1 and mistake.fix in [f"+{value}" for each in values for value in each]:
+        return UserError(mistake.what, where=mistake.where, fix=f"+{override.input_line}")
+    return mistake
 
 
 def _mistake(overrides: list[str], compose: Callable[[Sequence[str]], object]) -> UserError | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
@@ -162,7 +162,8 @@ def _of_system(error: OSError) -> UserError | None:
         return UserError("a file would be larger than the limit of this shell", where="ulimit -f", fix=fix)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
-        return UserError(f"the disk or quota is full ({error.strerror})", where="run.root or TMPDIR", fix=fix)
+        where = "run.root or TMPDIR" + ("" if error.filename else ", or the file of a redirected output")
+        return UserError(f"the disk or quota is full ({error.strerror})", where=where, fix=fix)
     return None
 
 
@@ -210,7 +211,8 @@ def _of_value(key: str, first: str) -> UserError | None:
     """Returns the error of a value of the wrong kind, or of a resolver; None for others."""
     wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
     if wrong and wrong[2] in _KINDS:
-        return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
+        value = wrong[1].removesuffix(".0") if re.fullmatch(r"-?\d+\.0", wrong[1]) else "VALUE"  # 1e3 is a float
+        return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}={value}")
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
     if re.search(r"Cannot merge DictConfig with ListConfig|is not a ListConfig|Cannot assign \w+ to Dict", first):
@@ -251,7 +253,9 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
         return f"+{key.removesuffix(f'.{error.key}')}.args.{error.key}=VALUE, or without + if the file sets it"
     if not names and isinstance(error.parent_node, DictConfig):  # a table of any keys
         return f"put + before the override: +{key}"
-    return nearest(error.key, names) if names else ""
+    of_class = "args" in names and OmegaConf.is_config(node := error.parent_node) and node.get("_target_") is not None
+    own = f"; an argument of your own class is +{group}.args.{error.key}=VALUE" if of_class else ""
+    return nearest(error.key, names) + own if names else ""
 
 
 def _names_beside(error: OmegaConfBaseException) -> list[str]:

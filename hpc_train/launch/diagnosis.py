@@ -18,7 +18,7 @@ from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.launch.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
+from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.slurm.client import query
 from hpc_train.telemetry.progress import ended_early
@@ -302,6 +302,8 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
         by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
         known = advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved)
         found.insert(0, more_memory(item.config.cluster.mem) if by_job else known)
+    elif cause is not None:
+        found[:0] = FIX.findall(cause.message)  # of an agent that has refused the run
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(item.run.path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,8 +123,22 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
     except UserError:
         raise
     except Exception as error:
+        place = _raised_in(error)
+        correct = f"correct {place}, or " if place else ""
         raise UserError(
             f"{config._target_} could not be built: {type(error).__name__}: {error}",
-            where="model.args",
-            fix=f"change model.args, which are {dict(config.args)}",
+            where=f"model.args, {place}" if place else "model.args",
+            fix=f"{correct}change model.args, which are {dict(config.args)}",
         ) from error
+
+
+def _raised_in(error: Exception) -> str:
+    """Returns the last line of the file of the target that ``error`` has left, such as ``net.py:14``.
+
+    It is empty if the call itself has failed, or the target is not a user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame of ``_call``
+    if not frames or re.search(r"/(site|dist)-packages/", frames[0].filename):
+        return ""
+    line = next(frame.lineno for frame in reversed(frames) if frame.filename == frames[0].filename)
+    return f"{Path(frames[0].filename).name}:{line}"

@@ -156,7 +156,8 @@ def load(run: RunDirectory) -> Config:
     """Returns the frozen config of ``run``.
 
     Raises:
-        UserError: the config does not exist, is damaged, or was changed after the run was frozen.
+        UserError: the config does not exist, is damaged, was changed after the run was frozen, or is one of another
+            version of hpc_train.
     """
     if not is_present(run.config):
         raise UserError(
@@ -168,6 +169,7 @@ def load(run: RunDirectory) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     from hpc_train.config.compose import converted, escaped
+    from hpc_train.config.translate import translate
 
     data = _unchanged(run)
     try:
@@ -176,7 +178,17 @@ def load(run: RunDirectory) -> Config:
         raise _damaged(run, f"{run.config} cannot be read: {error}") from error
     if not isinstance(node, DictConfig) or not node:
         raise _damaged(run, f"{run.config} is not a config")
-    return converted(node)
+    try:
+        return converted(node)
+    except (UserError, OmegaConfBaseException) as error:
+        found = translate(error)
+        if found is None or not found.what.endswith("is not a config key"):
+            raise
+        raise UserError(
+            f"{run.config} was frozen by another version of hpc_train: here {found.what}",
+            where=str(run.path),
+            fix="use the version that froze it, or start a new run with another run.name",
+        ) from error
 
 
 SETTLE_S = 2.0  # a reader may see the config before a freeze and the record after it

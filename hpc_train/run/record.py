@@ -50,12 +50,13 @@ def read_record(folder: Path) -> dict[str, Any]:
         problem = f"{RECORD} is {error}"
     try:
         found = _read(folder / COPY)
-        _tell_once(f"note: {folder}: {problem}; its copy {COPY} is used and restores it")
+        _tell_once(f"note: {folder}: {problem}; its copy {COPY} is used; the next start restores it")
         return found
     except _Unusable as error:
         problem += f", and its copy {COPY} is {error}"
     if (started := _from_events(folder)) is not None:
-        _tell_once(f"note: {folder}: {problem}; the record in the event of the newest start is used and restores both")
+        found = "the record in the event of the newest start is used; the next start restores both"
+        _tell_once(f"note: {folder}: {problem}; {found}")
         return started
     if is_present(folder / RECORD) or is_present(folder / COPY):
         raise _no_record(folder, problem)

@@ -111,6 +111,9 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
 
     Args:
         over: ``step``, ``hours``, ``samples`` or ``tokens``.
+
+    Raises:
+        UserError: the file cannot be written, for instance because the disk is full.
     """
     from cycler import cycler
     from matplotlib import colormaps, rc_context
@@ -120,7 +123,12 @@ def draw(path: Path, curves: Sequence[Curves], over: str, results: Results | Non
         spread = [colormaps["turbo"](index / (len(curves) - 1)) for index in range(len(curves))]
         colors = {"axes.prop_cycle": cycler(color=spread)}
     with rc_context(colors):  # also while it is saved: only then the color of a line is looked up
-        _figure(curves, over, results).savefig(path, dpi=120)
+        figure = _figure(curves, over, results)
+        try:
+            figure.savefig(path, dpi=120)
+        except OSError as error:
+            fix = "free some space, or name a file on another disk"
+            raise UserError(f"{path} cannot be written ({error.strerror})", where=str(path.parent), fix=fix) from error
 
 
 def _figure(curves: Sequence[Curves], over: str, results: Results | None) -> Figure:

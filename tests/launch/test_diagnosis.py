@@ -86,6 +86,15 @@ def test_a_refusal_is_told_once(run: RunDirectory, capsys: pytest.CaptureFixture
     assert "what to do\n  data.path=DIR\n" in text
 
 
+def test_the_fix_of_a_node_that_refused_the_run_is_what_to_do(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = "n0 has no network interface nope\n  set in: GLOO_SOCKET_IFNAME\n  fix:    unset GLOO_SOCKET_IFNAME"
+    agent(run).write("failed", exit_code=2, message=message, rank=None, node="n0")
+    text = page(run, capsys)
+    assert "what to do\n  unset GLOO_SOCKET_IFNAME\n" in text
+
+
 def test_a_divergence_is_told_once_and_not_resumed(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     message = "no gradient was finite in the last 50 steps"
     fail(run, 0, 0, Failure.NAN, message=message, traceback=message)

@@ -285,6 +285,23 @@ def test_what_cannot_be_built_is_said(target: str, args: dict[str, int], words: 
         build_model(CustomModelConfig(_target_=target, args=args), seed=0)
 
 
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.refuse(width)
+
+    def refuse(self, width: int) -> None:
+        raise ValueError(f"{width} is too wide")
+
+
+def test_an_error_of_a_constructor_names_its_line() -> None:
+    with pytest.raises(UserError, match="4 is too wide") as error:
+        build_model(CustomModelConfig(_target_=f"{HERE}.Narrow", args={"width": 4}), seed=0)
+    line = Narrow.refuse.__code__.co_firstlineno + 1
+    assert error.value.where == f"model.args, test_custom.py:{line}"
+    assert error.value.fix.startswith(f"correct test_custom.py:{line}, or change model.args")
+
+
 class Unfinished(Model):
     def __init__(self, **parts: object) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -16,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.lookup import find_runs
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
-from hpc_train.run.freeze import freeze
+from hpc_train.run.freeze import freeze, load
 from tests.launch.jobs import make_job
 
 MANIFEST = Manifest(step=3, files={METADATA: FileEntry(1, "0")})
@@ -53,6 +54,17 @@ def test_a_listing_has_one_line_for_a_directory_of_another_format(
     assert "not submitted" in shown.out and "has format 2" in shown.err
     with pytest.raises(UserError, match="has format 2"):
         find_runs(str(tmp_path))
+
+
+def test_a_config_with_a_key_of_another_version_names_its_file(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    freeze(job.config, job.run)
+    text = job.run.config.read_text().replace("\ntrain:\n", "\ntrain:\n  later: true\n")
+    job.run.config.write_text(text)
+    job.run.update_record(config_hash=sha256(text.encode()).hexdigest())
+    with pytest.raises(UserError, match="was frozen by another version") as error:
+        load(job.run)
+    assert str(job.run.config) in error.value.what and error.value.what.endswith("train.later is not a config key")
 
 
 def test_a_list_of_checkpoints_has_one_line_for_another_format(tmp_path: Path) -> None:
