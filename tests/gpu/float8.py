@@ -59,16 +59,16 @@ def _errors(probe: Probe, recipe: str) -> list[float]:
 
 
 def _product(recipe: str, device: torch.device, weight: Tensor, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
-    layer = nn.Sequential(nn.Linear(512, 256, bias=False))
-    layer[0].weight.data = weight.clone()
-    layer.to(device)
+    linear = nn.Linear(512, 256, bias=False)
+    linear.weight.data = weight.clone()
+    layer = nn.Sequential(linear).to(device)
     use_float8(layer, PrecisionConfig(name="bf16", fp8=recipe), device)
     given = inputs.to(device).requires_grad_()
     with torch.autocast(device.type, torch.bfloat16):
         result = layer(given)
     result.backward(gradient.to(device, torch.bfloat16))
-    assert given.grad is not None and layer[0].weight.grad is not None
-    return [value.detach().float().cpu() for value in (result, given.grad, layer[0].weight.grad)]
+    assert given.grad is not None and linear.weight.grad is not None
+    return [value.detach().float().cpu() for value in (result, given.grad, linear.weight.grad)]
 
 
 def _speeds(probe: Probe, recipes: list[str]) -> None:
