@@ -96,7 +96,7 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=single", *gpt, "data=mixture", "+data@data.sources.one=custom", "model.vocab_size=16",
          "data.sources.one._target_=tests.doors.custom_data.Counting", "data.collate=tests.doors.custom_data.stacked"],
         ["+strategy=single", *gpt, "data=stream", "data._target_=tests.doors.custom_data.Counted", "data.shards=2",
-         "model.vocab_size=16"],
+         "model.vocab_size=16", "precision=fp8", "precision.weights=bf16"],
         ["script", "+strategy=dp", *TINY],
         ["plan", *TINY, "--machine=cpu", "--gpus=1", "cluster.price.purchase=9000", "cluster.price.spot=1"],
         ["+strategy=auto", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "cluster.machine=h100", "-m",
@@ -182,6 +182,7 @@ WITHOUT_USE = {
     },  # the ratio, and the trial of an optimizer
     "PrecisionConfig.residual": {"parallel.precision"},  # fp32 has no narrower format
     "PrecisionConfig.tf32": {"parallel.precision"},  # for device.type == "cuda"
+    "PrecisionConfig.weights": {"parallel.parallelise", "parallel.precision", "planner.passes"},  # checked to be fp32
     "RunConfig.max_gpu_hours": {"elastic.agent_session"},  # used up by GPUs
     "StrategyConfig.bucket_cap_mb": {"parallel.replicas", "parallel.bucket_search"},  # compared with auto
     "StrategyConfig.compression": {"parallel.compression.build"},  # compared with auto

@@ -91,7 +91,7 @@ def first_step(rank: int, cell: Cell, recipe: str | None) -> tuple[float, Gradie
     return result.loss, {name: whole(value.grad) for name, value in engine.named_parameters().items()}
 
 
-def differences(rank: int, _: int, chosen: list[Cell], recipe: str) -> list[tuple[float, float]]:
+def differences(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> list[tuple[float, float]]:
     """Returns the relative differences of loss and gradients from one process."""
     wanted, expected = alone(chosen[0], recipe)
     found = []
@@ -112,7 +112,7 @@ def test_fp8_is_the_same_under_every_strategy(model: str, recipe: str) -> None:
             assert max(found) < 1e-6, (name, found)
 
 
-def recomputed(rank: int, _: int) -> list[bool]:
+def recomputed(rank: int, world_size: int) -> list[bool]:
     """Returns for each option that saves memory whether the gradients have the same bits."""
     recomputing: list[dict[str, Any]] = [{"activation_checkpointing": mode} for mode in ("full", "ops")]
     _, expected = first_step(rank, replace(cell_of("gpt", {}), world_size=1), "rowwise")
@@ -127,7 +127,7 @@ def test_options_that_save_memory_keep_the_bits() -> None:
     assert run_on_world(1, recomputed) == [[True, True, True]]
 
 
-def context_parallel(rank: int, _: int, recipe: str) -> tuple[float, float]:
+def context_parallel(rank: int, world_size: int, recipe: str) -> tuple[float, float]:
     """Returns how far context parallelism, whose ranks scale their tokens alone, and bf16 are from one process."""
     cell = cell_of("gpt", {"cp": 2})
     _, expected = alone(cell, recipe)
@@ -174,8 +174,9 @@ def test_a_product_and_its_gradients_differ_by_the_rounding_of_their_operands(re
 
 
 def _as_float8(layer: nn.Linear, recipe: str) -> None:
-    layer.__class__ = Float8Linear
-    layer.multiply = float8._multiply(recipe, emulate=True)
+    changed: Any = layer
+    changed.__class__ = Float8Linear
+    changed.multiply = float8._multiply(recipe, emulate=True)
 
 
 def _close(found: Tensor | None, wanted: Tensor | None, magnitudes: Tensor, first: float, second: float) -> None:
@@ -213,8 +214,9 @@ def test_layers_compute_in_fp8_and_keep_names_and_values() -> None:
 
 def test_patterns_sizes_and_frozen_weights_are_left_out() -> None:
     model, precision = whole_model(fp8_skip=["attention", r"layers\.0\."])
-    model.layers["1"].ffn.w1 = nn.Linear(24, 64, device="meta")
-    model.layers["1"].ffn.w2.weight.requires_grad_(False)
+    layer: Any = model.layers["1"]
+    layer.ffn.w1 = nn.Linear(24, 64, device="meta")
+    layer.ffn.w2.weight.requires_grad_(False)
     found = matrices(model, precision)
     assert found.chosen == ("layers.1.ffn.w3", *(f"layers.{n}.ffn.w{k}" for n in (2, 3) for k in (1, 2, 3)))
     assert found.skipped["layers.1.attention.wq"] == found.skipped["layers.0.ffn.w1"] == "precision.fp8_skip"
@@ -234,7 +236,7 @@ def test_a_model_without_such_matrices_is_refused() -> None:
         check_use(model, precision, CPU, compiled=False)
 
 
-def graphs_of(rank: int, _: int) -> list[int]:
+def graphs_of(rank: int, world_size: int) -> list[int]:
     """Returns the number of operations of each graph that two steps of two micro-batches compile."""
     graphs: list[int] = []
 
@@ -295,7 +297,7 @@ def test_a_pattern_that_is_none_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_a_gpu_without_the_units_is_refused(recipe: str, capability: tuple[int, int], refused: bool) -> None:
-    known = {"get_device_name": lambda _: "NVIDIA X", "get_device_capability": lambda _: capability}
+    known: dict[str, Any] = {"get_device_name": lambda _: "NVIDIA X", "get_device_capability": lambda _: capability}
     with mock.patch.multiple(torch.cuda, **known), mock.patch.object(torch.version, "hip", None):
         if not refused:
             check_device(recipe, torch.device("cuda", 0))
@@ -310,7 +312,7 @@ def test_a_gpu_without_the_units_is_refused(recipe: str, capability: tuple[int, 
 )
 def test_amd_gpus_need_to_be_an_mi300_or_later(recipe: str, kind: str, refused: bool) -> None:
     properties = SimpleNamespace(gcnArchName=kind)
-    known = {"get_device_name": lambda _: "AMD X", "get_device_properties": lambda _: properties}
+    known: dict[str, Any] = {"get_device_name": lambda _: "AMD X", "get_device_properties": lambda _: properties}
     with mock.patch.multiple(torch.cuda, **known), mock.patch.object(torch.version, "hip", "7.0"):
         if not refused:
             check_device(recipe, torch.device("cuda", 0))
@@ -319,7 +321,7 @@ def test_amd_gpus_need_to_be_an_mi300_or_later(recipe: str, kind: str, refused: 
             check_device(recipe, torch.device("cuda", 0))
 
 
-def without_torchao(rank: int, _: int) -> str:
+def without_torchao(rank: int, world_size: int) -> str:
     sys.modules["torchao"] = None  # type: ignore[assignment]  # importing it fails
     model, precision = whole_model()
     try:
