@@ -29,6 +29,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch.compiler._cache import CacheInfo
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
@@ -50,7 +52,20 @@ def compile_layers(model: nn.Module) -> None:
         return
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
-        layer.compile(backend=compile_in_turns)
+        _compiled_part(layer).compile(backend=compile_in_turns)
+
+
+def _compiled_part(layer: nn.Module) -> nn.Module:
+    """Returns what is compiled of ``layer``: all of it, with its activation checkpointing, if torch can.
+
+    The graph of a tensor-parallel layer that recomputes everything would keep the mesh for its backward pass, which
+    torch 2.13 takes for a tensor. There the layer is compiled inside of its checkpoint, which runs it again as a whole.
+    """
+    keeps_nothing = isinstance(layer, CheckpointWrapper) and "context_fn" not in layer.checkpoint_fn.keywords
+    if keeps_nothing and any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+        inner: nn.Module = layer._checkpoint_wrapped_module
+        return inner
+    return layer
 
 
 def compile_in_turns(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

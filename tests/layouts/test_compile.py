@@ -13,12 +13,23 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.backends.debugging import aot_eager
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, _turn, artifacts_name, compile_in_turns, compiled_graphs
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.layouts.cells import VOCABULARY, Cell
-from tests.layouts.oracle import local_batch, mesh_of
+from tests.layouts.oracle import (
+    TOLERANCE,
+    Outcome,
+    check_cells,
+    compare_cells,
+    line,
+    local_batch,
+    merge,
+    mesh_of,
+)
 from tests.ranks import run_ranks
 
 
@@ -47,6 +58,65 @@ def test_a_layer_is_one_graph_under_ddp() -> None:
     ddp = {"dp": 2, "data_parallel": "ddp", "bucket_cap_mb": 1.0}
     cell = Cell(2, precision="fp32", strategy=ddp, train={"compile": True})
     assert run_ranks(2, graphs, cell) == [1, 1]  # all layers are equal
+
+
+def without_inductor(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome]:
+    """Compares ``cells`` with one process; their graphs run as AOTAutograd has cut them, without generated code."""
+    import torch._inductor.compile_fx as inductor
+
+    inductor.compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)  # type: ignore[assignment]
+    return compare_cells(rank, world_size, cells)
+
+
+def check_graphs(cells: list[Cell]) -> list[Outcome]:
+    ranks = run_ranks(cells[0].world_size, without_inductor, cells, timeout=280)
+    outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
+    assert all(outcome.worst <= TOLERANCE[outcome.cell.precision] for outcome in outcomes), [*map(line, outcomes)]
+    return outcomes
+
+
+def test_tensor_parallel_layers_are_compiled(record: Callable[..., None]) -> None:
+    """With each way to keep less for the backward pass; the last one has layers of two kinds, with and without."""
+    trains: list[dict[str, Any]] = [
+        {"loss_chunks": 3},
+        {"activation_checkpointing": "full", "activation_offload": "0.1KiB"},
+        {"activation_checkpointing": "ops"},
+        {"activation_checkpointing": "selective:3"},
+    ]
+    models = ("gpt-options", "vit", "gpt-windows", "gpt-tied")
+    chosen = [
+        Cell(2, model, strategy={"tp": 2}, batch={"micro_batches": 2}, train={"compile": True} | train)
+        for model, train in zip(models, trains, strict=True)
+    ]
+    record(check_graphs(chosen), [])
+
+
+def test_tensor_parallel_layers_are_compiled_beside_another_axis(record: Callable[..., None]) -> None:
+    splits: list[dict[str, Any]] = [
+        {"dp": 2, "data_parallel": "allreduce"},
+        {"dp": 2, "data_parallel": "zero1"},
+        {"dp": 2, "data_parallel": "zero3"},
+        {"pp": 2, "schedule": "1f1b"},
+        {"cp": 2, "data_parallel": "allreduce"},
+    ]
+    modes = ("ops", "none", "full", "full", "none")
+    chosen = [
+        Cell(
+            4,
+            "gpt-tied",
+            strategy=split | {"tp": 2},
+            batch={"micro_batches": 4},
+            train={"compile": True, "activation_checkpointing": mode},
+        )
+        for split, mode in zip(splits, modes, strict=True)
+    ]
+    record(check_graphs(chosen), [])
+
+
+@IN_LONG_FORM  # minutes of the C++ compiler
+def test_generated_code_of_tensor_parallel_layers(record: Callable[..., None]) -> None:
+    chosen = [Cell(2, model, strategy={"tp": 2}, train={"compile": True}) for model in ("gpt-options", "vit")]
+    record(check_cells(chosen, timeout=600), [])
 
 
 def attempt(cache: Path, kept: Path) -> tuple[bool, int, int, list[str]]:
