@@ -38,6 +38,8 @@ from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 
+MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
+
 
 def compile_layers(model: nn.Module) -> None:
     """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
@@ -52,7 +54,16 @@ def compile_layers(model: nn.Module) -> None:
         return
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
-        _compiled_part(layer).compile(backend=compile_in_turns)
+        part = _compiled_part(layer)
+        if _is_tensor_parallel(part):  # torch 2.13 cannot trace the gradients of DTensors of unknown sizes
+            part.compile(backend=compile_in_turns, dynamic=False)
+            torch._dynamo.config.recompile_limit = MOST_SHAPES
+        else:
+            part.compile(backend=compile_in_turns)
+
+
+def _is_tensor_parallel(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _compiled_part(layer: nn.Module) -> nn.Module:
@@ -62,7 +73,7 @@ def _compiled_part(layer: nn.Module) -> nn.Module:
     torch 2.13 takes for a tensor. There the layer is compiled inside of its checkpoint, which runs it again as a whole.
     """
     keeps_nothing = isinstance(layer, CheckpointWrapper) and "context_fn" not in layer.checkpoint_fn.keywords
-    if keeps_nothing and any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+    if keeps_nothing and _is_tensor_parallel(layer):
         inner: nn.Module = layer._checkpoint_wrapped_module
         return inner
     return layer
