@@ -16,7 +16,7 @@ again).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from torch.distributed.tensor import DTensor
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.attention import soft_cap
 from hpc_train.models.projections import cast_weight
-from hpc_train.models.transformer import CrossEntropyHead, in_compute_dtype, widened
+from hpc_train.models.transformer import Compiler, CrossEntropyHead, in_compute_dtype, widened
 from hpc_train.models.vocabulary_shard import VocabularyShard, gather_sequence, shard_of
+
+ChunkLoss = Callable[[Tensor, Tensor, float | None, VocabularyShard | None], tuple[Tensor, Tensor]]
 
 FP16_ROWS = 1024  # of one product: a sum over more tokens might exceed the range of fp16, before any loss scale
 
@@ -45,6 +47,7 @@ class LinearHead(CrossEntropyHead):
     """
 
     fused: bool = False
+    _chunk_loss: ChunkLoss | None = None
 
     def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
         super().__init__()
@@ -70,7 +73,18 @@ class LinearHead(CrossEntropyHead):
         if not self._fuses or not torch.is_grad_enabled():
             return super().loss(hidden, targets)
         normed, weight, shard = self._factors(hidden)
-        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard)
+        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard, self._chunk_loss)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Compiles the norm, and what is computed from the logits of a chunk.
+
+        The products with the matrix are one kernel each in any case, and their sum over the chunks stays in place.
+        """
+        if not self._fuses:
+            super().compile_with(compiler)
+            return
+        self._normed = compiler(self._normed)  # type: ignore[method-assign]
+        self._chunk_loss = compiler(compilable_chunk_loss)
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         spread = isinstance(self.output.weight, DTensor)
@@ -82,11 +96,15 @@ class LinearHead(CrossEntropyHead):
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
         """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
-        normed, weight = in_compute_dtype(self.norm(hidden)), cast_weight(self.output)
+        normed, weight = self._normed(hidden), cast_weight(self.output)
         if not isinstance(weight, DTensor):
             return normed, weight, None
-        assert isinstance(normed, DTensor), "the plan of tensor parallelism makes the norm return shards"
-        return gather_sequence(normed), weight.to_local(), shard_of(weight)
+        return normed, weight.to_local(), shard_of(weight)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """Returns the normed hidden states of all tokens; the norm of tensor-parallel ranks returns shards."""
+        normed = in_compute_dtype(self.norm(hidden))
+        return gather_sequence(normed) if isinstance(normed, DTensor) else normed
 
 
 @torch.compiler.disable
@@ -97,6 +115,7 @@ def linear_cross_entropy(
     chunks: int = 1,
     cap: float | None = None,
     shard: VocabularyShard | None = None,
+    chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what ``cross_entropy`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
 
@@ -111,13 +130,14 @@ def linear_cross_entropy(
         cap: bounds the logits.
         shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
             The gradient of ``hidden`` is then the contribution of these words. None: all words.
+        chunk_loss: a compiled ``compilable_chunk_loss``; None computes it by single operators.
 
     Raises:
         IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion).
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         parts = _cut(hidden, targets, chunks)
-        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, cap, shard)
+        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, cap, shard, chunk_loss or _loss_and_gradient)
     # separate nodes, since a schedule with a split backward runs them at different times
     if of_hidden is not None:
         total = _Known.apply(total, hidden, of_hidden)
@@ -136,13 +156,14 @@ def _sum_chunks(
     weight: Tensor,
     cap: float | None,
     shard: VocabularyShard | None,
+    chunk_loss: ChunkLoss,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
     losses, first = [], 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
     for rows, wanted in parts:
-        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, cap, shard)
+        loss, of_logits = chunk_loss(rows @ weight.t(), wanted, cap, shard)
         losses.append(loss)
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
@@ -168,6 +189,31 @@ def _loss_and_gradient(
         wide.mul_(slope)
     factor = (targets != IGNORED) / total
     return loss, torch.mul(wide, factor.unsqueeze(-1), out=logits)
+
+
+def compilable_chunk_loss(
+    logits: Tensor, targets: Tensor, cap: float | None, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """Returns what ``_loss_and_gradient`` returns, without intermediate results in memory once it is compiled.
+
+    The compiler computes exponentials again where they are used: it reads the logits for their largest, for the sum and
+    for the gradient, and writes the gradient in their place. Single operators read and write copies of them in fp32.
+    """
+    wide, slope = (widened(logits), None) if cap is None else _capped(logits, cap)
+    top = wide.amax(-1, keepdim=True)
+    shifted = wide - (top if shard is None else shard.largest(top))
+    own = targets if shard is None else shard.own_targets(targets)
+    word = torch.where(own == IGNORED, 0, own).unsqueeze(-1)
+    chosen = shifted.gather(-1, word).squeeze(-1)  # which also checks that a target is a word
+    sums = torch.stack((shifted.exp().sum(-1), torch.where(own == IGNORED, 0.0, chosen)))
+    total, chosen = sums if shard is None else shard.sum(sums)
+    counts = targets != IGNORED
+    loss = torch.where(counts, total.log() - chosen, 0.0).sum()
+    words = torch.arange(logits.shape[-1], device=logits.device)
+    hit = (words == word) & (own != IGNORED).unsqueeze(-1)
+    gradient = torch.where(hit, shifted.exp() - total.unsqueeze(-1), shifted.exp())
+    gradient = gradient if slope is None else gradient * slope
+    return loss, logits.copy_(gradient * (counts / total).unsqueeze(-1))
 
 
 def _exponentials(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor, Tensor]:

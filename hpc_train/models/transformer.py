@@ -6,6 +6,7 @@ A loss returns a sum and the number of targets, so that the mean is computed onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.model import Head
 from hpc_train.models.own_loss import alone, call_loss
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -134,6 +137,11 @@ class CrossEntropyHead(Head):
         ]
         loss, count = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Compiles the loss, unless it is a subclass's own; evaluations compute it by single operators."""
+        if not self._has_own_loss:
+            self._loss = compiler(self._loss)  # type: ignore[method-assign]
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return torch.stack([count_correct(self(part), wanted) for part, wanted in self._cut(hidden, targets)]).sum()

@@ -1,4 +1,4 @@
-"""Compiles the layers of a model, once per node, and keeps the results for the next attempt of the run.
+"""Compiles the layers and the loss of a model, once per node, and keeps the results for the next attempt of the run.
 
 The compiler (TorchInductor) has a cache on disk (``TORCHINDUCTOR_CACHE_DIR``), which is node-local on Slurm and removed
 with the job. The ranks of a node share it, and take turns where they would compile the same graph, so that the first
@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ from hpc_train.parallel.plain_objects import gather_plain
 MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_model(model: nn.Module) -> None:
     """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
 
-    Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
+    Call it after activation checkpointing and the form of the loss are applied and before the model is sharded. Equal
+    layers are compiled once. A stem or head that has ``compile_with`` chooses what of it is compiled.
+
     Under DDP torch would cut each layer where a bucket of gradients ends, so that the backward pass can reduce a bucket
     before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
     """
@@ -53,13 +56,15 @@ def compile_layers(model: nn.Module) -> None:
         model.compile(backend=compile_in_turns)
         return
     torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
+    # torch 2.13 cannot trace the gradients of DTensors of unknown sizes, so each shape has a graph
+    dynamic = False if _is_tensor_parallel(model) else None
     for layer in layers:
-        part = _compiled_part(layer)
-        if _is_tensor_parallel(part):  # torch 2.13 cannot trace the gradients of DTensors of unknown sizes
-            part.compile(backend=compile_in_turns, dynamic=False)
-            torch._dynamo.config.recompile_limit = MOST_SHAPES
-        else:
-            part.compile(backend=compile_in_turns)
+        _compiled_part(layer).compile(backend=compile_in_turns, dynamic=dynamic)
+    for part in (model.stem, model.head) if isinstance(model, Model) else ():
+        compile_with = getattr(part, "compile_with", None)
+        if compile_with is not None:
+            compile_with(partial(torch.compile, backend=compile_in_turns, dynamic=dynamic))
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:

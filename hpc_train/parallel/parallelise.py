@@ -26,7 +26,7 @@ from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.checkpointing import apply_activation_checkpointing
-from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel.compile import compile_model
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
@@ -129,7 +129,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     apply_loss_form(model, loss_form(config, mesh.layout))
     apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
-        compile_layers(model)
+        compile_model(model)
     least_bytes = parse_activation_offload(config.train.activation_offload)
     if least_bytes is not None:
         offload_activations(model, least_bytes, mesh.device)

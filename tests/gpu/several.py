@@ -258,4 +258,4 @@ def compiled_replicas(probe: Probe) -> None:
         probe.within(f"{strategy}: losses, compiled against not", largest_difference(losses[1], losses[0]), high=SAME)
         for event in runs[1].events("first_step"):  # the forward and the backward of all equal layers
             graphs = event["compiled"] + event["reused"]
-            probe.within(f"{strategy}: graphs that rank 0 has compiled or loaded", graphs, 1, 4)
+            probe.within(f"{strategy}: graphs that rank 0 has compiled or loaded", graphs, 1, 8)

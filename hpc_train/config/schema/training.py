@@ -293,7 +293,9 @@ class TrainConfig:
         choices=("auto",),
         at_least=1,
     )
-    compile: bool = key(False, "Whether each layer is compiled with torch.compile.", when=NOT_DEBUGGED)
+    compile: bool = key(
+        False, "Whether each layer, the head's norm and the loss are compiled with torch.compile.", when=NOT_DEBUGGED
+    )
     nonfinite_limit: int = key(
         50,
         "The number of consecutive steps without a finite gradient after which the run rolls back to a checkpoint. "
