@@ -42,7 +42,7 @@ from hpc_train.parallel.plain_objects import gather_plain
 MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
 
 
-def compile_model(model: nn.Module) -> None:
+def compile_model(model: nn.Module, cuda_graphs: bool = False) -> None:
     """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
 
     Call it after activation checkpointing and the form of the loss are applied and before the model is sharded. Equal
@@ -50,21 +50,26 @@ def compile_model(model: nn.Module) -> None:
 
     Under DDP torch would cut each layer where a bucket of gradients ends, so that the backward pass can reduce a bucket
     before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
+
+    Args:
+        cuda_graphs: whether what is compiled runs as CUDA graphs; each pass of a micro-batch then begins with
+            ``torch.compiler.cudagraph_mark_step_begin``.
     """
+    backend = compile_and_capture if cuda_graphs else compile_in_turns
     layers = layers_of(model)
     if not layers and not isinstance(model, Model):
-        model.compile(backend=compile_in_turns)
+        model.compile(backend=backend)
         return
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = MOST_SHAPES
-    # torch 2.13 cannot trace the gradients of DTensors of unknown sizes, so each shape has a graph
-    dynamic = False if _is_tensor_parallel(model) else None
+    # torch 2.13 cannot trace the gradients of DTensors of unknown sizes, and a CUDA graph has fixed ones
+    dynamic = False if cuda_graphs or _is_tensor_parallel(model) else None
     for layer in layers:
-        _compiled_part(layer).compile(backend=compile_in_turns, dynamic=dynamic)
+        _compiled_part(layer).compile(backend=backend, dynamic=dynamic)
     for part in (model.stem, model.head) if isinstance(model, Model) else ():
         compile_with = getattr(part, "compile_with", None)
         if compile_with is not None:
-            compile_with(partial(torch.compile, backend=compile_in_turns, dynamic=dynamic))
+            compile_with(partial(torch.compile, backend=backend, dynamic=dynamic))
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:
@@ -84,8 +89,19 @@ def _compiled_part(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def compile_in_turns(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles with torch's backend. All layers use this function, since a new function would compile them again."""
+def compile_and_capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles as ``compile_in_turns`` does, into code that records a CUDA graph when it first runs, and replays it."""
+    return compile_in_turns(graph, inputs, {"triton.cudagraphs": True})
+
+
+def compile_in_turns(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compiles with torch's backend. All layers use one function, since a new function would compile them again.
+
+    Args:
+        options: options of the backend, which the backward pass is compiled with as well.
+    """
     from torch._inductor.compile_fx import (  # takes half a second, so only import it to compile
         compile_fx,
         compile_fx_inner,
@@ -95,7 +111,7 @@ def compile_in_turns(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[.
         with _turn(_device(inputs)):  # the compilation does not wait for other ranks
             return compile_fx_inner(graph, inputs, *args, **kwargs)
 
-    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner)
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
     return compiled
 
 

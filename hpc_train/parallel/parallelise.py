@@ -32,6 +32,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
 from hpc_train.plan.activation_offload import parse_activation_offload
+from hpc_train.plan.compilation import uses_cuda_graphs
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.loss_chunks import LossForm, loss_form
 from hpc_train.plan.recomputation import recomputation_of
@@ -129,7 +130,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     apply_loss_form(model, loss_form(config, mesh.layout))
     apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
-        compile_model(model)
+        compile_model(model, uses_cuda_graphs(config))
     least_bytes = parse_activation_offload(config.train.activation_offload)
     if least_bytes is not None:
         offload_activations(model, least_bytes, mesh.device)

@@ -41,6 +41,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "activation_offload",
         "loss_chunks",
         "compile",
+        "cuda_graphs",
         "nonfinite_limit",
         "spike_mads",
         "max_rollbacks",

@@ -31,7 +31,15 @@ ERROR = 0.08
 ROWS = 10  # of the table
 MOST_COUNTS = 32  # numbers of nodes for which a layout is chosen; each may take a second
 _OPTIMIZER = ("name", "_target_", "args", "moments", "elementwise", "state_per_parameter", "groups")
-_TRAINING = ("activation_checkpointing", "activation_offload", "compile", "loss_chunks", "debug", "reproducible")
+_TRAINING = (
+    "activation_checkpointing",
+    "activation_offload",
+    "compile",
+    "cuda_graphs",
+    "loss_chunks",
+    "debug",
+    "reproducible",
+)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,10 @@ TOGETHER = (
     Check("overlap", "tests.gpu.several:overlap", 120, gpus=2, expected_s=45),
 )
 
+LATER = (Check("cuda_graphs", "tests.gpu.training:cuda_graphs", 120, expected_s=40),)  # if the visit has time left
+ALL = (*ALONE, *TOGETHER, *LATER)
+
 
 def checks_for(gpus: int, cpu_ranks: int = 0) -> tuple[Check, ...]:
     """Returns the checks of a machine: with several GPUs first those that need them."""
-    return (*TOGETHER, *ALONE) if gpus > 1 else (*ALONE, *TOGETHER)
+    return (*TOGETHER, *ALONE, *LATER) if gpus > 1 else (*ALONE, *TOGETHER, *LATER)

@@ -296,6 +296,12 @@ class TrainConfig:
     compile: bool = key(
         False, "Whether each layer, the head's norm and the loss are compiled with torch.compile.", when=NOT_DEBUGGED
     )
+    cuda_graphs: bool = key(
+        False,
+        "Whether compiled code runs as CUDA graphs, which take the time of one launch for all kernels of a layer. They "
+        "pay where the GPU waits for the host: small models and micro-batches. Strategies single and dp support it.",
+        when=when("train.compile", True),
+    )
     nonfinite_limit: int = key(
         50,
         "The number of consecutive steps without a finite gradient after which the run rolls back to a checkpoint. "
