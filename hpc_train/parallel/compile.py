@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.compiler._cache import CacheInfo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -38,11 +40,12 @@ from hpc_train.models.model import Model
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
+from hpc_train.plan.compilation import CompilerMode
 
 MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
 
 
-def compile_model(model: nn.Module, cuda_graphs: bool = False) -> None:
+def compile_model(model: nn.Module, mode: CompilerMode = CompilerMode.PLAIN) -> None:
     """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
 
     Call it after activation checkpointing and the form of the loss are applied and before the model is sharded. Equal
@@ -52,10 +55,10 @@ def compile_model(model: nn.Module, cuda_graphs: bool = False) -> None:
     before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
 
     Args:
-        cuda_graphs: whether what is compiled runs as CUDA graphs; each pass of a micro-batch then begins with
-            ``torch.compiler.cudagraph_mark_step_begin``.
+        mode: ``CUDA_GRAPHS`` requires that each pass of a micro-batch begins with
+            ``torch.compiler.cudagraph_mark_step_begin``, ``ASYNC_TP`` that ``share_memory`` was called.
     """
-    backend = compile_and_capture if cuda_graphs else compile_in_turns
+    backend = BACKENDS[mode]
     layers = layers_of(model)
     if not layers and not isinstance(model, Model):
         model.compile(backend=backend)
@@ -63,7 +66,7 @@ def compile_model(model: nn.Module, cuda_graphs: bool = False) -> None:
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     # torch 2.13 cannot trace the gradients of DTensors of unknown sizes, and a CUDA graph has fixed ones
-    dynamic = False if cuda_graphs or _is_tensor_parallel(model) else None
+    dynamic = False if mode == CompilerMode.CUDA_GRAPHS or _is_tensor_parallel(model) else None
     for layer in layers:
         _compiled_part(layer).compile(backend=backend, dynamic=dynamic)
     for part in (model.stem, model.head) if isinstance(model, Model) else ():
@@ -94,6 +97,26 @@ def compile_and_capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callabl
     return compile_in_turns(graph, inputs, {"triton.cudagraphs": True})
 
 
+def compile_and_overlap(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles as ``compile_in_turns`` does, and joins products with the collectives of their operands and results.
+
+    torch 2.11 and 2.13 find the two gathers and the two scatters of each pass of a GPT's layer.
+    """
+    return compile_in_turns(graph, inputs, {"_micro_pipeline_tp": True})
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Lets the compiled code of the ranks of ``group`` use symmetric memory. Collective when that first runs.
+
+    torch 2.11 and 2.13 call this unnecessary, but their compiler looks up whether it was done.
+    """
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
 def compile_in_turns(
     graph: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -113,6 +136,13 @@ def compile_in_turns(
 
     compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
     return compiled
+
+
+BACKENDS: dict[CompilerMode, Callable[..., Any]] = {
+    CompilerMode.PLAIN: compile_in_turns,
+    CompilerMode.CUDA_GRAPHS: compile_and_capture,
+    CompilerMode.ASYNC_TP: compile_and_overlap,
+}
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

@@ -25,7 +25,7 @@ from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import autocast, compute_dtype
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
-from hpc_train.plan.compilation import uses_cuda_graphs
+from hpc_train.plan.compilation import CompilerMode, compiler_mode
 
 
 class ReplicaEngine:
@@ -50,7 +50,7 @@ class ReplicaEngine:
         )
         self._parameters = named_parameters([self._model], tied)
         self._statistics = batch_norm.running_statistics(self._model)
-        self._graphed = uses_cuda_graphs(config)
+        self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
         # CUDA graphs read parameters where they are, but would copy the casts of each step
         casts = None if mesh.layout.shards_state or self._graphed else compute_dtype(self._precision)
         self._casts = KeptCasts([self._model], casts)

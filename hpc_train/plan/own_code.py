@@ -32,6 +32,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "compression_rank",
         "compression_warmup_steps",
         "static_graph",
+        "async_tp",
         "offload",
     ),
     "train": (

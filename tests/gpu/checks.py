@@ -46,6 +46,7 @@ TOGETHER = (
     Check("transports", "tests.gpu.several:transports", 120, gpus=2, expected_s=30),
     Check("killed_in_a_collective", "tests.gpu.several:killed_in_a_collective", 120, gpus=2, expected_s=35),
     Check("compiled_replicas", "tests.gpu.several:compiled_replicas", 120, gpus=2, expected_s=90),
+    Check("async_tp", "tests.gpu.several:async_tp", 180, gpus=2, expected_s=80),
     Check("overlap", "tests.gpu.several:overlap", 120, gpus=2, expected_s=45),
 )
 

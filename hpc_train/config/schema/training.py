@@ -45,6 +45,11 @@ class StrategyConfig:
         "heads and the sequence length.",
         at_least=1,
     )
+    async_tp: bool = key(
+        False,
+        "Whether compiled tensor-parallel layers overlap their collectives with the products beside them. It needs "
+        "train.compile=true, GPUs that reach each other's memory (NVLink) and cluster.visible_gpus=all.",
+    )
     data_parallel: str = key(
         "ddp",
         "How data-parallel ranks synchronize: a built-in kind or package.module:ROW. auto: strategy=auto chooses.",
