@@ -133,7 +133,8 @@ def linear_cross_entropy(
         chunk_loss: a compiled ``compilable_chunk_loss``; None computes it by single operators.
 
     Raises:
-        IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion).
+        IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion). A compiled
+            ``chunk_loss`` raises RuntimeError.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         parts = _cut(hidden, targets, chunks)

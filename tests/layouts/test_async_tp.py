@@ -48,7 +48,7 @@ def test_what_is_missing_is_named_in_one_message(config: Config, missing: str) -
 def test_it_needs_a_gpu() -> None:
     assert validate(asynchronous(), 1, 2).tp == 2
     check_compiler_device(asynchronous(), gpus=2)
-    with pytest.raises(UserError, match="strategy.async_tp needs GPUs"):
+    with pytest.raises(UserError, match="async_tp needs GPUs"):
         check_compiler_device(asynchronous(), gpus=0)
 
 
