@@ -34,7 +34,7 @@ from hpc_train.parallel.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import (
     apply_loss_form,
-    compile_layers,
+    compile_model,
     is_meta,
     materialise,
 )
@@ -71,7 +71,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
     apply_loss_form(model, loss_form(config, mesh.layout))  # or the loops would compute different products
     apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
-        compile_layers(model)
+        compile_model(model)
     return BareLoop(model, loops[kind](model, config, mesh))
 
 

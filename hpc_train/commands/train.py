@@ -30,6 +30,7 @@ from hpc_train.launch.job_status import outcome, view_at_end
 from hpc_train.launch.launcher import Ended, collect_garbage, register_launcher
 from hpc_train.launch.search import JobFailed
 from hpc_train.launch.submission import with_layout
+from hpc_train.plan.compilation import check_compiler_device
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
 from hpc_train.plan.without_effect import Place, notices, without_effect
@@ -211,6 +212,7 @@ def _check_layout(config: Config, line: CommandLine, overrides: Sequence[str]) -
     """Checks the whole config and prints a line about the keys that the user sets without an effect."""
     nodes, gpus, workers = local_shape(config.cluster)
     layout = validate(config, nodes, workers)
+    check_compiler_device(config, gpus)
     place = Place(launched=False, submitted=False, in_job=in_allocation(), gpus=gpus)
     for text in notices({0: without_effect(config, layout, place, user_keys(line, overrides))}):
         print(text, file=sys.stderr)

@@ -42,7 +42,8 @@ def generation_config(run: Config, overrides: Sequence[str]) -> Config:
         gpus = min(1, workers_per_node(config.cluster)[0])
         config = replace(config, cluster=replace(config.cluster, gpus_per_node=gpus, cpu_workers=1))
     # one row at a time is computed, whose length grows: neither a batch nor compiled code of one shape is of use
-    return replace(config, train=replace(config.train, compile=False), metrics={}, eval_sets={})
+    strategy, train = replace(config.strategy, async_tp=False), replace(config.train, compile=False)
+    return replace(config, strategy=strategy, train=train, metrics={}, eval_sets={})
 
 
 def _check_language_model(config: Config) -> None:

@@ -19,6 +19,7 @@ from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import in_allocation, select_executor
 from hpc_train.launch.job_status import NOT_STARTED, View
+from hpc_train.plan.compilation import check_compiler_device
 from hpc_train.plan.open_keys import check_chosen, open_keys
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
@@ -137,6 +138,8 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
         fewest = fewest_nodes(config)
         if fewest < nodes:
             validate(config, fewest, workers, device_bytes)  # the job must also be able to run on the fewest nodes
+    with mistakes.collected():
+        check_compiler_device(config, gpus)
     with mistakes.collected():
         check_freeze(config, run)
     mistakes.report()

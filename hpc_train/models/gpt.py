@@ -43,7 +43,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class GPTStem(nn.Module):
-    """Embeds token ids ``[micro, seq]`` as hidden states ``[micro, seq, dim]``."""
+    """Embeds token ids ``[micro, seq]`` as hidden states ``[micro, seq, dim]``.
+
+    It is not compiled. Besides the look-up there is little more than a cast, and the compiler would add up the
+    gradients of a word by atomic additions, whose order, and so their rounding, differs from step to step.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

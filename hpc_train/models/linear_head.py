@@ -16,7 +16,7 @@ again).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,22 @@ from torch.distributed.tensor import DTensor
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.attention import soft_cap
 from hpc_train.models.projections import cast_weight
-from hpc_train.models.transformer import CrossEntropyHead, in_compute_dtype, widened
+from hpc_train.models.transformer import Compiler, CrossEntropyHead, in_compute_dtype, widened
 from hpc_train.models.vocabulary_shard import VocabularyShard, gather_sequence, shard_of
 
 FP16_ROWS = 1024  # of one product: a sum over more tokens might exceed the range of fp16, before any loss scale
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """The bound of the logits, the words of this rank, and the coefficient of the z-loss."""
+
+    cap: float | None
+    shard: VocabularyShard | None
+    z_loss: float
+
+
+ChunkLoss = Callable[[Tensor, Tensor, _Logits], tuple[Tensor, Tensor]]
 
 
 class LinearHead(CrossEntropyHead):
@@ -46,6 +58,7 @@ class LinearHead(CrossEntropyHead):
     """
 
     fused: bool = False
+    _chunk_loss: ChunkLoss | None = None
 
     def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
         super().__init__()
@@ -71,7 +84,19 @@ class LinearHead(CrossEntropyHead):
         if not self._fuses or not torch.is_grad_enabled():
             return super().loss(hidden, targets)
         normed, weight, shard = self._factors(hidden)
-        return linear_cross_entropy(normed, weight, targets, self.chunks, self._cap, shard, self.z_loss)
+        form = (self.chunks, self._cap, shard, self.z_loss, self._chunk_loss)
+        return linear_cross_entropy(normed, weight, targets, *form)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Compiles the norm, and what is computed from the logits of a chunk.
+
+        The products with the matrix are one kernel each in any case, and their sum over the chunks stays in place.
+        """
+        if not self._fuses:
+            super().compile_with(compiler)
+            return
+        self._normed = compiler(self._normed)  # type: ignore[method-assign]
+        self._chunk_loss = compiler(compilable_chunk_loss)
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         spread = isinstance(self.output.weight, DTensor)
@@ -83,11 +108,15 @@ class LinearHead(CrossEntropyHead):
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
         """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
-        normed, weight = in_compute_dtype(self.norm(hidden)), cast_weight(self.output)
+        normed, weight = self._normed(hidden), cast_weight(self.output)
         if not isinstance(weight, DTensor):
             return normed, weight, None
-        assert isinstance(normed, DTensor), "the plan of tensor parallelism makes the norm return shards"
-        return gather_sequence(normed), weight.to_local(), shard_of(weight)
+        return normed, weight.to_local(), shard_of(weight)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """Returns the normed hidden states of all tokens; the norm of tensor-parallel ranks returns shards."""
+        normed = in_compute_dtype(self.norm(hidden))
+        return gather_sequence(normed) if isinstance(normed, DTensor) else normed
 
 
 @torch._disable_dynamo
@@ -99,6 +128,7 @@ def linear_cross_entropy(
     cap: float | None = None,
     shard: VocabularyShard | None = None,
     z_loss: float = 0.0,
+    chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what ``cross_entropy_with_z`` returns for the logits ``soft_cap(hidden @ weight.T, cap)``.
 
@@ -114,13 +144,16 @@ def linear_cross_entropy(
         shard: the words of this rank; all ranks of its group call the function with the same hidden states and targets.
             The gradient of ``hidden`` is then the contribution of these words. None: all words.
         z_loss: the coefficient of the z-loss; with 0 the result is that of ``cross_entropy``.
+        chunk_loss: a compiled ``compilable_chunk_loss``; None computes it by single operators.
 
     Raises:
-        IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion).
+        IndexError: a target is not one of the classes (on CPUs; on GPUs a kernel raises an assertion). A compiled
+            ``chunk_loss`` raises RuntimeError.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         parts = _cut(hidden, targets, chunks)
-        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, _Logits(cap, shard, z_loss))
+        form = (_Logits(cap, shard, z_loss), chunk_loss or _loss_and_gradient)
+        total, of_hidden, of_weight = _sum_chunks(parts, hidden, weight, *form)
     # separate nodes, since a schedule with a split backward runs them at different times
     if of_hidden is not None:
         total = _Known.apply(total, hidden, of_hidden)
@@ -138,13 +171,14 @@ def _sum_chunks(
     hidden: Tensor,
     weight: Tensor,
     kind: _Logits,
+    chunk_loss: ChunkLoss,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
     losses, first = [], 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
     for rows, wanted in parts:
-        loss, of_logits = _loss_and_gradient(rows @ weight.t(), wanted, kind)
+        loss, of_logits = chunk_loss(rows @ weight.t(), wanted, kind)
         losses.append(loss)
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
@@ -153,15 +187,6 @@ def _sum_chunks(
         first += len(rows)
         del of_logits  # or the next chunk's logits would be computed beside it
     return torch.stack(losses).sum(), of_hidden, of_weight
-
-
-@dataclass(frozen=True)
-class _Logits:
-    """The bound of the logits, the words of this rank, and the coefficient of the z-loss."""
-
-    cap: float | None
-    shard: VocabularyShard | None
-    z_loss: float
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[Tensor, Tensor]:
@@ -182,6 +207,35 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[
         wide.mul_(slope)
     factor = (targets != IGNORED) / total
     return loss, torch.mul(wide, factor.unsqueeze(-1), out=logits)
+
+
+def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[Tensor, Tensor]:
+    """Returns what ``_loss_and_gradient`` returns, without intermediate results in memory once it is compiled.
+
+    The compiler computes exponentials again where they are used: it reads the logits for their largest, for the sum and
+    for the gradient, and writes the gradient in their place. Single operators read and write copies of them in fp32.
+    """
+    shard = kind.shard
+    wide, slope = (widened(logits), None) if kind.cap is None else _capped(logits, kind.cap)
+    top = wide.amax(-1, keepdim=True)
+    top = top if shard is None else shard.largest(top)
+    shifted = wide - top
+    own = targets if shard is None else shard.own_targets(targets)
+    word = torch.where(own == IGNORED, 0, own).unsqueeze(-1)
+    chosen = shifted.gather(-1, word).squeeze(-1)  # which also checks that a target is a word
+    sums = torch.stack((shifted.exp().sum(-1), torch.where(own == IGNORED, 0.0, chosen)))
+    total, chosen = sums if shard is None else shard.sum(sums)
+    counts, gradient = targets != IGNORED, shifted.exp()
+    loss = torch.where(counts, total.log() - chosen, 0.0).sum()
+    if kind.z_loss:
+        normaliser = total.log() + top.squeeze(-1)
+        loss = loss + kind.z_loss * torch.where(counts, normaliser.square(), 0.0).sum()
+        gradient = gradient * (1 + 2 * kind.z_loss * normaliser).unsqueeze(-1)
+    words = torch.arange(logits.shape[-1], device=logits.device)
+    hit = (words == word) & (own != IGNORED).unsqueeze(-1)
+    gradient = torch.where(hit, gradient - total.unsqueeze(-1), gradient)
+    gradient = gradient if slope is None else gradient * slope
+    return loss, logits.copy_(gradient * (counts / total).unsqueeze(-1))
 
 
 def _exponentials(

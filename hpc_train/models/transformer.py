@@ -18,6 +18,8 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.models.model import Head
 from hpc_train.models.own_loss import alone, call_loss
 
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 class RMSNorm(nn.RMSNorm):
     """Normalises hidden states by their root mean square, under autocast as ``_normalised`` describes."""
@@ -138,6 +140,11 @@ class CrossEntropyHead(Head):
         ]
         loss, count = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Compiles the loss, unless it is a subclass's own; evaluations compute it by single operators."""
+        if not self._has_own_loss:
+            self._loss = compiler(self._loss)  # type: ignore[method-assign]
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return torch.stack([count_correct(self(part), wanted) for part, wanted in self._cut(hidden, targets)]).sum()

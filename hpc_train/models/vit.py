@@ -17,7 +17,7 @@ from hpc_train.config.schema import ViTConfig
 from hpc_train.models import families
 from hpc_train.models.attention import Attention
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.transformer import CrossEntropyHead, LayerNorm, PreNormLayer
+from hpc_train.models.transformer import Compiler, CrossEntropyHead, LayerNorm, PreNormLayer
 
 
 class PatchProjection(nn.Conv2d):
@@ -50,6 +50,10 @@ class ViTStem(nn.Module):
         patches = self.patch(inputs).flatten(2).transpose(1, 2)
         first, positions = (value.to(patches.dtype) for value in (self.class_token, self.position_embedding))
         return self.dropout(torch.cat((first.expand(patches.shape[0], -1, -1), patches), dim=1) + positions)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Compiles the stem: everything but the convolution is one kernel then."""
+        self.forward = compiler(self.forward)  # type: ignore[method-assign]
 
 
 class MLP(nn.Module):

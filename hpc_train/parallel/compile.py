@@ -1,4 +1,4 @@
-"""Compiles the layers of a model, once per node, and keeps the results for the next attempt of the run.
+"""Compiles the layers and the loss of a model, once per node, and keeps the results for the next attempt of the run.
 
 The compiler (TorchInductor) has a cache on disk (``TORCHINDUCTOR_CACHE_DIR``), which is node-local on Slurm and removed
 with the job. The ranks of a node share it, and take turns where they would compile the same graph, so that the first
@@ -18,16 +18,21 @@ import hashlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.compiler._cache import CacheInfo
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
@@ -35,29 +40,94 @@ from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
+from hpc_train.plan.compilation import CompilerMode
+
+MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_model(model: nn.Module, mode: CompilerMode = CompilerMode.PLAIN) -> None:
     """Compiles each layer or block of ``model`` in place, or the whole model if it has none.
 
-    Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
+    Call it after activation checkpointing and the form of the loss are applied and before the model is sharded. Equal
+    layers are compiled once. A stem or head that has ``compile_with`` chooses what of it is compiled.
+
     Under DDP torch would cut each layer where a bucket of gradients ends, so that the backward pass can reduce a bucket
     before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
+
+    Args:
+        mode: ``CUDA_GRAPHS`` requires that each pass of a micro-batch begins with
+            ``torch.compiler.cudagraph_mark_step_begin``, ``ASYNC_TP`` that ``share_memory`` was called.
     """
+    backend = BACKENDS[mode]
     layers = layers_of(model)
     if not layers and not isinstance(model, Model):
-        model.compile(backend=compile_in_turns)
+        model.compile(backend=backend)
         return
     import torch._dynamo  # takes 0.3 s; a worker prints its first lines before
 
     torch._dynamo.config.optimize_ddp = False
     torch.compiler.assume_constant_result(kernel_for)
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
+    # torch 2.13 cannot trace the gradients of DTensors of unknown sizes, and a CUDA graph has fixed ones
+    dynamic = False if mode == CompilerMode.CUDA_GRAPHS or _is_tensor_parallel(model) else None
     for layer in layers:
-        layer.compile(backend=compile_in_turns)
+        _compiled_part(layer).compile(backend=backend, dynamic=dynamic)
+    for part in (model.stem, model.head) if isinstance(model, Model) else ():
+        compile_with = getattr(part, "compile_with", None)
+        if compile_with is not None:
+            compile_with(partial(torch.compile, backend=backend, dynamic=dynamic))
 
 
-def compile_in_turns(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles with torch's backend. All layers use this function, since a new function would compile them again."""
+def _is_tensor_parallel(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _compiled_part(layer: nn.Module) -> nn.Module:
+    """Returns what is compiled of ``layer``: all of it, with its activation checkpointing, if torch can.
+
+    The graph of a tensor-parallel layer that recomputes everything would keep the mesh for its backward pass, which
+    torch 2.13 takes for a tensor. There the layer is compiled inside of its checkpoint, which runs it again as a whole.
+    """
+    keeps_nothing = isinstance(layer, CheckpointWrapper) and "context_fn" not in layer.checkpoint_fn.keywords
+    if keeps_nothing and _is_tensor_parallel(layer):
+        inner: nn.Module = layer._checkpoint_wrapped_module
+        return inner
+    return layer
+
+
+def compile_and_capture(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles as ``compile_in_turns`` does, into code that records a CUDA graph when it first runs, and replays it."""
+    return compile_in_turns(graph, inputs, {"triton.cudagraphs": True})
+
+
+def compile_and_overlap(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles as ``compile_in_turns`` does, and joins products with the collectives of their operands and results.
+
+    torch 2.11 and 2.13 find the two gathers and the two scatters of each pass of a GPT's layer.
+    """
+    return compile_in_turns(graph, inputs, {"_micro_pipeline_tp": True})
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Lets the compiled code of the ranks of ``group`` use symmetric memory. Collective when that first runs.
+
+    torch 2.11 and 2.13 call this unnecessary, but their compiler looks up whether it was done.
+    """
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
+def compile_in_turns(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compiles with torch's backend. All layers use one function, since a new function would compile them again.
+
+    Args:
+        options: options of the backend, which the backward pass is compiled with as well.
+    """
     from torch._inductor.compile_fx import (  # takes half a second, so only import it to compile
         compile_fx,
         compile_fx_inner,
@@ -67,8 +137,15 @@ def compile_in_turns(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[.
         with _turn(_device(inputs)):  # the compilation does not wait for other ranks
             return compile_fx_inner(graph, inputs, *args, **kwargs)
 
-    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner)
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
     return compiled
+
+
+BACKENDS: dict[CompilerMode, Callable[..., Any]] = {
+    CompilerMode.PLAIN: compile_in_turns,
+    CompilerMode.CUDA_GRAPHS: compile_and_capture,
+    CompilerMode.ASYNC_TP: compile_and_overlap,
+}
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

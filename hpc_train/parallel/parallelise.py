@@ -26,7 +26,7 @@ from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.checkpointing import apply_activation_checkpointing
-from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.float8 import use_float8
 from hpc_train.parallel.masters import narrow_weights
@@ -34,6 +34,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
 from hpc_train.plan.activation_offload import parse_activation_offload
+from hpc_train.plan.compilation import CompilerMode, compiler_mode
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.loss_chunks import LossForm, loss_form
 from hpc_train.plan.recomputation import recomputation_of
@@ -134,7 +135,10 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     apply_loss_form(model, loss_form(config, mesh.layout))
     apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
     if config.train.compile:
-        compile_layers(model)
+        mode = compiler_mode(config)
+        if mode == CompilerMode.ASYNC_TP:
+            share_memory(mesh.group("tp"))
+        compile_model(model, mode)
     least_bytes = parse_activation_offload(config.train.activation_offload)
     if least_bytes is not None:
         offload_activations(model, least_bytes, mesh.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import autocast, kept_dtype
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
+from hpc_train.plan.compilation import CompilerMode, compiler_mode
 
 
 class ReplicaEngine:
@@ -51,7 +52,10 @@ class ReplicaEngine:
             self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates
         )
         self._statistics = batch_norm.running_statistics(self._model)
-        self._casts = KeptCasts([self._model], kept_dtype(config.precision, mesh.layout))
+        self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
+        # CUDA graphs read parameters where they are, but would copy the casts of each step
+        casts = None if self._graphed else kept_dtype(config.precision, mesh.layout)
+        self._casts = KeptCasts([self._model], casts)
 
     def _make_updates(self, config: Config) -> UpdatesInBackward | None:
         if not config.optim.in_backward:
@@ -81,8 +85,7 @@ class ReplicaEngine:
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        clear_gradients(self._parameters.values(), keep_memory=self._graphed)
         factor = self._replicas.loss_factor / max(1, batch.target_count)
         self._replicas.begin(step, len(batch.micro_batches))
         with self._casts.step():
@@ -134,7 +137,8 @@ class ReplicaEngine:
         was_training = self._model.training
         self._model.eval()
         with torch.no_grad(), autocast(self._precision, self._mesh.device):
-            found: Tensor = whole_sequence(self._model(own.inputs, own.context), self._mesh)
+            outputs = self._model(own.inputs, own.context)
+            found: Tensor = whole_sequence(outputs.clone() if self._graphed else outputs, self._mesh)
         self._replicas.evaluated()
         self._model.train(was_training)
         return found
@@ -149,12 +153,18 @@ class ReplicaEngine:
 
     def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:
         own = self._own_tokens(micro)
+        if self._graphed:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             with autocast(self._precision, self._mesh.device):
-                return module(own.inputs, own.context, own.targets)
+                found = module(own.inputs, own.context, own.targets)
         except IndexError as error:
             _refuse_target(error, micro)
             raise
+        if not self._graphed:
+            return found
+        # the next micro-batch uses the memory of these results again
+        return tuple(value.clone() if isinstance(value, Tensor) else value for value in found)
 
     def _own_tokens(self, micro: Batch) -> Batch:
         """Returns the tokens of ``micro`` that this rank computes."""
@@ -186,3 +196,22 @@ def _refuse_target(error: IndexError, micro: Batch) -> None:
 
 def _total(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum(0)
+
+
+def clear_gradients(parameters: Iterable[nn.Parameter], keep_memory: bool) -> None:
+    """Begins a step without gradients.
+
+    Args:
+        keep_memory: whether gradients stay allocated and are set to zero. Otherwise the first micro-batch's become the
+            parameters' without a copy, which a CUDA graph does not allow: its next replay writes to the same memory.
+    """
+    kept: list[Tensor] = []
+    for parameter in parameters:
+        if not keep_memory:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            kept.append(parameter.grad)
+        elif parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    if kept:
+        torch._foreach_zero_(kept)

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -43,6 +46,8 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
     with keep_shared(model):
         parallelize_module(model, tp_mesh, plan)
     model.sequence_shards = tp_mesh.size() if split.shards_sequence else 1
+    if model.stem is not None:
+        model.stem.register_forward_hook(_complete)
 
 
 def check_sequence(model: Model, inputs: Tensor) -> None:
@@ -53,3 +58,21 @@ def check_sequence(model: Model, inputs: Tensor) -> None:
             where="data.sequence_length, strategy.tp",
             fix=f"use a multiple of {model.sequence_shards} as data.sequence_length",
         )
+
+
+def _complete(_: nn.Module, __: Any, hidden: Any) -> Any:
+    """Waits for the collective that ends a stem, since compiled layers return no gradient for what is not complete."""
+    return _Completed.apply(hidden) if isinstance(hidden, AsyncCollectiveTensor) else hidden
+
+
+class _Completed(torch.autograd.Function):
+    """Returns the complete tensor. The layers use it at once, so nothing could overlap with the collective."""
+
+    @staticmethod
+    def forward(ctx: Any, value: AsyncCollectiveTensor) -> Tensor:
+        return value.trigger_wait()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -301,12 +301,6 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
 
 
 def _check_tensor_parallel(config: Config, asked: str, holders: int, tp: int) -> None:
-    if tp > 1 and config.train.compile:
-        raise UserError(
-            "train.compile fails in the backward under tensor parallelism (torch 2.13)",
-            where="train.compile, strategy.tp",
-            fix="train.compile=false, or strategy.tp=1",
-        )
     if tp > 1 and holders > 1 and not find_kind(asked).tensor_parallel:
         raise UserError(
             f"strategy.data_parallel={find_kind(asked).name} cannot reduce the gradients of tensor-parallel parameters",

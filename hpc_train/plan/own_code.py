@@ -32,6 +32,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "compression_rank",
         "compression_warmup_steps",
         "static_graph",
+        "async_tp",
         "offload",
     ),
     "train": (
@@ -42,6 +43,7 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "loss_chunks",
         "z_loss",
         "compile",
+        "cuda_graphs",
         "nonfinite_limit",
         "spike_mads",
         "max_rollbacks",

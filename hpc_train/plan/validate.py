@@ -38,6 +38,7 @@ from hpc_train.config.values import (
 )
 from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.plan.activation_offload import parse_activation_offload
+from hpc_train.plan.compilation import check_compilation
 from hpc_train.plan.context import check_context_parallel
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
@@ -313,6 +314,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     check_z_loss,
     check_float8,
     check_weights,
+    check_compilation,
     lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
 )
 

@@ -19,6 +19,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
 from hpc_train.errors import UserError
+from hpc_train.plan.compilation import compiler_mode
 from hpc_train.plan.open_keys import SIMPLEST, open_keys
 from hpc_train.plan.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
@@ -105,6 +106,7 @@ def question(config: Config, devices: Devices, machine: str) -> str:
         **groups,
         "optim": {name: getattr(config.optim, name) for name in _OPTIMIZER},
         "train": {name: getattr(config.train, name) for name in _TRAINING},
+        "compiler": compiler_mode(config),
         "hooks": {name: asdict(hook) for name, hook in config.hooks.items()},
         "devices": asdict(devices),
         "machine": machine,

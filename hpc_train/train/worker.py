@@ -37,6 +37,7 @@ from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import broadcast_plain
+from hpc_train.plan.compilation import check_compiler_device
 from hpc_train.plan.open_keys import for_nodes
 from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.preflight.run import nccl_log, preflight
@@ -258,6 +259,7 @@ def _warn_of_loss(warning: str | None, run: RunDirectory, report: Report) -> Non
 
 def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
     """Builds the engine with the choices of earlier attempts and wraps it for balance reports and debugging."""
+    check_compiler_device(config, int(mesh.device.type == "cuda"))
     plan = plan_split(config, mesh, training, run)
     known = with_known_buckets(config, run, mesh)
     engine = build_engine(known, mesh, None if plan is None else plan.layers, bucket_choice_recorder(run, mesh, events))

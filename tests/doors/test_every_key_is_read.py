@@ -100,6 +100,7 @@ def runs(folder: Path) -> list[list[str]]:
         ["script", "+strategy=dp", *TINY],
         ["plan", *TINY, "--machine=cpu", "--gpus=1", "cluster.price.purchase=9000", "cluster.price.spot=1"],
         ["+strategy=auto", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "cluster.machine=h100", "-m",
+         "train.compile=true",
          "launch.dry_run=true", "cluster.container.image=docker://site/image"],
     ]  # fmt: skip
 

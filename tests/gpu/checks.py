@@ -49,10 +49,14 @@ TOGETHER = (
     Check("transports", "tests.gpu.several:transports", 120, gpus=2, expected_s=30),
     Check("killed_in_a_collective", "tests.gpu.several:killed_in_a_collective", 120, gpus=2, expected_s=35),
     Check("compiled_replicas", "tests.gpu.several:compiled_replicas", 120, gpus=2, expected_s=90),
+    Check("async_tp", "tests.gpu.several:async_tp", 180, gpus=2, expected_s=80),
     Check("overlap", "tests.gpu.several:overlap", 120, gpus=2, expected_s=45),
 )
+
+LATER = (Check("cuda_graphs", "tests.gpu.training:cuda_graphs", 120, expected_s=40),)  # if the visit has time left
+ALL = (*ALONE, *TOGETHER, *LATER)
 
 
 def checks_for(gpus: int, cpu_ranks: int = 0) -> tuple[Check, ...]:
     """Returns the checks of a machine: with several GPUs first those that need them."""
-    return (*TOGETHER, *ALONE, *LATER) if gpus > 1 else (*ALONE, *LATER, *TOGETHER)
+    return (*TOGETHER, *ALONE, *LATER) if gpus > 1 else (*ALONE, *TOGETHER, *LATER)

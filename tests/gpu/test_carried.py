@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.progress import LONG
 from tests.gpu.check import read
-from tests.gpu.checks import ALONE, TOGETHER
+from tests.gpu.checks import ALL
 from tests.gpu.wheels import MOST_BYTES, ROOT, TARGET, UNNEEDED, WITH_TORCH, Wheel, WheelError, check, required
 
 # importable names of what wheels.py gathers, of what torch brings, and of the source tree
@@ -53,7 +53,7 @@ def test_what_is_not_carried_cannot_be_imported(carried: dict[str, str]) -> None
 
 
 def test_every_module_of_the_checks_is_imported_without_what_is_not_carried(carried: dict[str, str]) -> None:
-    modules = {each.entry.partition(":")[0] for each in (*ALONE, *TOGETHER)} | {"tests.gpu.__main__"}
+    modules = {each.entry.partition(":")[0] for each in ALL} | {"tests.gpu.__main__"}
     command = [sys.executable, "-c", f"import {', '.join(sorted(modules))}"]
     done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_the_checks_run_on_a_cpu_with_what_is_carried(carried: dict[str, str], t
     done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {line["check"]: line["verdict"] for line in read(tmp_path) if line["kind"] == "verdict"}
-    wanted = {each.name: "not run" if each.gpus else "passed" for each in (*ALONE, *TOGETHER)}
+    wanted = {each.name: "not run" if each.gpus else "passed" for each in ALL}
     assert verdicts == (wanted if LONG else dict.fromkeys(QUICK, "passed"))
     assert "| **facts** | passed |" in (tmp_path / "table.md").read_text()
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.gpu.check import Check, Place, Probe, Verdict, read
-from tests.gpu.checks import ALONE, LATER, TOGETHER, VISIT_S, checks_for
+from tests.gpu.checks import ALL, ALONE, TOGETHER, VISIT_S, checks_for
 from tests.gpu.commands import largest_difference
 from tests.gpu.faults import _waiting
 from tests.gpu.kernels import covered
@@ -132,7 +132,7 @@ def test_the_output_of_failures_stays_small(tmp_path: Path) -> None:
 
 
 def test_every_check_can_be_found_and_has_one_name() -> None:
-    checks = (*ALONE, *LATER, *TOGETHER)
+    checks = ALL
     assert len({each.name for each in checks}) == len(checks)
     for each in checks:
         assert callable(each.function())
@@ -142,7 +142,7 @@ def test_every_check_can_be_found_and_has_one_name() -> None:
 
 def test_the_checks_of_one_gpu_fit_into_a_visit() -> None:
     assert sum(each.expected_s for each in ALONE) <= VISIT_S
-    for each in (*ALONE, *LATER, *TOGETHER):
+    for each in ALL:
         assert each.least_s <= each.limit_s
         assert each.expected_s < each.limit_s
 

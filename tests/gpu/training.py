@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -84,7 +85,36 @@ def compiled(probe: Probe) -> None:
         breaks = {reason.partition("\n")[0]: count for reason, count in counters["graph_break"].items()}
         probe.equal(f"{name}: graph breaks", breaks, {})
         graphs = counters["stats"]["unique_graphs"]
-        probe.within(f"{name}: graphs of four equal layers", graphs, low=1, high=2)
+        probe.within(f"{name}: graphs of four equal layers and a head", graphs, low=2, high=4)
+
+
+def cuda_graphs(probe: Probe) -> None:
+    """Compiled layers as CUDA graphs compute the losses of compiled layers, in less time while kernels are short."""
+    world = World(probe)
+    given = ["precision=bf16", "batch.micro_size=4", "train.compile=true"]
+    found = {}
+    for value in ("false", "true"):
+        torch._dynamo.reset()
+        steps = world.tiny_gpt(*given, f"train.cuda_graphs={value}")
+        try:
+            found[value] = steps.losses(2 * LOSSES), _seconds(steps)
+        finally:
+            steps.close()
+    (plain, without), (graphed, with_graphs) = found["false"], found["true"]
+    probe.note("seconds of a step without and with CUDA graphs", [without, with_graphs])
+    probe.within("losses, with CUDA graphs against without", differing(graphed, plain), high=SAME_BF16)
+    probe.within("seconds of a step, with CUDA graphs / without", with_graphs / without, high=1.0)
+
+
+def _seconds(steps: Steps, number: int = 20) -> float:
+    """Returns the seconds of a step."""
+    batch = steps.batch()
+    steps.wait()
+    begin = time.perf_counter()
+    for _ in range(number):
+        steps.step(batch)
+    steps.wait()
+    return (time.perf_counter() - begin) / number
 
 
 def _replicated_losses(world: World, *overrides: str) -> list[float]:

@@ -13,12 +13,27 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.backends.debugging import aot_eager
 
 from hpc_train.config.schema import GPTConfig
+from hpc_train.data.dataset import IGNORED
+from hpc_train.models.build import build_model
+from hpc_train.models.linear_head import LinearHead, _Logits, _loss_and_gradient, compilable_chunk_loss
+from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, _turn, artifacts_name, compile_in_turns, compiled_graphs
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.layouts.cells import VOCABULARY, Cell
-from tests.layouts.oracle import local_batch, mesh_of
+from tests.layouts.oracle import (
+    TOLERANCE,
+    Outcome,
+    check_cells,
+    compare_cells,
+    line,
+    local_batch,
+    merge,
+    mesh_of,
+)
 from tests.ranks import run_ranks
 
 
@@ -46,7 +61,116 @@ def test_a_layer_is_one_graph_under_ddp() -> None:
     """A layer has 2.5 MiB of parameters, which torch would cut at buckets of 1 MiB."""
     ddp = {"dp": 2, "data_parallel": "ddp", "bucket_cap_mb": 1.0}
     cell = Cell(2, precision="fp32", strategy=ddp, train={"compile": True})
-    assert run_ranks(2, graphs, cell) == [1, 1]  # all layers are equal
+    assert run_ranks(2, graphs, cell) == [2, 2]  # all layers are equal; the head is another graph
+
+
+def without_inductor(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome]:
+    """Compares ``cells`` with one process; their graphs run as AOTAutograd has cut them, without generated code."""
+    import torch._inductor.compile_fx as inductor
+
+    inductor.compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)  # type: ignore[assignment]
+    found = []
+    for cell in cells:
+        found += compare_cells(rank, world_size, [cell])
+        torch.compiler.reset()
+    return found
+
+
+def check_graphs(cells: list[Cell]) -> list[Outcome]:
+    ranks = run_ranks(cells[0].world_size, without_inductor, cells, timeout=280)
+    outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
+    assert all(outcome.worst <= TOLERANCE[outcome.cell.precision] for outcome in outcomes), [*map(line, outcomes)]
+    return outcomes
+
+
+def test_tensor_parallel_layers_are_compiled(record: Callable[..., None]) -> None:
+    """With each way to keep less for the backward pass; the last one has layers of two kinds, with and without."""
+    trains: list[dict[str, Any]] = [
+        {"loss_chunks": 3},
+        {"activation_checkpointing": "full", "activation_offload": "0.1KiB"},
+        {"activation_checkpointing": "ops"},
+        {"activation_checkpointing": "selective:3"},
+    ]
+    models = ("gpt-options", "vit", "gpt-windows", "gpt-tied")
+    chosen = [
+        Cell(2, model, strategy={"tp": 2}, batch={"micro_batches": 2}, train={"compile": True} | train)
+        for model, train in zip(models, trains, strict=True)
+    ]
+    record(check_graphs(chosen), [])
+
+
+def test_tensor_parallel_layers_are_compiled_beside_another_axis(record: Callable[..., None]) -> None:
+    splits: list[dict[str, Any]] = [
+        {"dp": 2, "data_parallel": "allreduce"},
+        {"dp": 2, "data_parallel": "zero1"},
+        {"dp": 2, "data_parallel": "zero3"},
+        {"pp": 2, "schedule": "1f1b"},
+        {"cp": 2, "data_parallel": "allreduce"},
+    ]
+    modes = ("ops", "none", "full", "full", "none")
+    chosen = [
+        Cell(
+            4,
+            "gpt-tied",
+            strategy=split | {"tp": 2},
+            batch={"micro_batches": 4},
+            train={"compile": True, "activation_checkpointing": mode},
+        )
+        for split, mode in zip(splits, modes, strict=True)
+    ]
+    record(check_graphs(chosen), [])
+
+
+def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(record: Callable[..., None]) -> None:
+    """The fused loss with whole parameters and with sharded ones, the loss that is computed again, and a ViT."""
+    fused = {"dp": 2, "data_parallel": "zero3"}
+    chosen = [
+        Cell(2, "gpt-options", strategy=fused, train={"compile": True, "loss_chunks": 3, "z_loss": 0.01}),
+        Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
+             train={"compile": True, "loss_chunks": 2}),
+        Cell(2, "vit", strategy={"dp": 2, "data_parallel": "ddp"}, train={"compile": True}),
+    ]  # fmt: skip
+    record(check_graphs(chosen), [])
+
+
+def test_a_loss_of_ones_own_is_not_compiled() -> None:
+    model: Any = build_model(Cell(1, "gpt-weighted").config().model, 0)
+    model.head.compile_with(lambda function: pytest.fail("compiled"))
+    model = build_model(Cell(1).config().model, 0)
+    assert isinstance(model, Model) and isinstance(model.head, LinearHead)
+    names: list[str] = []
+    model.head.compile_with(lambda function: names.append(function.__name__) or function)
+    model.head.fused = True
+    model.head.compile_with(lambda function: names.append(function.__name__) or function)
+    assert names == ["_loss", "_normed", "compilable_chunk_loss"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cap", "z_loss"), [(None, 0.0), (2.0, 0.0), (2.0, 0.3)])
+def test_the_form_of_the_loss_for_compilers_computes_the_same(
+    dtype: torch.dtype, cap: float | None, z_loss: float
+) -> None:
+    kind = _Logits(cap, None, z_loss)
+    logits = 4 * torch.randn(12, 30, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    targets = torch.arange(12)
+    targets[3] = IGNORED
+    other = logits.clone()
+    (loss, gradient), found = (
+        _loss_and_gradient(logits, targets, kind),
+        compilable_chunk_loss(other, targets, kind),
+    )
+    assert found[1].data_ptr() == other.data_ptr()  # in the memory of the logits
+    torch.testing.assert_close(found, (loss, gradient))
+    for wrong in (30, -5):
+        targets[0] = wrong
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            compilable_chunk_loss(other, targets, kind)
+
+
+@IN_LONG_FORM  # minutes of the C++ compiler
+def test_generated_code_of_tensor_parallel_layers(record: Callable[..., None]) -> None:
+    chosen = [Cell(2, model, strategy={"tp": 2}, train={"compile": True}) for model in ("gpt-options", "vit")]
+    record(check_cells(chosen, timeout=600), [])
 
 
 def attempt(cache: Path, kept: Path) -> tuple[bool, int, int, list[str]]:

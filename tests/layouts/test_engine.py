@@ -213,8 +213,8 @@ def test_compiled_layers_keep_names_and_gradients_and_are_compiled_by_one_rank(t
     chosen = [Cell(2, "gpt", "fp32", {"dp": 2, "data_parallel": "zero2"}, train=train)]
     expected = train_plainly(Cell(1, "gpt", "fp32"))
     ranks = run_ranks(2, compiled, chosen, str(tmp_path), timeout=250)
-    # all layers are one graph, with a forward and a backward
-    assert sum(cell[3] for rank in ranks for cell in rank) == 2
+    # all layers are one graph, and the head another, with a forward and a backward each
+    assert sum(cell[3] for rank in ranks for cell in rank) == 4
     for loss, norm, names, _ in ranks[0]:
         assert loss == pytest.approx(expected.losses[0], rel=1e-5)
         assert norm == pytest.approx(expected.norms[0], rel=1e-4)

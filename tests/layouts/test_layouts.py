@@ -63,7 +63,6 @@ REASONS = (
     "does not support tensor or pipeline parallelism",
     "activation_checkpointing=ops does not support",
     "train.compile does not support",
-    "fails in the backward under tensor parallelism",
     "no rank has a complete gradient to compress",
     "has slices of gradients",
 )

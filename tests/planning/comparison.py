@@ -316,7 +316,7 @@ def config_of(row: Row, shape: Row) -> Config:
     ffn = int(shape["ffn"]) if shape["family"] == "llama" else 2 * int(shape["ffn"]) // 3
     heads, vocabulary = int(shape["heads"]), int(shape["vocab"])
     recompute = "none" if row["source"] in OF_SCORES and row["recompute"] == "selective" else row["recompute"] or "none"
-    compiled = row["compile"] == "1" and row["tp"] == "1"  # hpc_train does not compile tensor-parallel layers
+    compiled = row["compile"] == "1"
     return replace(
         config,
         model=replace(  # type: ignore[call-arg]

@@ -20,7 +20,7 @@ MEASURED = {
     "bigscience-v100, other techniques": (3, 32.8, -32.1),
     "fms-fsdp": (8, 5.0, 0.2),
     "internevo": (54, 10.1, -8.0),
-    "kempnerforge": (14, 12.6, -3.8),
+    "kempnerforge": (14, 13.8, -6.1),
     "litgpt-thunder": (9, 12.0, -6.5),
     "torchtitan-a100": (8, 4.5, -4.7),
 }

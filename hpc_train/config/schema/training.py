@@ -45,6 +45,11 @@ class StrategyConfig:
         "heads and the sequence length.",
         at_least=1,
     )
+    async_tp: bool = key(
+        False,
+        "Whether compiled tensor-parallel layers overlap their collectives with the products beside them. It needs "
+        "train.compile=true, GPUs that reach each other's memory (NVLink) and cluster.visible_gpus=all.",
+    )
     data_parallel: str = key(
         "ddp",
         "How data-parallel ranks synchronize: a built-in kind or package.module:ROW. auto: strategy=auto chooses.",
@@ -324,7 +329,15 @@ class TrainConfig:
         "plain loss.",
         at_least=0,
     )
-    compile: bool = key(False, "Whether each layer is compiled with torch.compile.", when=NOT_DEBUGGED)
+    compile: bool = key(
+        False, "Whether each layer, the head's norm and the loss are compiled with torch.compile.", when=NOT_DEBUGGED
+    )
+    cuda_graphs: bool = key(
+        False,
+        "Whether compiled code runs as CUDA graphs, which take the time of one launch for all kernels of a layer. They "
+        "pay where the GPU waits for the host: small models and micro-batches. Strategies single and dp support it.",
+        when=when("train.compile", True),
+    )
     nonfinite_limit: int = key(
         50,
         "The number of consecutive steps without a finite gradient after which the run rolls back to a checkpoint. "
