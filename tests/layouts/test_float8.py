@@ -24,9 +24,13 @@ from hpc_train.parallel.float8 import Float8Linear, check_device, check_use, mat
 from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.parallelise import apply_loss_form, materialise
 from hpc_train.parallel.precision import autocast, set_hidden_dtype
+from hpc_train.plan import requirements
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import loss_form
+from hpc_train.plan.memory import estimate
 from hpc_train.plan.number_formats import check_float8, check_skip
+from hpc_train.plan.peak.sizes import sizes_of
+from hpc_train.plan.requirements import check_packages
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
@@ -345,3 +349,30 @@ def test_a_product_that_fails_is_told_before_the_training() -> None:
         pytest.raises(UserError, match=r"a product in fp8 \(rowwise\) fails on cpu .*no kernel image"),
     ):
         check_use(model, precision, CPU, compiled=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_estimate_of_memory_has_the_casts_of_one_product(compiled: bool) -> None:
+    """A GPT of width 32 with 64 units has 7 matrices per layer, of which the estimate takes the largest to be 1/4."""
+    cell = cell_of("gpt", {}, compile=compiled)
+    layout = resolve_layout(config_of(cell, None), 1, 1)
+    plain, scaled = (estimate(config_of(cell, recipe), layout) for recipe in (None, "rowwise"))
+    assert plain is not None and scaled is not None
+    matrix = (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) / 4
+    rows = 2 * 8 * matrix / 32
+    casts = 2 * rows + matrix + (0 if compiled else 8 * max(rows, matrix))
+    assert plain.total <= scaled.total <= plain.total + casts
+    assert per_micro_batch_difference(cell, layout) == casts
+
+
+def per_micro_batch_difference(cell: Cell, layout: Any) -> float:
+    plain, scaled = (sizes_of(config_of(cell, recipe), layout) for recipe in (None, "rowwise"))
+    return scaled.activations.gradients - plain.activations.gradients
+
+
+def test_a_missing_package_is_refused_before_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = requirements.module_spec
+    monkeypatch.setattr(requirements, "module_spec", lambda name: None if name == "torchao" else real(name))
+    with pytest.raises(UserError, match=r"precision\.fp8=rowwise needs torchao") as refused:
+        check_packages(config_of(cell_of("gpt", {}), "rowwise"))
+    assert "hpc_train[fp8]" in refused.value.fix
