@@ -6,9 +6,10 @@ one compiles it and the others load it. A graph contains the index of its device
 compile at the same time: they could only share Triton's kernels.
 
 The artifacts of the cache are also kept in the run directory (``torch.compiler.save_cache_artifacts``), one file for
-each environment, device index, model, strategy and pipeline stage. One rank writes each file, after the first step and
-with later checkpoints, and all ranks load theirs before the first step. The compiler takes an artifact only if its own
-key of the graph, the versions and the device agrees. Artifacts are pickled code, like the run's own code directory.
+each environment, device index, model, strategy, pipeline stage and tensor-parallel rank. One rank writes each file,
+after the first step and with later checkpoints, and all ranks load theirs before the first step. The compiler takes an
+artifact only if its own key of the graph, the versions and the device agrees. Artifacts are pickled code, like the
+run's own code directory.
 """
 
 from __future__ import annotations
@@ -260,13 +261,17 @@ def kept_artifacts(config: Config, mesh: Mesh, folder: Path) -> KeptArtifacts | 
     on_gpu = mesh.device.type == "cuda"
     if not config.train.compile and not (on_gpu and config.optim.moments != "fp32"):
         return None
-    name = artifacts_name(config, mesh.device, mesh.pp_rank)
+    name = artifacts_name(config, mesh.device, (mesh.pp_rank, mesh.tp_rank))
     names = gather_plain(name, mesh.control)
     return KeptArtifacts(folder / name, writes=names.index(name) == mesh.rank)
 
 
-def artifacts_name(config: Config, device: torch.device, stage: int) -> str:
-    """Returns the name of the file for this environment, device index, model, strategy and pipeline stage."""
+def artifacts_name(config: Config, device: torch.device, part: tuple[int, int]) -> str:
+    """Returns the name of the file for this environment, device index, model, strategy and part of the model.
+
+    Args:
+        part: the ranks along ``pp`` and ``tp``; a graph contains which shard of the matrices it computes with.
+    """
     facts = {
         "torch": torch.__version__,
         "triton": _triton_version(),
@@ -274,7 +279,7 @@ def artifacts_name(config: Config, device: torch.device, stage: int) -> str:
         "model": asdict(config.model),
         "strategy": asdict(config.strategy),
         "precision": asdict(config.precision),
-        "stage": stage,
+        "part": part,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{device.type}-{device.index or 0}-{digest[:16]}.bin"

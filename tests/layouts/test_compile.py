@@ -217,23 +217,24 @@ def test_the_next_attempt_compiles_nothing_and_a_damaged_file_is_no_failure(tmp_
     run_ranks(1, attempts, tmp_path)
 
 
-def test_artifacts_are_kept_for_each_device_model_strategy_and_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_artifacts_are_kept_for_each_device_model_strategy_and_part(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, config = torch.device("cpu"), Cell(2).config()
     names = {
-        artifacts_name(config, cpu, 0),
-        artifacts_name(config, cpu, 1),
-        artifacts_name(Cell(2, "gpt-tied").config(), cpu, 0),
-        artifacts_name(Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}).config(), cpu, 0),
-        artifacts_name(Cell(2, precision="fp32").config(), cpu, 0),
+        artifacts_name(config, cpu, (0, 0)),
+        artifacts_name(config, cpu, (1, 0)),
+        artifacts_name(config, cpu, (0, 1)),
+        artifacts_name(Cell(2, "gpt-tied").config(), cpu, (0, 0)),
+        artifacts_name(Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}).config(), cpu, (0, 0)),
+        artifacts_name(Cell(2, precision="fp32").config(), cpu, (0, 0)),
     }
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    names |= {artifacts_name(config, torch.device("cuda", index), 0) for index in (0, 1)}
+    names |= {artifacts_name(config, torch.device("cuda", index), (0, 0)) for index in (0, 1)}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
-    names.add(artifacts_name(config, torch.device("cuda", 0), 0))
+    names.add(artifacts_name(config, torch.device("cuda", 0), (0, 0)))
     monkeypatch.setattr(torch, "__version__", "2.99")
-    names.add(artifacts_name(config, torch.device("cuda", 0), 0))
-    assert len(names) == 9
-    assert artifacts_name(Cell(2).config(), torch.device("cuda", 0), 0) in names
+    names.add(artifacts_name(config, torch.device("cuda", 0), (0, 0)))
+    assert len(names) == 10
+    assert artifacts_name(Cell(2).config(), torch.device("cuda", 0), (0, 0)) in names
 
 
 def turns(rank: int, world_size: int, cache: Path, devices: list[str], seen: Path) -> bool:
