@@ -48,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
             function, rest = _command(list(arguments))
             return function(rest)
     except KeyboardInterrupt:  # nothing has started yet; a run in progress handles Ctrl-C itself
+        print("interrupted", file=sys.stderr)
         return Exit.DETACHED
     except BrokenPipeError:  # the reader has exited, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -119,6 +119,8 @@ def _of_override(error: OverrideParseException) -> UserError:
         return invalid_name(value, key)
     if (open_ := _unclosed(value)) is not None:
         fix = f"close the {open_}, or put a value with special characters in quotes: '{key}=\"...\"'"
+    elif value.startswith("="):
+        fix = f"one = only: {key}={value.lstrip('= ')}"
     elif re.fullmatch(r"\([^()]*\)", value.strip()):
         fix = f"a list is {key}=[{value.strip()[1:-1]}]"
     elif re.search(r"^,|,\s*,|,\s*$", value.strip()):

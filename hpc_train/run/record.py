@@ -55,8 +55,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     except _Unusable as error:
         problem += f", and its copy {COPY} is {error}"
     if (started := _from_events(folder)) is not None:
-        found = "the record in the event of the newest start is used; the next start restores both"
-        _tell_once(f"note: {folder}: {problem}; {found}")
+        used = "the record in the event of the newest start is used; the next start restores both"
+        _tell_once(f"note: {folder}: {problem}; {used}")
         return started
     if is_present(folder / RECORD) or is_present(folder / COPY):
         raise _no_record(folder, problem)

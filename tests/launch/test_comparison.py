@@ -306,6 +306,13 @@ def test_runs_of_no_sweep_are_compared_by_their_configs(
     assert re.search(r"^model\.ffn_dim +32 +128", page, re.MULTILINE)
 
 
+def test_a_retry_of_a_sweep_without_failures_says_so(sweep: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    for job in sweep[2:]:
+        shutil.rmtree(job.run.path)
+    assert submitted.retry(["--failed", "runs"]) == 0
+    assert capsys.readouterr().out == "resubmitting 0 of 2 runs: none has failed, stopped or been cancelled\n"
+
+
 def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> None:
     """The current directory does not matter: it is the work tree that the run was frozen from."""
     tree = tmp_path / "project"

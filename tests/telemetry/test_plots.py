@@ -53,7 +53,9 @@ def test_one_run_is_drawn_over_hours_as_png(sweep: Path, capsys: pytest.CaptureF
 def test_what_cannot_be_drawn_is_told(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (sweep / "full.png").symlink_to("/dev/full")
     for options, message in (
+        (["--out", str(sweep / "full.png")], "full.png cannot be written (No space left on device)"),
         (["--metric", "val_los"], "did you mean val_loss?"),
         (["--out", "x.jpg"], "x.jpg is not an image file"),
     ):

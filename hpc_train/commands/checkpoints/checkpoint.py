@@ -193,9 +193,9 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from hpc_train.checkpoint.transfer import export
-
     run = find_run(options.run, _root(), f"checkpoint {options.action}")
+    from hpc_train.checkpoint.transfer import export  # imports torch
+
     step = options.step
     if options.checkpoint not in (None, NEWEST):
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
