@@ -91,7 +91,8 @@ def _compiled_part(layer: nn.Module) -> nn.Module:
     """
     keeps_nothing = isinstance(layer, CheckpointWrapper) and "context_fn" not in layer.checkpoint_fn.keywords
     if keeps_nothing and _is_tensor_parallel(layer):
-        inner: nn.Module = layer._checkpoint_wrapped_module
+        inner = layer._checkpoint_wrapped_module
+        assert isinstance(inner, nn.Module)
         return inner
     return layer
 
