@@ -64,6 +64,8 @@ def _why_no_graphs(config: Config, layout: Layout) -> str:
         return "tensor or context parallelism, whose collectives are inside the compiled layers"
     if parse_activation_offload(config.train.activation_offload) is not None:
         return "train.activation_offload: the memory of a graph stays allocated, so a copy in host memory saves nothing"
+    if config.optim.in_backward:
+        return "optim.in_backward: gradients stay in the memory of a graph, so freeing them saves nothing"
     return ""
 
 

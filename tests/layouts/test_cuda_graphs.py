@@ -34,6 +34,12 @@ def test_layouts_whose_memory_moves_are_refused(strategy: dict[str, Any], train:
     Cell(2, strategy=strategy, train=train | {"cuda_graphs": True}).layout()  # without compilation it has no effect
 
 
+def test_updates_inside_the_backward_are_refused() -> None:
+    cell = Cell(1, train=GRAPHS, optim={"in_backward": True, "clip_norm": 0.0})
+    with pytest.raises(UserError, match="freeing them saves nothing"):
+        cell.layout()
+
+
 def test_they_need_a_gpu() -> None:
     config = Cell(1, train=GRAPHS).config()
     with pytest.raises(UserError, match="needs GPUs"):
