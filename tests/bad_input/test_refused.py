@@ -111,7 +111,10 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["telemetry.log_every=0"], "telemetry.log_every"),
     (["data.validation_share=1"], "data.validation_share"),
     # what does not go together
-    (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "train.compile=true"], "under tensor parallelism"),
+    (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "strategy.async_tp=true"], "needs train.compile=true"),
+    (["train.compile=true", "train.cuda_graphs=true", "cluster.gpus_per_node=0"], "train.cuda_graphs needs GPUs"),
+    (["precision=fp8", "strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2"], "does not support tensor parallelism"),
+    (["optim.in_backward=true"], "optim.in_backward is true, but clipping"),
     (["train.steps=5", "train.epochs=1"], "only one may be set"),
     (["train.steps=null"], "neither train.steps nor train.epochs is set"),
     (["model=vit_tiny"], "requires images"),

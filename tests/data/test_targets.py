@@ -24,7 +24,7 @@ def forward(labels: list[Any], module: nn.Module | None = None) -> Any:
     micro = example_micro_batch(dataset, replicas(1, len(labels)), torch.device("cpu"))
     engine: Any = object.__new__(ReplicaEngine)
     engine._model = WrappedModel(module or nn.Linear(4, 3), "cross_entropy")
-    engine._precision, engine._mesh = "fp32", SimpleNamespace(device=torch.device("cpu"))
+    engine._precision, engine._mesh, engine._graphed = "fp32", SimpleNamespace(device=torch.device("cpu")), False
     return engine._forward(engine._model, micro)
 
 

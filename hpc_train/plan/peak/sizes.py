@@ -190,7 +190,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     fused = loss_form(config, layout).fused
     head, forward, backward = (_fused_head_bytes if fused else _head_bytes)(config, layout, kept, hidden)
     gradients = kept.layer // 4 if kept.backward is None else kept.backward
-    of_gathered = 2 * kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient, and its sum over the ranks
+    of_gathered = kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
