@@ -143,6 +143,20 @@ def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: p
     assert four > 0.95 * two, "two cores do not compute faster with four ranks"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["cluster.gpus_per_node=0"], "cpu"),
+        (["cluster.gpu_type=a100-40gb"], "a100-40"),
+        (["cluster.machine=h200", "cluster.gpu_type=a100"], "h200"),
+        ([], "h100"),
+    ],
+)
+def test_the_machine_is_that_of_the_config(overrides: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*TINY, "+strategy=dp", *overrides]) == 0
+    assert f" on {name} (" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_on_cpus_nothing_overlaps() -> None:
     machine = read_machine("cpu")
     free = replace(machine, figures={**machine.figures, "launch_s": Figure(0.0, "assumed", "x")})
@@ -280,6 +294,8 @@ def test_options_that_mean_nothing_are_refused(arguments: list[str], capsys: pyt
         ([*TINY, "strategy.tp=3", "--gpus", "8"], "no layout is possible"),
         ([*TINY, "--machine", "v100", "precision=bf16"], "do not compute in bf16"),
         ([*TINY, "--gpus", "9..15"], "no number of --gpus fills nodes of 8"),
+        ([*TINY, "cluster.gpu_type=a100"], "a100 does not decide which machine file describes the job"),
+        ([*TINY, "cluster.gpu_type=rtx4090"], "no machine file describes the GPU type rtx4090"),
         ([*TINY, "--figure", "wats=1"], "the machine has no number wats"),
         ([*TINY, "--figure", "matmul_share=3"], "matmul_share is 3"),
     ],

@@ -14,7 +14,6 @@ from hpc_train.commands.plan.simulated import simulate
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
 from hpc_train.plan.number_formats import NOT_PREDICTED
-from hpc_train.planner.machine import read_machine
 from hpc_train.run.exits import Exit
 
 
@@ -30,7 +29,7 @@ def main(arguments: list[str]) -> int:
     strategy = strategy_key(line)
     with line.composer() as compose:
         asked = Asked(line, compose, strategy)
-        machine = with_figures(read_machine(machine_of(options, asked.config)), options)
+        machine = with_figures(machine_of(options, asked.config), options)
         if options.simulate is not None:
             return simulate(asked, machine, gpus_of(options, machine), options)
         sort = options.sort or ("time" if options.deadline is None else "gpus")

@@ -17,7 +17,8 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.planner.candidates import FURTHER
 from hpc_train.planner.cost import Prices
-from hpc_train.planner.machine import NAMES, Figure, Machine, check_figure, shipped
+from hpc_train.planner.gpu_types import machine_of_job
+from hpc_train.planner.machine import NAMES, Figure, Machine, check_figure, read_machine, shipped
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
 _WITHIN = re.compile(r"(\d+(?:\.\d+)?)([mhd])")
@@ -67,12 +68,14 @@ def parser() -> argparse.ArgumentParser:
         "--gpus",
         type=_counts,
         metavar="N[,N...]|N..M",
-        help=f"numbers of GPUs to compare (default: {_DEFAULT_GPUS}; with --by and --within up to {_MOST_GPUS})",
+        help=f"numbers of GPUs to compare (default: {_DEFAULT_GPUS}, on CPUs one node; with --by and --within up to "
+        f"{_MOST_GPUS})",
     )
     found.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or a machine file of your own (default: cluster.machine, or {_DEFAULT_MACHINE})",
+        help=f"{', '.join(shipped())}, or a machine file of your own (default: cluster.machine, that of the GPUs "
+        f"of the config, or {_DEFAULT_MACHINE})",
     )
     found.add_argument(
         "--price", type=_price, metavar="X[EUR]", help="the price of a GPU-hour (default: cluster.price)"
@@ -123,7 +126,7 @@ def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
     elif options.deadline is not None:
         found = GpuCounts((), ((1, _MOST_GPUS if not machine.rates.cores else machine.devices_per_node),)).on(machine)
     else:
-        found = [_DEFAULT_GPUS]
+        found = [machine.devices_per_node if machine.rates.cores else _DEFAULT_GPUS]
     if not found:
         per_node = machine.devices_per_node
         what = f"no number of --gpus fills nodes of {per_node}"
@@ -131,10 +134,19 @@ def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
     return found
 
 
-def machine_of(options: argparse.Namespace, config: Config) -> str:
+def machine_of(options: argparse.Namespace, config: Config) -> Machine:
+    """Returns the machine file that is asked for, or that describes the GPUs of the config; else the default one.
+
+    Raises:
+        UserError: no file, or more than one, describes them.
+    """
+    cluster = config.cluster
     if options.machine is not None:
-        return str(options.machine)
-    return _DEFAULT_MACHINE if config.cluster.machine == "auto" else config.cluster.machine
+        return read_machine(str(options.machine))
+    if cluster.machine == "auto" and cluster.gpu_type is None and cluster.gpus_per_node != 0:
+        return read_machine(_DEFAULT_MACHINE)
+    types = [] if cluster.gpu_type is None else [cluster.gpu_type]
+    return machine_of_job(cluster.machine, int(cluster.gpus_per_node != 0), types)
 
 
 def prices_of(options: argparse.Namespace, config: Config) -> Prices:
