@@ -114,7 +114,8 @@ class StepBench:
     def gradients(self) -> None:
         """Runs only forward, backward and gradient reduction, always with the same batch.
 
-        Gradients that an update inside the backward would free are freed."""
+        Gradients that an update inside the backward would free are freed.
+        """
         if self.engine.updates is not None:
             self.engine.updates.begin(lambda parameters, finite: None)
         self.engine.train_step(self._step, self.example)

@@ -120,7 +120,7 @@ def _of_override(error: OverrideParseException) -> UserError:
     if (open_ := _unclosed(value)) is not None:
         fix = f"close the {open_}, or put a value with special characters in quotes: '{key}=\"...\"'"
     elif value.startswith("="):
-        fix = f"one = only: {key}={value.lstrip('= ')}"
+        fix = f"{key}={value.lstrip('= ')}, with one equals sign"
     elif re.fullmatch(r"\([^()]*\)", value.strip()):
         fix = f"a list is {key}=[{value.strip()[1:-1]}]"
     elif re.search(r"^,|,\s*,|,\s*$", value.strip()):

@@ -204,7 +204,7 @@ class Agent:
         position = spec.order.index(self.node.number)
         bound = bindings(self.node.facts, local_workers)
         visible = devices(self.node.facts)
-        config = pickle.dumps(self.config)
+        config = _pickled(self.config)
         return [
             WorkerSpec(
                 run_dir=str(self.run.path),
@@ -228,6 +228,14 @@ class Agent:
             )
             for local_rank in range(local_workers)
         ]
+
+
+def _pickled(config: Config) -> bytes | None:
+    """Returns ``WorkerSpec.config``; None if it has a class of the user's own that cannot be imported by its name."""
+    try:
+        return pickle.dumps(config)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
 
 
 def _other_nodes(client: RendezvousClient, attempt: int) -> OtherNodes:

@@ -199,7 +199,7 @@ def _total(values: list[Tensor]) -> Tensor:
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter], keep_memory: bool) -> None:
-    """Begins a step without gradients.
+    """Clears the gradients of the last step.
 
     Args:
         keep_memory: whether gradients stay allocated and are set to zero. Otherwise the first micro-batch's become the

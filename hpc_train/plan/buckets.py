@@ -14,5 +14,5 @@ def first_cap(strategy: StrategyConfig) -> float:
 
 
 def bucket_bytes(strategy: StrategyConfig) -> float:
-    """Returns the same size in bytes."""
+    """Returns the size of the gradient buckets in the first steps, in bytes."""
     return first_cap(strategy) * 2**20

@@ -47,7 +47,7 @@ class Demand:
 
     @cached_property
     def memory(self) -> Memory | None:
-        """Returns that of the rank that needs the most; None if unknown."""
+        """Returns the memory of the rank that needs the most; None if the size of the model is unknown."""
         return estimate(self.config, self.layout)
 
     @property

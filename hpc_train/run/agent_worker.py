@@ -47,7 +47,7 @@ class WorkerSpec:
     store_prefix: str = "attempt"  # of this attempt's keys in the store
     stop_grace_s: float = 60.0  # from a stop request until the agent kills this worker
     checked: bool = False  # a preflight of this start of the job has checked all of these nodes
-    config: bytes | None = field(default=None, repr=False)  # the frozen config, pickled, as the agent has read it
+    config: bytes | None = field(default=None, repr=False)  # pickled, as the agent has read it; None: read the file
     heartbeat: int | None = None  # in the worker: the file descriptor of its shared memory
 
 

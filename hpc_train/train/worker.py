@@ -96,7 +96,7 @@ def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog
 
 
 def frozen_config(spec: WorkerSpec, run: RunDirectory) -> Config:
-    """Returns the frozen config, which the agent has read, since that takes 0.1 s; without an agent, reads it."""
+    """Returns the frozen config: what the agent has passed on, since reading takes 0.1 s, or else the file."""
     if spec.config is not None:
         return cast(Config, pickle.loads(spec.config))
     try:

@@ -72,7 +72,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["~optim.nope"], "~optim.nope removes a key that does not exist"),
     (["optim.lr"], "optim.lr"),
     (["optim.lr=["], "close the ["),
-    (["optim.lr==3"], "one = only: optim.lr=3"),
+    (["optim.lr==3"], "optim.lr=3, with one equals sign"),
     (["=5"], "names no config key"),
     ([""], "names no config key"),
     (["--nope"], "unrecognized arguments: --nope"),

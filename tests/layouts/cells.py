@@ -34,6 +34,9 @@ OPTIONS: dict[str, Any] = {  # all that the families of transformers have; with 
     "query_scalar": 5, "attention_softcap": 1.5, "logit_softcap": 2.0, "scaled_embeddings": True, "norm_offset": True,
     "post_norms": True, "local_rope_theta": 50.0, "tied_embeddings": True,
 }  # fmt: skip
+DATA_PARALLEL: dict[str, dict[str, Any]] = {"dp": {"dp": 2}} | {
+    kind: {"dp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2", "zero3")
+}
 SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5
 UNEVEN_BATCH = 10  # 4 ranks use 12 slots, two of which are padding; accumulation adds more padding
 

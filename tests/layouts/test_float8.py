@@ -31,19 +31,14 @@ from hpc_train.plan.memory import estimate
 from hpc_train.plan.number_formats import check_float8, check_skip
 from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.plan.requirements import check_packages
-from tests.layouts.cells import Cell
+from tests.layouts.cells import DATA_PARALLEL, Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 CPU = torch.device("cpu")
 E4M3, E5M2, BF16 = 2.0**-4, 2.0**-3, 2.0**-9  # the largest relative error of rounding
-SPLITS: dict[str, dict[str, Any]] = {
-    "dp": {"dp": 2},
-    "allreduce": {"dp": 2, "data_parallel": "allreduce"},
-    "zero1": {"dp": 2, "data_parallel": "zero1"},
-    "zero2": {"dp": 2, "data_parallel": "zero2"},
-    "zero3": {"dp": 2, "data_parallel": "zero3"},
+SPLITS: dict[str, dict[str, Any]] = DATA_PARALLEL | {
     "1f1b": {"pp": 2, "schedule": "1f1b"},
     "interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
 }

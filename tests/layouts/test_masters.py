@@ -32,19 +32,14 @@ from hpc_train.run.freeze import load
 from hpc_train.train import optimizer as optimizers
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
-from tests.layouts.cells import Cell
+from tests.layouts.cells import DATA_PARALLEL, Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
 from tests.train.runs import frozen
 
 CPU = torch.device("cpu")
 STEPS, RATE, MAX_NORM = 2, 1e-2, 0.05
-SPLITS: dict[str, dict[str, Any]] = {
-    "dp": {"dp": 2},
-    "allreduce": {"dp": 2, "data_parallel": "allreduce"},
-    "zero1": {"dp": 2, "data_parallel": "zero1"},
-    "zero2": {"dp": 2, "data_parallel": "zero2"},
-    "zero3": {"dp": 2, "data_parallel": "zero3"},
+SPLITS: dict[str, dict[str, Any]] = DATA_PARALLEL | {
     "offload": {"dp": 2, "offload": "optimizer"},
     "offload-zero2": {"dp": 2, "data_parallel": "zero2", "offload": "optimizer"},
     "1f1b": {"pp": 2, "schedule": "1f1b"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpc_train.config.schema import CustomModelConfig
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.checkpoint.progress import LONG
-from tests.layouts.cells import Cell
+from tests.layouts.cells import VOCABULARY, Cell
 from tests.layouts.oracle import check_cells, local_batch
 from tests.ranks import run_ranks
 
@@ -119,3 +121,43 @@ def test_zero3_gathers_the_next_layer_while_one_computes() -> None:
     cell = Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}, batch={"micro_batches": 2})
     for found in run_ranks(cell.world_size, gathered_ahead, cell):
         assert found and all(found)
+
+
+class SkipsBlocks(nn.Module):
+    """Runs its second block only in every other forward pass, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.output = nn.Linear(8, VOCABULARY)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden, self.calls = self.embed(inputs), self.calls + 1
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden) if number != 1 or self.calls % 2 else hidden
+        return self.output(hidden)
+
+
+def losses_with_skipped_blocks(rank: int, world_size: int, kind: str) -> list[float]:
+    torch.manual_seed(0)
+    cell = Cell(2, strategy={"dp": 2, "data_parallel": kind}, batch={"micro_batches": 2})
+    model = CustomModelConfig(_target_="tests.layouts.test_overlap.SkipsBlocks", wrap=["Sequential"])
+    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+    engine = build_engine(replace(cell.config(), model=model), mesh)
+    optimizer = torch.optim.SGD(list(engine.named_parameters().values()), lr=0.5)
+    losses = []
+    for step in range(6):
+        result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+        losses.append(engine.reduce(result).loss)
+        optimizer.step()
+    return losses
+
+
+def test_a_block_that_is_skipped_has_the_newest_weights_when_it_runs_again() -> None:
+    expected = run_ranks(2, losses_with_skipped_blocks, "allreduce")
+    assert len({*expected[0]}) == 6
+    for kind in ("zero1", "zero3"):
+        for found, wanted in zip(run_ranks(2, losses_with_skipped_blocks, kind), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-9), kind

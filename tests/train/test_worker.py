@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hpc_train.config.schema import Config
+from hpc_train.elastic.agent_loop import _pickled
 from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.plan.layout import resolve_layout
@@ -21,6 +23,7 @@ from hpc_train.telemetry.progress import summary
 from hpc_train.train import processes
 from hpc_train.train.report import Report
 from hpc_train.train.step import SkippedSteps
+from hpc_train.train.worker import frozen_config
 from tests.train.runs import frozen, run_attempt
 
 KEYS = {
@@ -110,6 +113,26 @@ def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.Ca
     assert event["message"] in capsys.readouterr().out.splitlines()
 
 
+def spec_of(run: Path, config: bytes | None = None) -> WorkerSpec:
+    return WorkerSpec(
+        run_dir=str(run), attempt=0, rank=0, local_rank=0, local_world_size=1, node_rank=0, nodes=1, config=config,
+        layout=resolve_layout(Config(), 1, 1), master_address="", master_port=0, gpus_per_node=1, threads=1,
+    )  # fmt: skip
+
+
+def test_a_worker_takes_the_config_of_its_agent_or_else_reads_the_file(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=single", "train.steps=3")
+    passed = replace(load(run), train=replace(load(run).train, steps=4))
+    assert frozen_config(spec_of(run.path), run).train.steps == 3
+    assert frozen_config(spec_of(run.path, _pickled(passed)), run) == passed
+    assert "train" not in repr(spec_of(run.path, _pickled(passed))), "it may have values of cluster.env"
+
+
+def test_a_config_that_cannot_be_passed_on_is_read_by_the_workers() -> None:
+    hidden = make_dataclass("Hidden", ["kind"])  # as a description of a user may make it
+    assert _pickled(replace(Config(), model=hidden("own"))) is None
+
+
 @pytest.mark.parametrize("value", [GROWING_SEGMENTS, "max_split_size_mb:64", None])
 def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
     value: str | None, monkeypatch: pytest.MonkeyPatch
@@ -121,9 +144,5 @@ def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
     monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)
     if value is not None:
         monkeypatch.setenv(ALLOCATOR_SETTINGS, value)
-    spec = WorkerSpec(
-        run_dir="", attempt=0, rank=0, local_rank=0, local_world_size=1, node_rank=0, nodes=1,
-        layout=resolve_layout(Config(), 1, 1), master_address="", master_port=0, gpus_per_node=1, threads=1,
-    )  # fmt: skip
-    processes._prepare_device(spec)
+    processes._prepare_device(spec_of(Path()))
     assert done == [GROWING_SEGMENTS] * (value == GROWING_SEGMENTS) + ["cuda:0"]

@@ -255,8 +255,8 @@ class PrecisionConfig:
     )
     weights: str = key(
         "fp32",
-        "bf16: the format of the weights and of their gradients. The optimizer updates fp32 masters of bf16 weights, "
-        "which are sharded like its state, and which checkpoints contain.",
+        "bf16: the format of the weights and of their gradients. If it is bf16, the optimizer updates fp32 masters of "
+        "the weights, which are sharded like its state. Checkpoints contain the masters.",
         choices=("fp32", "bf16"),
         when=when("precision.name", "bf16"),
     )
@@ -268,8 +268,9 @@ class PrecisionConfig:
     )
     fp8_skip: list[str] = key(
         [],
-        "Regular expressions that are found in the names of linear layers which stay in bf16, such as attention. "
-        "Others outside of the layers, frozen ones, and sizes that are no multiples of 16 (mxfp8: 32) do so anyway.",
+        "Regular expressions, such as attention: linear layers whose names match one of them stay in bf16. Linear "
+        "layers outside the model's layers, frozen ones, and those whose sizes are not multiples of 16 (mxfp8: 32) "
+        "stay in bf16 in any case.",
         when=unless("precision.fp8", None),
     )
     loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0, when=when("precision.name", "fp16"))

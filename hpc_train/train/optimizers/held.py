@@ -109,19 +109,15 @@ def local_shard(parameter: nn.Parameter, offload: bool) -> Held:
 
 
 @dataclass(frozen=True)
-class MasterShard:
+class MasterShard(LocalShard):
     """``local`` is the fp32 master of a shard in bf16, on the device or on the host."""
 
-    parameter: nn.Parameter
-    local: nn.Parameter
-    offloaded: bool
-
     def refresh(self) -> None:
-        gradient = None if self.parameter.grad is None else local_part(self.parameter.grad)
         if self.offloaded:
-            _copy_gradient(self.local, gradient)
-        else:
-            self.local.grad = None if gradient is None else gradient.to(self.local.dtype)
+            super().refresh()
+            return
+        gradient = self.parameter.grad
+        self.local.grad = None if gradient is None else local_part(gradient).to(self.local.dtype)
 
     def write_back(self) -> None:
         local_part(self.parameter.detach()).copy_(self.local, non_blocking=True)
@@ -130,9 +126,6 @@ class MasterShard:
 
     def fetch(self) -> None:
         """A load writes into the master itself."""
-
-    def as_saved(self, value: Tensor) -> Tensor:
-        return like_shard(value, self.parameter)
 
 
 def _master_shard(parameter: nn.Parameter, master: Tensor, offload: bool) -> MasterShard:
