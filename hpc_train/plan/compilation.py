@@ -73,9 +73,9 @@ def _check_async(config: Config, layout: Layout) -> None:
     missing = [*_missing_for_async(config, layout)] if config.strategy.async_tp else []
     if missing:
         raise UserError(
-            f"strategy.async_tp needs {', '.join(missing)}",
+            f"strategy.async_tp needs {'; '.join(missing)}",
             where=_ASYNC,
-            fix="strategy.async_tp=false, or what it needs",
+            fix="strategy.async_tp=false, or set what it needs",
         )
 
 
