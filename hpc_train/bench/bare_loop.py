@@ -30,7 +30,7 @@ from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import (
     apply_loss_form,
@@ -38,8 +38,8 @@ from hpc_train.parallel.parallelise import (
     is_meta,
     materialise,
 )
-from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
-from hpc_train.parallel.split import cut, split_layers
+from hpc_train.parallel.pipeline.split import cut, split_layers
+from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.plan.buckets import first_cap
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.recomputation import recomputation_of

@@ -28,9 +28,9 @@ from hpc_train.checkpoint.state import saved_state
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
-from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

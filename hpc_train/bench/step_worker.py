@@ -33,13 +33,13 @@ from hpc_train.measure.utilisation import (
 )
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.parallel.plain_objects import gather_plain
-from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.preflight.measure import measured_gemm_flops

@@ -39,8 +39,8 @@ from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.errors import UserError
-from hpc_train.parallel.masters import round_to_weights
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import round_to_weights
 
 LoadHook = Callable[[Mapping[str, Tensor]], str | None]  # see ``CheckpointManager.load_hook``
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Compression
-from hpc_train.parallel.masters import saved_value
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import saved_value
 
 SHOWN = 8  # names listed per problem in a message
 

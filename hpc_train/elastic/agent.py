@@ -110,7 +110,7 @@ def run_agent(
 def _preload(config: Config, entry: str, store: str) -> list[str]:
     """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
     modules = [each.partition(":")[0] for each in (entry, store)]
-    pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
+    pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline.engine"]
     return [*dict.fromkeys(modules), *pipeline]
 
 

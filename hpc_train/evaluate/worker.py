@@ -14,9 +14,9 @@ from hpc_train.config.evaluation import MAIN
 from hpc_train.config.schema import Config
 from hpc_train.evaluate.request import EvaluationRequest
 from hpc_train.models.hf.lora import check_base
-from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

@@ -86,8 +86,8 @@ class StepClock:
     def _watch_pipeline(self, stack: ExitStack) -> None:
         from torch.distributed.pipelining.stage import _PipelineStageBase  # importing it takes a second
 
-        from hpc_train.parallel.pipeline_engine import PipelineEngine
-        from hpc_train.parallel.schedules import Schedule
+        from hpc_train.parallel.pipeline.engine import PipelineEngine
+        from hpc_train.parallel.pipeline.schedules import Schedule
 
         for name in STAGE_WORK:
             stack.enter_context(_replaced(_PipelineStageBase, name, self._works))

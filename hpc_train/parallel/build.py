@@ -17,10 +17,10 @@ from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.float8 import check_use
 from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import sharder_of
+from hpc_train.parallel.precision.float8 import check_use
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 from hpc_train.plan.mixing import check_mixing
@@ -57,7 +57,7 @@ def build_engine(
     whole = _check_parts(model, mesh)
     if mesh.layout.pp == 1:
         return ReplicaEngine(config, mesh, whole, report_buckets)
-    from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
+    from hpc_train.parallel.pipeline.engine import PipelineEngine  # torch's pipelining takes a second to import
 
     return PipelineEngine(config, mesh, whole, layers, report_buckets)
 

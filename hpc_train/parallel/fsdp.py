@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh, reduce_scatter_tensor
-from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 from hpc_train.plan.techniques import DataParallelKind
 
 

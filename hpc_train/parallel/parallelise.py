@@ -24,14 +24,14 @@ from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.activation_offload import offload_activations
-from hpc_train.parallel.checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activations.offload import offload_activations
 from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
-from hpc_train.parallel.float8 import use_float8
-from hpc_train.parallel.masters import narrow_weights
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
+from hpc_train.parallel.precision.dtypes import parameter_dtype, set_hidden_dtype
+from hpc_train.parallel.precision.float8 import use_float8
+from hpc_train.parallel.precision.masters import narrow_weights
 from hpc_train.parallel.tensor import apply_tensor_parallel
 from hpc_train.plan.activation_offload import parse_activation_offload
 from hpc_train.plan.compilation import CompilerMode, compiler_mode

@@ -20,10 +20,10 @@ from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.in_backward import UpdatesInBackward
-from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import autocast, kept_dtype
+from hpc_train.parallel.precision.dtypes import autocast, kept_dtype
+from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 from hpc_train.plan.compilation import CompilerMode, compiler_mode

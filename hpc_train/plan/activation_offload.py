@@ -1,6 +1,6 @@
 """Parses and checks ``train.activation_offload``, and computes what it leaves on a device and adds to host memory.
 
-It imports no torch; ``parallel.activation_offload`` moves the tensors.
+It imports no torch; ``parallel.activations.offload`` moves the tensors.
 """
 
 from __future__ import annotations

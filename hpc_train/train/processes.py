@@ -19,7 +19,7 @@ from hpc_train.cluster.rejected_variable import rejected_variable
 from hpc_train.config.schema import Config, TrainConfig
 from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
-from hpc_train.parallel.precision import choose_tf32
+from hpc_train.parallel.precision.dtypes import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 
 LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang

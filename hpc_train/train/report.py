@@ -18,9 +18,9 @@ from hpc_train.measure.suggestions import AdviceWatch
 from hpc_train.models.attention import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.masters import saved_value
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
+from hpc_train.parallel.precision.masters import saved_value
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger

@@ -29,13 +29,13 @@ from hpc_train.hooks.hook import HookContext
 from hpc_train.hooks.runner import Hooks
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
-from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.pipeline.balance import SplitPlan, plan_split
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.plan.compilation import check_compiler_device
 from hpc_train.plan.open_keys import for_nodes

@@ -30,10 +30,10 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.measure.time_breakdown import timed_stages
 from hpc_train.models.gpt import GPT, GatedFeedForward
-from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
-from hpc_train.parallel.split import split_layers
+from hpc_train.parallel.pipeline.balance import plan_split
+from hpc_train.parallel.pipeline.split import split_layers
 from hpc_train.plan.validate import validate
 from tests.ranks import run_ranks
 

@@ -181,13 +181,14 @@ WITHOUT_USE = {
         "train.optimizers.learning_rate",
         "__main__",
     },  # the ratio, and the trial of an optimizer
-    "PrecisionConfig.residual": {"parallel.precision"},  # fp32 has no narrower format
-    "PrecisionConfig.tf32": {"parallel.precision"},  # for device.type == "cuda"
-    "PrecisionConfig.weights": {"parallel.parallelise", "parallel.precision", "planner.passes"},  # checked to be fp32
+    "PrecisionConfig.residual": {"parallel.precision.dtypes"},  # fp32 has no narrower format
+    "PrecisionConfig.tf32": {"parallel.precision.dtypes"},  # for device.type == "cuda"
+    # checked to be fp32
+    "PrecisionConfig.weights": {"parallel.parallelise", "parallel.precision.dtypes", "planner.passes"},
     "RunConfig.max_gpu_hours": {"elastic.agent_session"},  # used up by GPUs
     "StrategyConfig.bucket_cap_mb": {"parallel.replicas", "parallel.bucket_search"},  # compared with auto
     "StrategyConfig.compression": {"parallel.compression.build"},  # compared with auto
-    "StrategyConfig.pp_split": {"parallel.balance"},  # returns if there is one pipeline rank
+    "StrategyConfig.pp_split": {"parallel.pipeline.balance"},  # returns if there is one pipeline rank
     "StrategyConfig.schedule": {"run.snapshot"},  # looks for the import path of a row
     "TelemetryConfig.gpu_idle_minutes": {"elastic.agent_session"},  # for each GPU
 }

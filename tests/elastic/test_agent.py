@@ -112,7 +112,7 @@ assert len(os.listdir("/proc/self/task")) == threads
 
 def test_what_the_warm_parent_imports_asks_no_gpu_and_starts_no_threads() -> None:
     modules = preload(config_of("+strategy=pp"), ENTRY, STORE)
-    assert "hpc_train.parallel.pipeline_engine" in modules
+    assert "hpc_train.parallel.pipeline.engine" in modules
     subprocess.run([sys.executable, "-c", FORK_SAFE, *modules], check=True)
 
 

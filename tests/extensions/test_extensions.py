@@ -54,7 +54,7 @@ def test_a_run_trains_with_both(tmp_path: Path) -> None:
 
 
 def test_memory_in_flight_and_bubble_are_those_of_its_row() -> None:
-    from hpc_train.parallel.schedules import check_extension, recorded_actions
+    from hpc_train.parallel.pipeline.schedules import check_extension, recorded_actions
 
     for pp, micro_batches in ((2, 4), (4, 8), (4, 12)):
         layout = Layout(1, pp, 1, 1, "ddp", SCHEDULE, 2, micro_batches, 1)
@@ -166,7 +166,7 @@ def test_a_path_that_leads_to_no_row_is_refused(path: str, message: str) -> None
 
 
 def test_a_row_that_torch_contradicts_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpc_train.parallel.schedules import check_extension
+    from hpc_train.parallel.pipeline.schedules import check_extension
 
     layout = Layout(1, 2, 1, 1, "ddp", SCHEDULE, 2, 4, 1)
     for facts, message in (

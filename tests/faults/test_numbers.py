@@ -63,7 +63,7 @@ def poison(kind: str, batches: range, spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.data.build import SyntheticDataset
     from hpc_train.data.sampler import Order
     from hpc_train.parallel.engine import StepResult
-    from hpc_train.parallel.pipeline_engine import PipelineEngine
+    from hpc_train.parallel.pipeline.engine import PipelineEngine
     from hpc_train.parallel.replica_engine import ReplicaEngine
     from hpc_train.train import divergence
 

@@ -32,7 +32,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel import fsdp, replica_engine
 from hpc_train.parallel.mesh import AXES, Mesh, all_gather_tensor
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
-from hpc_train.parallel.precision import parameter_dtype
+from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.replicas import Sharded
 from hpc_train.plan import memory
 from hpc_train.plan.layout import Layout, resolve_layout

@@ -85,7 +85,7 @@ sys.stdin.read()
 
 def warm_parent(probe: Probe) -> None:
     """What the parent of the workers imports does not start CUDA and needs no wandb, and its child can use the GPU."""
-    modules = {entry.partition(":")[0] for entry in (ENTRY, STORE)} | {"hpc_train.parallel.pipeline_engine"}
+    modules = {entry.partition(":")[0] for entry in (ENTRY, STORE)} | {"hpc_train.parallel.pipeline.engine"}
     code = _PARENT.format(modules=", ".join(sorted(modules)), device=probe.device)
     command = [sys.executable, "-c", code]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -24,7 +24,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepNumbers
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.parallel.precision import parameter_dtype
+from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.plan.layout import Layout
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell

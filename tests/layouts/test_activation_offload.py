@@ -24,7 +24,7 @@ from hpc_train.config.schema import (
 )
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
-from hpc_train.parallel import activation_offload
+from hpc_train.parallel.activations import offload as offload_module
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.activation_offload import node_bytes, offloaded_bytes
@@ -80,7 +80,7 @@ def moved_by_compiled_layers(rank: int, world_size: int, config: Config) -> tupl
     not compile; and those left after the step.
     """
     host = HostMemory()
-    activation_offload.host_buffer = host  # type: ignore[assignment]
+    offload_module.host_buffer = host  # type: ignore[assignment]
     mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
     engine: Any = build_engine(config, mesh)
     waiting = list[int]()
@@ -142,7 +142,7 @@ def kept_in_step(rank: int, world_size: int, configs: list[Config]) -> list[tupl
     found = []
     for config in configs:
         host = HostMemory()
-        activation_offload.host_buffer = host  # type: ignore[assignment]
+        offload_module.host_buffer = host  # type: ignore[assignment]
         mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
         engine: Any = build_engine(config, mesh)
         layers = [*engine.parts[0].layers.values()]
@@ -198,7 +198,7 @@ def peaks(rank: int, world_size: int, configs: list[Config]) -> list[int]:
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     found = []
     for config in configs:
-        activation_offload.host_buffer = HostMemory()  # type: ignore[assignment]
+        offload_module.host_buffer = HostMemory()  # type: ignore[assignment]
         mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
         engine = build_engine(config, mesh)
         batch = StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE)

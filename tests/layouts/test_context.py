@@ -15,11 +15,11 @@ from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConf
 from hpc_train.config.values import LayerMode
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
-from hpc_train.parallel.balance import measure_blocks
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.parallelise import materialise
+from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.recomputation import layer_bytes
 from hpc_train.plan.techniques import KINDS

@@ -18,12 +18,12 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel import float8
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.float8 import Float8Linear, check_device, check_use, matrices, use_float8
-from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.parallelise import apply_loss_form, materialise
-from hpc_train.parallel.precision import autocast, set_hidden_dtype
+from hpc_train.parallel.precision import float8
+from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
+from hpc_train.parallel.precision.float8 import Float8Linear, check_device, check_use, matrices, use_float8
+from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.plan import requirements
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import loss_form

@@ -13,9 +13,9 @@ from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.masters import local_part
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
+from hpc_train.parallel.precision.masters import local_part
 from hpc_train.plan.in_backward import check_in_backward
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.train.optimizer import Optimizer

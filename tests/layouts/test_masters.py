@@ -21,9 +21,9 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.parallel.parallelise import apply_loss_form, materialise
-from hpc_train.parallel.precision import autocast, set_hidden_dtype
+from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
+from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.number_formats import check_weights

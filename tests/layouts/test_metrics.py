@@ -20,7 +20,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.parallel.precision import parameter_dtype
+from hpc_train.parallel.precision.dtypes import parameter_dtype
 from tests.checkpoint.training import join_again
 from tests.layouts.cells import VOCABULARY, Cell
 from tests.layouts.oracle import global_batch, local_batch

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from hpc_train.parallel.split import split_layers
+from hpc_train.parallel.pipeline.split import split_layers
 from hpc_train.plan.partition import blocks_of, layers_of, partition, predict
 from hpc_train.plan.techniques import SCHEDULES
 

@@ -20,7 +20,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.parallel.pipeline_engine import PipelineEngine
+from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.layouts.cells import Cell, cells, every_other, in_turn

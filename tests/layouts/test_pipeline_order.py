@@ -11,8 +11,8 @@ from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.pipeline_engine import forward_order
-from hpc_train.parallel.split import cut, split_layers, stage_of
+from hpc_train.parallel.pipeline.engine import forward_order
+from hpc_train.parallel.pipeline.split import cut, split_layers, stage_of
 from hpc_train.plan.techniques import SCHEDULES
 
 

@@ -18,9 +18,9 @@ from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.parallelise import apply_loss_form, materialise
-from hpc_train.parallel.precision import autocast, choose_tf32, compute_dtype, set_hidden_dtype
+from hpc_train.parallel.precision.dtypes import autocast, choose_tf32, compute_dtype, set_hidden_dtype
+from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.plan.loss_chunks import loss_form
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole

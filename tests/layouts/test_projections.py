@@ -13,7 +13,7 @@ from hpc_train.config.schema import GPTConfig
 from hpc_train.models.gpt import gpt_layer
 from hpc_train.models.projections import JOINED, can_join
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.kept_casts import KeptCasts
+from hpc_train.parallel.precision.kept_casts import KeptCasts
 from tests.layouts.cells import VOCABULARY, Cell
 from tests.layouts.oracle import error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks

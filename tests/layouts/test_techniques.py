@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from hpc_train.parallel.schedules import Action, count_in_flight, planned_schedule, recorded_actions
+from hpc_train.parallel.pipeline.schedules import Action, count_in_flight, planned_schedule, recorded_actions
 from hpc_train.plan import orders
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.orders import PipelineShape

@@ -28,7 +28,7 @@ def poison_every_step(spec: WorkerSpec, stop: StopFlag) -> None:
 
 def _poison(spec: WorkerSpec, steps: set[int]) -> None:
     """The loss of rank 1 is NaN, and that of no other rank."""
-    from hpc_train.parallel.pipeline_engine import PipelineEngine
+    from hpc_train.parallel.pipeline.engine import PipelineEngine
     from hpc_train.parallel.replica_engine import ReplicaEngine
 
     for engine in (PipelineEngine, ReplicaEngine):

@@ -15,9 +15,9 @@ from hpc_train.data.build import build_dataset
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel import balance
-from hpc_train.parallel.balance import BlockCost, plan_split, stage_bytes
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.pipeline import balance
+from hpc_train.parallel.pipeline.balance import BlockCost, plan_split, stage_bytes
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.partition import layers_of, partition
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
@@ -85,7 +85,7 @@ def test_blocks_are_measured_under_tensor_parallelism_and_activation_checkpointi
 
 
 def _costs(rank: int, _: int, cells: list[Cell]) -> list[tuple[BlockCost, ...]]:
-    from hpc_train.parallel.balance import measure_blocks
+    from hpc_train.parallel.pipeline.balance import measure_blocks
     from tests.layouts.oracle import local_batch
 
     found = []

@@ -52,7 +52,7 @@ def import_modules(also: str) -> None:
 
     import hpc_train.elastic.rendezvous.store
     import hpc_train.elastic.worker_process
-    import hpc_train.parallel.pipeline_engine
+    import hpc_train.parallel.pipeline.engine
     import hpc_train.train.worker  # noqa: F401
 
     for name in filter(None, also.split(",")):

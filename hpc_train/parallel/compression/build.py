@@ -22,7 +22,7 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.compression.exchange import Dense, Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.parallel.precision import parameter_dtype
+from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction
 from hpc_train.plan.buckets import first_cap
 from hpc_train.run.directory import RunDirectory

@@ -17,8 +17,8 @@ from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.measure.utilisation import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.masters import master_of
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision.masters import master_of
 from hpc_train.plan.in_backward import can_update_in_backward
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import loss_form

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hpc_train.data.dataset import StepBatch
 from hpc_train.measure.time_breakdown import Chunk, timed_stages
-from hpc_train.parallel.balance import SplitPlan
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.pipeline.balance import SplitPlan
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 3

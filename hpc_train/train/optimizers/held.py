@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hpc_train.parallel.masters import keep_master, like_shard, local_part, master_of
+from hpc_train.parallel.precision.masters import keep_master, like_shard, local_part, master_of
 
 
 class Held(Protocol):

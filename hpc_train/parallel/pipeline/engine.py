@@ -31,14 +31,14 @@ from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.in_backward import UpdatesInBackward
-from hpc_train.parallel.kept_casts import KeptCasts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import hidden_dtype, kept_dtype, parameter_dtype
+from hpc_train.parallel.pipeline.schedules import Part, Schedule, check_extension
+from hpc_train.parallel.pipeline.split import TiedWeights, cut, split_layers
+from hpc_train.parallel.precision.dtypes import hidden_dtype, kept_dtype, parameter_dtype
+from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
-from hpc_train.parallel.schedules import Part, Schedule, check_extension
-from hpc_train.parallel.split import TiedWeights, cut, split_layers
 from hpc_train.parallel.tensor import check_sequence
 
 

@@ -30,12 +30,12 @@ from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.context import own_tokens
-from hpc_train.parallel.kept_casts import KeptCasts, kept_by
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
+from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, kept_dtype, parameter_dtype
-from hpc_train.parallel.split import cut, split_layers
+from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, kept_dtype, parameter_dtype
+from hpc_train.parallel.precision.kept_casts import KeptCasts, kept_by
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import usable_bytes
 from hpc_train.plan.optimizers import values_per_parameter

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.models.projections import CASTS, JOINED, Together, can_join, product_dtype
-from hpc_train.parallel.float8 import Float8Linear
+from hpc_train.parallel.precision.float8 import Float8Linear
 
 _FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
 

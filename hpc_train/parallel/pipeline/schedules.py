@@ -22,7 +22,7 @@ from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import with_equal_numbers
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
-from hpc_train.parallel.precision import autocast
+from hpc_train.parallel.precision.dtypes import autocast
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.orders import PipelineShape
 
@@ -277,7 +277,7 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
             raise UserError(
                 f"{fact} of schedule {row.name!r} differs from {row.torch_class} on rank {rank} of {layout.pp}",
                 where=where,
-                fix=f"correct {fact}; hpc_train.parallel.schedules.recorded_actions returns the actions",
+                fix=f"correct {fact}; hpc_train.parallel.pipeline.schedules.recorded_actions returns the actions",
             )
 
 
