@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -138,6 +140,19 @@ def test_every_check_can_be_found_and_has_one_name() -> None:
         assert callable(each.function())
     assert checks_for(1)[0] == ALONE[0]
     assert checks_for(4)[0] == TOGETHER[0]
+
+
+def test_every_function_that_takes_a_probe_is_a_check() -> None:
+    """One that is in no list, or in a list that another assignment replaces, would never run."""
+    modules = [path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("made_up", "test_runner")]
+    written = {
+        f"{module.__name__}:{name}"
+        for module in (importlib.import_module(f"tests.gpu.{stem}") for stem in modules if stem != "__main__")
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        if [*inspect.signature(function, eval_str=False).parameters] == ["probe"]
+    }
+    assert written == {each.entry for each in ALL}
 
 
 def test_the_checks_of_one_gpu_fit_into_a_visit() -> None:
