@@ -25,11 +25,11 @@ TRANSFERS = "copies between host and device"
 # The first kind with a word that the name of a kernel or operator contains, in lower case. Attention precedes products,
 # because some of its kernels are built with CUTLASS.
 WORDS: Sequence[tuple[str, tuple[str, ...]]] = (
-    (PRODUCTS, ("flash", "fmha", "sdpa", "attention")),
-    (PRODUCTS, ("gemm", "cutlass", "nvjet", "xmma", "cublas", "cijk_", "splitk", "conv", "mkldnn")),
+    (PRODUCTS, ("flash", "fmha", "sdpa", "attention", "cudnn::fusion")),
+    (PRODUCTS, ("gemm", "gemv", "cutlass", "nvjet", "xmma", "cublas", "cijk_", "splitk", "conv", "mkldnn")),
     (PRODUCTS, ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")),
     (LOSS, ("softmax", "nll_loss", "cross_entropy", "logsumexp")),
-    (OPTIMIZER, ("multi_tensor_apply", "adam", "foreach", "sgd")),
+    (OPTIMIZER, ("multi_tensor_apply", "adam", "foreach", "sgd", "lerp")),  # AdamW with compact moments has a lerp
     (COPIES, ("memcpy", "memset", "copy", "catarray", "aten::cat", "fill", "zero")),
 )
 # The names of compiled kernels list the operators around them; those of products begin with the name of a template.
@@ -59,6 +59,8 @@ def profiled(step: Callable[[], object], device: torch.device, stages: bool, ste
         stages: whether there are pipeline stages.
     """
     on_gpu = device.type == "cuda"
+    if on_gpu:  # or the steps would wait for what was launched before
+        torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])) as profiler:
         for _ in range(steps):
             step()
@@ -127,12 +129,14 @@ def mean_of_ranks(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def advice(kind: str, config: Config) -> str:
     """Returns what makes a loss smaller under ``config``."""
     compiled = config.train.compile
-    fused = "compiled already; precision.residual=compute halves its bytes" if compiled else "train.compile=true"
+    fused, casts = _fewer_bytes(config), _fewer_bytes(config)
+    if compiled and config.precision.name == "bf16" and config.precision.weights == "fp32":
+        casts = "precision.weights=bf16, so that weights are not cast in each step"
     return {
         PRODUCTS: "a larger batch.micro_size, and sizes of the model that are multiples of 64",
         RECOMPUTED: "train.activation_checkpointing=ops or none, if the memory is sufficient",
         ELEMENTWISE: fused,
-        COPIES: fused,
+        COPIES: casts,
         LOSS: "train.loss_chunks=auto",
         OPTIMIZER: "more micro-batches per step, or sharding (strategy=zero1)",
         COMMUNICATION: "strategy.bucket_cap_mb=auto, strategy.shard=node, or a smaller strategy.tp or strategy.cp",
@@ -140,3 +144,14 @@ def advice(kind: str, config: Config) -> str:
         BUBBLE: "more micro-batches per step, or a schedule with a smaller bubble",
         WAITING: f"{'' if compiled else 'train.compile=true, or '}a larger batch.micro_size with fewer micro-batches",
     }[kind]
+
+
+def _fewer_bytes(config: Config) -> str:
+    """Returns what makes element-wise operations move fewer bytes."""
+    if not config.train.compile:
+        return "train.compile=true"
+    if config.precision.residual == "fp32" and config.precision.name in ("bf16", "fp16"):
+        return "precision.residual=compute, which halves its bytes"
+    if config.train.activation_checkpointing not in ("none", "auto"):
+        return "train.activation_checkpointing=none, if the memory is sufficient"
+    return "compiled already; its share is smaller in a wider model (model.dim)"

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.bench.step import LISTED
+
 ROOT = Path(__file__).parents[2]
 AS_IT_STANDS = "as it stands"
 ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know first
@@ -47,6 +49,8 @@ ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know f
     "optimizer on the host": ("strategy.offload=optimizer",),
     "activations on the host": ("train.activation_offload=1MiB",),
     "inputs of layers on the host": ("train.activation_offload=1MiB", "train.activation_checkpointing=full"),
+    "activations by a budget": ("train.activation_checkpointing=16GiB",),
+    "CUDA graphs": ("train.cuda_graphs=true",),
 }
 LEAST_S = 20.0  # with less left no row is started
 END_S = 5.0  # from SIGTERM to SIGKILL
@@ -107,7 +111,7 @@ def measured(
             if left < LEAST_S:
                 yield f"{name:34}not measured: {max(0.0, left):.0f} s of the budget are left"
                 continue
-            against = ["--against", "raw"] if name == AS_IT_STANDS else []
+            against = ["--against", "raw", "--profile-gap"] if name == AS_IT_STANDS else []
             yield measure(name, changes, [*given, *changes, *amount, *against], left, Path(cache))
 
 
@@ -194,7 +198,13 @@ def text_of(row: Row, first: float | None) -> str:
     against = row.result["against"]
     if against:
         line += f"\n{'  the bare loop':34}{speed(against):10,.0f} {1 / against['ratio']:9.3f}"
-    return line.rstrip()
+    gap = row.result["gap"]
+    lost = (
+        [f"\n  {1e3 * each['seconds']:8.1f} ms lost to {each['kind']}" for each in gap["losses"][:LISTED]]
+        if gap
+        else []
+    )
+    return "".join([line.rstrip(), *lost])
 
 
 def speed(rates: dict[str, Any]) -> float:

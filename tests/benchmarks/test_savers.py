@@ -17,13 +17,15 @@ RESULT: dict[str, Any] = {
     "memory": {"device_peak_bytes": [2**30], "host_peak_bytes": [2**31]},
     "mfu": {"value": 0.5},
     "against": None,
+    "gap": None,
 }
 
 
 def test_a_row_is_kept_at_once_and_told_with_the_bare_loop(tmp_path: Path) -> None:
     bare = {"tokens_per_s": {"median": 1250.0}, "ratio": 0.8}
+    gap = {"losses": [{"kind": "optimizer", "seconds": 0.02}]}
     rows = [
-        Row(AS_IT_STANDS, (), 1.0, RESULT | {"against": bare}, gpu={"clocks.sm": 1980.0}),
+        Row(AS_IT_STANDS, (), 1.0, RESULT | {"against": bare, "gap": gap}, gpu={"clocks.sm": 1980.0}),
         Row("slower", ("a=b",), 1.0, RESULT | {"tokens_per_s": {"median": 500.0}}),
         Row("failed", (), 1.0, None, "Traceback\nthe cause"),
     ]
@@ -35,6 +37,7 @@ def test_a_row_is_kept_at_once_and_told_with_the_bare_loop(tmp_path: Path) -> No
     first, second, third = (text_of(row, 1000.0) for row in rows)
     assert first.split("\n")[1].split()[-2:] == ["1,250", "1.250"]
     assert "1980" in first
+    assert first.endswith("20.0 ms lost to optimizer")
     assert second.split()[1:5] == ["500", "0.500", "50.0", "%"]
     assert third.endswith("Traceback\nthe cause")
 
@@ -70,5 +73,5 @@ def test_what_the_budget_leaves_no_time_for_is_named(monkeypatch: pytest.MonkeyP
     found = [*measured(dict([*ROWS.items()][:4]), ["+experiment=x"], ["--pairs", "3"], 75)]
     assert [isinstance(row, Row) for row in found] == [True, True, False, False]
     assert "not measured: 15 s" in str(found[2])
-    assert asked[0] == ["+experiment=x", "--pairs", "3", "--against", "raw"]
+    assert asked[0] == ["+experiment=x", "--pairs", "3", "--against", "raw", "--profile-gap"]
     assert "--against" not in asked[1]

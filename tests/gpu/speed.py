@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hpc_train.bench.step import LISTED
+from hpc_train.measure.step_gap import OPTIMIZER, WAITING
 from tests.benchmarks.savers import AS_IT_STANDS, ROWS, Row, measured, speed, text_of
 from tests.gpu.check import Probe
 from tests.gpu.commands import TINY, cpu_ranks, train
@@ -34,6 +36,7 @@ def steps(probe: Probe) -> None:
     done = [row for row in rows if row.result is not None]
     probe.equal("rows that failed", [row.name for row in rows if row.result is None and not row.late], [])
     _compare(probe, done)
+    _check_gap(probe, done)
     for row in rows:
         if row.result is None:
             print(row.error)
@@ -64,6 +67,23 @@ def _compare(probe: Probe, done: Sequence[Row]) -> None:
     else:
         probe.within("rows with a speed", sum(speed(result) > 0 for result in results), 1, 1)
         probe.expect("the bare loop", against is not None, "measured", against is not None)
+
+
+def _check_gap(probe: Probe, done: Sequence[Row]) -> None:
+    """Names the largest losses, and expects that the profile has seen the kernels of the whole step."""
+    gap = next((row.result["gap"] for row in done if row.result is not None and row.result["gap"]), None)
+    if not probe.expect("the losses against the peak rate", gap is not None, "named", gap is not None) or gap is None:
+        return
+    for loss in gap["losses"][:LISTED]:
+        probe.note(f"ms lost to {loss['kind']}", 1e3 * loss["seconds"])
+    seconds = {loss["kind"]: loss["seconds"] for loss in gap["losses"]}
+    missing = abs(gap["step_s"] - gap["ideal_s"] - sum(seconds.values())) / gap["step_s"]
+    probe.within("share of the step that is no loss and not ideal", missing, high=1e-6)
+    if probe.on_gpu:
+        probe.within(
+            "share of the step in which the GPU waits for the host", seconds[WAITING] / gap["step_s"], high=0.03
+        )
+        probe.within("ms of the optimizer", 1e3 * seconds[OPTIMIZER], low=1.0)  # 40 bytes for each of 1.2e9 parameters
 
 
 def compile_cache(probe: Probe) -> None:

@@ -60,8 +60,14 @@ class World:
     def steps(self, *overrides: str) -> Steps:
         """Returns a training that ``overrides`` change."""
         data = [] if any(each.startswith(("data=", "experiment=")) for each in overrides) else SYNTHETIC
-        place = f"cluster.gpus_per_node={int(self.probe.on_gpu)}"
-        config = typed(compose([*data, *SMALL, place, *overrides]))
+        return self.of(self.config(*data, *SMALL, *overrides))
+
+    def config(self, *overrides: str) -> Config:
+        """Returns the config of ``overrides`` on this device."""
+        return typed(compose([f"cluster.gpus_per_node={int(self.probe.on_gpu)}", *overrides]))
+
+    def of(self, config: Config) -> Steps:
+        """Returns the training of ``config``."""
         return Steps(config, self.mesh(config))
 
     def _spec(self, layout: Layout) -> WorkerSpec:

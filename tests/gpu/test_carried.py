@@ -59,11 +59,11 @@ def test_every_module_of_the_checks_is_imported_without_what_is_not_carried(carr
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1500)
 def test_the_checks_run_on_a_cpu_with_what_is_carried(carried: dict[str, str], tmp_path: Path) -> None:
     """All of them in the long form, else those that start no training."""
     only = [] if LONG else ["--only", *QUICK]
-    command = [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path), "--budget", "1100", *only]
+    command = [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path), "--budget", "1400", *only]
     done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {line["check"]: line["verdict"] for line in read(tmp_path) if line["kind"] == "verdict"}

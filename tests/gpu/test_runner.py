@@ -6,6 +6,8 @@ import importlib
 import inspect
 import json
 import math
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.benchmarks.savers import ROWS
+from tests.gpu import levers
 from tests.gpu.check import Check, Place, Probe, Verdict, read
 from tests.gpu.checks import ALL, ALONE, TOGETHER, VISIT_S, checks_for
 from tests.gpu.commands import largest_difference
@@ -221,6 +225,14 @@ def test_each_rank_has_a_context_on_its_own_gpu_only(tmp_path: Path, seen: set[t
     facts = [{"gpu": "GPU-a", "pid": 7}, {"gpu": "GPU-b", "pid": 8}]
     _check_contexts(context_probe(tmp_path), seen, facts)
     assert [line["ok"] for line in read(tmp_path / "out")].count(False) == failed
+
+
+def test_a_row_of_levers_that_fails_ends_alone() -> None:
+    assert levers._in_process(max, (1, 2), 30) == 2
+    assert "ZeroDivisionError" in levers._in_process(divmod, (1, 0), 30)
+    assert levers._in_process(os._exit, (3,), 30) == "its process ended with 3"
+    assert levers._in_process(time.sleep, (60,), 0.1) == "it took more than 0 s"
+    assert set(levers.SMALLER) < set(ROWS)
 
 
 def test_what_cannot_be_compared_differs() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpc_train.bench.step import report
+from hpc_train.config.compose import compose, typed
 from hpc_train.measure import step_gap
 from hpc_train.measure.step_gap import COMMUNICATION, PRODUCTS, RECOMPUTED, WAITING, kind_of, losses, seconds_by_kind
 from tests.doors.command import TINY, hpc_train
@@ -24,9 +25,14 @@ KERNELS = {
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>": PRODUCTS,
     "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": PRODUCTS,
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_128x128x128_4x1x1_kernel0_0": PRODUCTS,
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, 128, 4, 16, 128, 3, 4>": PRODUCTS,
+    "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4>": PRODUCTS,
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>": step_gap.LOSS,
     "triton_red_fused__log_softmax_nll_loss_forward_2": step_gap.LOSS,
     "triton_poi_fused__to_copy_add_mul_silu_1": step_gap.ELEMENTWISE,
+    # of compact_adamw._update, as torch 2.11 names it
+    "triton_poi_fused___rshift____to_copy_add_bitwise_and_bitwise_xor_copy__div_lerp_mul_neg_sqrt_sub_view_where_0":
+        step_gap.OPTIMIZER,
     "triton_poi_fused__scaled_dot_product_flash_attention_transpose_3": step_gap.ELEMENTWISE,
     "triton_tem_fused_mm_t_5": PRODUCTS,
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": step_gap.ELEMENTWISE,
@@ -39,6 +45,21 @@ KERNELS = {
 @pytest.mark.parametrize(("name", "kind"), KERNELS.items())
 def test_a_kernel_is_of_the_kind_that_its_name_tells(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "train.compile=true"),
+        (["train.compile=true", "precision.residual=fp32"], "precision.residual=compute"),
+        (["train.compile=true", "train.activation_checkpointing=ops"], "train.activation_checkpointing=none"),
+        (["train.compile=true"], "model.dim"),
+    ],
+)
+def test_the_advice_is_not_what_the_config_has_already(given: list[str], words: str) -> None:
+    config = typed(compose(["precision=bf16", *given]))
+    assert words in step_gap.advice(step_gap.ELEMENTWISE, config)
+    assert ("precision.weights=bf16" in step_gap.advice(step_gap.COPIES, config)) == config.train.compile
 
 
 def kernel(name: str, begin: float, end: float) -> Any:
