@@ -127,9 +127,9 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     """Applies tensor and context parallelism, the dtype of hidden states, fp8, the form of the loss, activation
     checkpointing, activation offload and compilation in place, without sharding."""
     set_hidden_dtype(model, config.precision)
-    use_float8(model, config.precision, mesh.device)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
+    use_float8(model, config.precision, mesh.device, mesh.layout.splits_backward)
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)
     apply_loss_form(model, loss_form(config, mesh.layout))

@@ -96,6 +96,11 @@ class Layout:
         return find_schedule(self.schedule)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and of weights are computed at different times."""
+        return self.pp > 1 and self.pipeline.splits_backward
+
+    @property
     def placement(self) -> tuple[int, ...]:
         """Returns the pipeline rank of each stage."""
         return self.pipeline.place(self.pp, self.stages_per_rank)

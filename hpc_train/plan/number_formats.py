@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.optimizers import own_targets
 from hpc_train.plan.peak.sizes import trained_share
-from hpc_train.plan.techniques import schedules_where
 
 WHERE = "precision.fp8"
 OFF = "precision.fp8=null"
@@ -50,19 +50,37 @@ def check_float8(config: Config, layout: Layout) -> None:
             fix=f"precision=bf16, or {OFF}",
         )
     if layout.tp > 1:
+        _check_shards(config, layout.tp)
+
+
+def _check_shards(config: Config, tp: int) -> None:
+    recipe, model = str(config.precision.fp8), config.model
+    if config.strategy.async_tp:
         raise UserError(
-            "precision.fp8 does not support tensor parallelism: each rank would scale its shard of a matrix alone, and "
-            "the results would depend on the number of ranks",
-            where=f"{WHERE}, strategy.tp",
-            fix=f"strategy.tp=1, or {OFF}",
+            "precision.fp8 does not support strategy.async_tp, which joins products with the collectives of their "
+            "operands: casts to fp8 are between the two",
+            where=f"{WHERE}, strategy.async_tp",
+            fix=f"strategy.async_tp=false, or {OFF}",
         )
-    if layout.pp > 1 and layout.pipeline.splits_backward:
-        raise UserError(
-            f"the schedule {layout.pipeline.name} computes the gradients of inputs and of weights at different times, "
-            "but torchao's fp8 products compute both together, so each would be computed twice",
-            where=f"{WHERE}, strategy.schedule",
-            fix=f"strategy.schedule={schedules_where(lambda row: not row.splits_backward)}, or {OFF}",
-        )
+    if config.precision.fp8_skip:
+        return  # the workers know the names of the matrices
+    head = getattr(model, "head_dim", None) or getattr(model, "dim", 0) // getattr(model, "n_heads", 1)
+    plan = family_of(model).tensor_parallel
+    for key in plan.divisible if plan is not None else ():
+        width = getattr(model, key) * (head if key.endswith("heads") else 1)
+        if width % MULTIPLES[recipe] == 0 and width % (tp * MULTIPLES[recipe]):
+            raise refused_shard(recipe, f"a matrix of model.{key}", width, tp)
+
+
+def refused_shard(recipe: str, what: str, width: int, tp: int) -> UserError:
+    """Returns the error for a matrix whose ``width`` the ``tp`` ranks share, and whose shards cannot be in fp8."""
+    unit = "blocks would cross shards" if recipe == "mxfp8" else "units of fp8 do not take it"
+    return UserError(
+        f"precision.fp8={recipe} needs shards of a multiple of {MULTIPLES[recipe]}, but {what} has a width of {width}, "
+        f"which {tp} ranks share: {unit}",
+        where=f"{WHERE}, strategy.tp",
+        fix=f"a smaller strategy.tp, a width of a multiple of {tp * MULTIPLES[recipe]}, precision.fp8_skip, or {OFF}",
+    )
 
 
 def check_weights(config: Config, layout: Layout) -> None:

@@ -41,15 +41,17 @@ E4M3, E5M2, BF16 = 2.0**-4, 2.0**-3, 2.0**-9  # the largest relative error of ro
 SPLITS: dict[str, dict[str, Any]] = DATA_PARALLEL | {
     "1f1b": {"pp": 2, "schedule": "1f1b"},
     "interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    "zbv": {"pp": 2, "schedule": "zbv", "stages_per_rank": 2},
+    "dualpipev": {"pp": 2, "schedule": "dualpipev", "stages_per_rank": 2},
 }
 Gradients = dict[str, Tensor]
 
 
-def config_of(cell: Cell, recipe: str | None, **precision: Any) -> Config:
+def config_of(cell: Cell, recipe: str | None, dim: int = 32, **precision: Any) -> Config:
     """Returns the config of ``cell`` for a model whose matrices can be computed in fp8."""
     config = cell.config()
     model: Any = config.model
-    sizes = {"dim": 32, "n_heads": 4, "n_layers": 4}
+    sizes = {"dim": dim, "n_heads": 4, "n_layers": 4}
     sizes |= {"mlp_dim": 64} if cell.model == "vit" else {"ffn_dim": 64, "n_kv_heads": 4}
     return replace(
         config,

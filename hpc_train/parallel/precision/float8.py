@@ -9,22 +9,24 @@ Only plain linear layers inside the layers of a model take part. The first and t
 sensitive to rounding, and a loss that is fused with the head computes its product itself. Units of fp8 take matrices
 whose sizes are multiples of 16 (mxfp8: 32); rows of the input are padded with zeros to such a multiple.
 
-The operands are the bf16 casts that a step keeps (``kept_casts.py``) or that ZeRO gathers, so all strategies compute
-the same numbers. A micro-batch is scaled by itself, so the rounding depends on its size. Queries, keys and values are
-not computed together, since one scale would then serve three matrices.
+The operands are the bf16 casts that a step keeps (``kept_casts.py``) or that ZeRO gathers, and shards of tensor
+parallelism have the scales of whole matrices (``float8_scaled.py``), so all strategies compute the same numbers. A
+micro-batch is scaled by itself, so the rounding depends on its size. Queries, keys and values are not computed
+together, since one scale would then serve three matrices.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.config.source_check import how_to_install
@@ -32,10 +34,12 @@ from hpc_train.errors import UserError
 from hpc_train.models.model import Model, canonical_name
 from hpc_train.models.projections import CASTS, cast_weight, product_dtype
 from hpc_train.models.wrapped import layers_of
+from hpc_train.parallel.precision.float8_shards import Shards, linear_of_shards, shards_of
 from hpc_train.plan.number_formats import MULTIPLES, OFF, WHERE
 from hpc_train.plan.optimizers import shortened
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [n, in], weight [out, in]) -> [n, out]
+OPERANDS = torch.bfloat16  # the dtype of the operands before they are cast to fp8, and of the results
 ROWS = 32  # the number of rows is padded to a multiple of it
 # the least compute capability of NVIDIA's GPUs whose units and torch's kernels have this scaling
 CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
@@ -46,26 +50,33 @@ class Float8Linear(nn.Linear):
     """Computes the product of a linear layer in fp8 under autocast to bf16, and as ``nn.Linear`` outside of it.
 
     Attributes:
-        multiply: torchao's product, with gradients.
+        multiply: the product, with gradients.
     """
 
     multiply: Multiply
 
     def forward(self, input: Tensor) -> Tensor:
-        if product_dtype(input) is not torch.bfloat16:
+        if product_dtype(input) is not OPERANDS:
             return F.linear(input, self.weight, self.bias)
-        rows = input.to(torch.bfloat16).reshape(-1, self.in_features)
+        weight, own = cast_weight(self), input.to(OPERANDS)
+        bias = None if self.bias is None else self._cast_bias()
+        if isinstance(weight, DTensor):
+            return linear_of_shards(self._product, own, weight, bias)
+        result = self._product(own, weight)
+        return result if bias is None else result + bias
+
+    def _product(self, input: Tensor, weight: Tensor) -> Tensor:
+        rows = input.reshape(-1, weight.shape[1])
         count = rows.shape[0]
         if count % ROWS:
             rows = F.pad(rows, (0, 0, 0, -count % ROWS))
-        result = self.multiply(rows, cast_weight(self))[:count].view(*input.shape[:-1], self.out_features)
-        return result if self.bias is None else result + self._cast_bias()
+        return self.multiply(rows, weight)[:count].view(*input.shape[:-1], weight.shape[0])
 
     def _cast_bias(self) -> Tensor:
         kept: tuple[Tensor, Tensor | None] | None = getattr(self, CASTS, None)
         bias = self.bias if kept is None else kept[1]
         assert bias is not None
-        return bias.to(torch.bfloat16)
+        return bias.to(OPERANDS)
 
 
 @dataclass(frozen=True)
@@ -119,21 +130,27 @@ def _why_not(name: str, module: nn.Linear, precision: PrecisionConfig, inside: s
     return ""
 
 
-def use_float8(model: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
+def use_float8(
+    model: nn.Module, precision: PrecisionConfig, device: torch.device, splits_backward: bool = False
+) -> None:
     """Makes linear layers of ``model`` (whole or a stage) compute in fp8, in place, if ``precision.fp8`` is set.
 
-    Call it before anything wraps the model.
+    Call it after tensor parallelism is applied, and before anything else wraps the model.
+
+    Args:
+        splits_backward: whether a pipeline schedule computes the gradients of inputs and weights at different times.
 
     Raises:
-        UserError: torchao is missing, or too old.
+        UserError: torchao is missing or too old, or shards of a matrix cannot be computed in fp8.
     """
     if precision.fp8 is None:
         return
-    multiply = _multiply(precision.fp8, emulate=device.type == "cpu")
+    emulate = device.type == "cpu"
     for name in matrices(model, precision).chosen:
         module: Any = model.get_submodule(name)
         module.__class__ = Float8Linear  # which keeps parameters, hooks and the references of the owner
-        module.multiply = multiply
+        shards = shards_of(name, module.weight, precision.fp8) if isinstance(module.weight, DTensor) else None
+        module.multiply = _multiply(precision.fp8, emulate, splits_backward, shards)
 
 
 def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device, compiled: bool) -> str | None:
@@ -216,21 +233,37 @@ def _try_product(recipe: str, device: torch.device) -> None:
         ) from error
 
 
-def _multiply(recipe: str, emulate: bool) -> Multiply:
+def _multiply(recipe: str, emulate: bool, splits_backward: bool = False, shards: Shards | None = None) -> Multiply:
     """
+    Args:
+        splits_backward: see ``use_float8``.
+        shards: None: this rank holds the whole weight.
+
     Raises:
         UserError: torchao is missing, or too old.
     """
     try:
         if not emulate:
             _correct_compiler()
-        return _block_scaled(emulate) if recipe == "mxfp8" else _scaled(recipe, emulate)
+        return _product_of(recipe, emulate, splits_backward, shards)
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"precision.fp8={recipe} needs torchao 0.18, which cannot be imported: {error}",
             where=WHERE,
             fix=f"{how_to_install('torchao', 'fp8')}, or {OFF}",
         ) from error
+
+
+def _product_of(recipe: str, emulate: bool, splits_backward: bool, shards: Shards | None) -> Multiply:
+    from hpc_train.parallel.precision.float8_products import multiply
+
+    if recipe == "mxfp8":
+        from hpc_train.parallel.precision.float8_blocks import BlockProducts
+
+        return partial(multiply, BlockProducts(emulate), splits_backward)
+    from hpc_train.parallel.precision.float8_scaled import scaled_products
+
+    return partial(multiply, scaled_products(recipe, emulate, shards), splits_backward)
 
 
 def _correct_compiler() -> None:
@@ -240,40 +273,3 @@ def _correct_compiler() -> None:
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(nn.Identity())
-
-
-def _scaled(recipe: str, emulate: bool) -> Multiply:
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    kinds = config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight
-    products = LinearMMConfig(*(ScaledMMConfig(emulate, kind.use_fast_accum, False, False) for kind in kinds))
-    return partial(_apply_scaled, matmul_with_hp_or_float8_args, products, config)
-
-
-def _apply_scaled(function: Any, products: Any, config: Any, rows: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = function.apply(rows, weight.t(), products, config)
-    return result
-
-
-def _block_scaled(emulate: bool) -> Multiply:
-    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-    from torchao.prototype.mx_formats.config import (
-        MXFP8Dim0CastKernelChoice,
-        MXFP8Dim1CastKernelChoice,
-        ScaleCalculationMode,
-    )
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    rows = MXFP8Dim0CastKernelChoice.TORCH if emulate else MXFP8Dim0CastKernelChoice.TRITON
-    columns = MXFP8Dim1CastKernelChoice.TORCH if emulate else MXFP8Dim1CastKernelChoice.CUDA
-    kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-    return partial(_apply_block_scaled, mx_mm, (kernels, rows, columns, ScaleCalculationMode.RCEIL, False))
-
-
-def _apply_block_scaled(function: Any, choices: tuple[Any, ...], rows: Tensor, weight: Tensor) -> Tensor:
-    formats = (torch.float8_e4m3fn,) * 3  # of inputs, weights and gradients
-    result: Tensor = function.apply(rows, weight, *formats, 32, *choices)
-    return result

@@ -1,0 +1,132 @@
+"""Products in fp8 under tensor parallelism and zero-bubble schedules are those of one process.
+
+A rounding to fp8 is a step, so the order of sums in bf16 decides some of them. Here operands and sums are in fp64, and
+only the rounding to fp8 is left: every layout then gives the numbers of one process to 1e-10.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_train.data.dataset import IGNORED
+from hpc_train.models.build import build_model
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelise import materialise
+from hpc_train.parallel.precision import float8
+from hpc_train.parallel.precision.float8 import use_float8
+from tests.layouts.cells import Cell
+from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
+from tests.layouts.test_float8 import CPU, RECIPES, Gradients, config_of
+from tests.ranks import run_on_world
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2, "dp": 2, "data_parallel": "allreduce"},
+    "tp and zero3": {"tp": 2, "dp": 2, "data_parallel": "zero3"},
+    "tp and zbv": {"tp": 2, "pp": 2, "schedule": "zbv", "stages_per_rank": 2},
+}
+# exchanges of largest magnitudes of each matrix and micro-batch: one per product, but none where no part shares a scale
+EXCHANGES = {"tensorwise": (2, 3), "rowwise": (1, 1), "mxfp8": (0, 0)}  # if the backward is whole, and if it is split
+DIM = 64  # shards of half of it are blocks of mxfp8
+
+
+def product(function: Any, operands: Any, _: Any) -> Tensor:
+    first, second = (each._data.double() / each._scale.double() for each in operands)
+    return first @ second
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Makes fp64 the dtype of the operands of products and of their sums. The rounding to fp8 stays."""
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    real = MXTensor.to_mx
+
+    def to_mx(values: Tensor, *args: Any, **options: Any) -> Any:
+        cast = real(values.float(), *args, **options)
+        cast.orig_dtype = torch.float64
+        return cast
+
+    with ExitStack() as changes:
+        changes.enter_context(mock.patch.object(float8, "OPERANDS", torch.float64))
+        changes.enter_context(mock.patch.dict(FLOAT8_OPS_TABLE, {torch.ops.aten.mm.default: product}))
+        changes.enter_context(mock.patch.object(MXTensor, "to_mx", to_mx))
+        yield
+
+
+def cell_of(model: str, split: dict[str, Any], **train: Any) -> Cell:
+    """Returns a cell whose micro-batches have two samples, so that the scales cover the same values."""
+    return Cell(4, model, "fp64", split, {"global_size": 8, "micro_size": 2}, train)
+
+
+def alone(cell: Cell, recipe: str) -> Gradients:
+    """Returns the gradients of one process, in micro-batches of two samples."""
+    config = config_of(cell, recipe, DIM)
+    model: Any = build_model(config.model, config.train.seed)
+    materialise(model, CPU, config.train.seed, torch.float64)
+    use_float8(model, config.precision, CPU)
+    inputs, targets = global_batch(cell, 0)
+    count = int((targets != IGNORED).sum())
+    for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
+        (model(part, {}, wanted)[0] / count).backward()
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+def first_step(rank: int, cell: Cell, recipe: str) -> Gradients:
+    config, mesh = config_of(cell, recipe, DIM), mesh_of(cell, rank)
+    engine = build_engine(config, mesh)
+    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    return {name: whole(value.grad) for name, value in engine.named_parameters().items()}
+
+
+class Counted(TorchDispatchMode):
+    """Counts products of two matrices in fp8, and the exchanges of largest magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_fp8 = function is torch.ops.aten.mm.default and type(args[0]).__name__ in (
+            "Float8TrainingTensor",
+            "MXTensor",
+        )
+        largest = function is torch.ops._c10d_functional.all_reduce.default and args[1] == "max"
+        self.calls["products"] += in_fp8
+        self.calls["exchanges"] += largest
+        return function(*args, **(kwargs or {}))
+
+
+def compared(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> list[tuple[float, Counter[str]]]:
+    """Returns the difference of the gradients from one process, and what was counted, for each cell."""
+    found = []
+    with in_fp64():
+        expected = alone(chosen[0], recipe)
+        for cell in chosen:
+            with Counted() as counted:
+                gradients = first_step(rank, cell, recipe)
+            found.append((error(gradients, expected), counted.calls))
+    return found
+
+
+@pytest.mark.parametrize(("model", "recipe"), [*(("gpt", recipe) for recipe in RECIPES), ("vit", "tensorwise")])
+def test_gradients_are_those_of_one_process(model: str, recipe: str) -> None:
+    """Each of the 4 layers has 7 or 6 matrices, and each matrix 3 products per micro-batch: none is computed twice."""
+    chosen = [cell_of(model, split) for split in SPLITS.values()]
+    for ranks in run_on_world(4, compared, chosen, recipe):
+        for name, (difference, calls) in zip(SPLITS, ranks, strict=True):
+            layout = chosen[[*SPLITS].index(name)].layout()
+            matrices = 4 // layout.pp * (7 if model == "gpt" else 6) * layout.micro_batches
+            assert difference < 1e-10, (name, difference)
+            assert calls["products"] == 3 * matrices, name
+            of_each = EXCHANGES[recipe][layout.splits_backward] if layout.tp > 1 else 0
+            assert calls["exchanges"] == of_each * matrices, name
