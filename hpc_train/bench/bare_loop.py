@@ -1,13 +1,15 @@
 """Bare PyTorch training loops, one per strategy, as baselines for the speed of hpc_train.
 
 The loops have no engines, control messages, checkpoints or telemetry. They make the same torch calls as the engine
-(DDP, ``fully_shard``, ``Schedule1F1B``, fused AdamW) and read the same samples through torch's ``DataLoader``.
+(DDP, ``fully_shard``, torch's pipeline schedules, fused AdamW) and read the same samples through torch's
+``DataLoader``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, DistributedSampler
@@ -38,6 +41,7 @@ from hpc_train.parallel.parallelise import (
     is_meta,
     materialise,
 )
+from hpc_train.parallel.pipeline.schedules import schedule_class
 from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.plan.buckets import first_cap
@@ -49,30 +53,46 @@ Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, ta
 
 @dataclass(frozen=True)
 class BareLoop:
-    """Holds a model (or its pipeline stage) and the function that trains it for one step."""
+    """Holds a model (or its pipeline stages) and the function that trains it for one step.
+
+    Attributes:
+        losses: those of the micro-batches of the last step, whose sum is the mean loss, on the last rank of a pipeline;
+            otherwise empty.
+    """
 
     model: nn.Module
     step: Step
+    losses: list[Tensor]
 
 
 def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> BareLoop:
-    """Builds a model and the bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``).
+    """Builds a model and the bare loop ``single``, ``dp``, ``zero2``, ``zero3`` or ``pp`` (see ``request.bare_loop``).
 
     Args:
         layers: the layers of each pipeline stage; None splits them by ``strategy.pp_split``.
     """
-    loops = {"single": _single, "dp": _data_parallel, "zero2": _zero2, "pp": _pipeline}
-    model = build_model(config.model, config.train.seed)
+    losses: list[Tensor] = []
+    pipeline = partial(_pipeline, losses=losses)
+    loops: dict[str, Callable[[nn.Module, Config, Mesh], Step]] = {
+        "single": _single, "dp": _data_parallel, "zero2": _sharded, "zero3": _sharded, "pp": pipeline,
+    }  # fmt: skip
+    model: nn.Module = build_model(config.model, config.train.seed)
     if kind == "pp":
         assert isinstance(model, Model)
-        layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
-        model = cut(model, mesh.pp_rank, layers)
-    set_hidden_dtype(model, config.precision)
-    apply_loss_form(model, loss_form(config, mesh.layout))  # or the loops would compute different products
-    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
-    if config.train.compile:
-        compile_model(model)
-    return BareLoop(model, loops[kind](model, config, mesh))
+        layers = layers or split_layers(len(model.layers), mesh.layout.stages, config.strategy.pp_split)
+        model = nn.ModuleList(cut(model, stage, layers) for stage in _held(mesh))
+    for part in model if isinstance(model, nn.ModuleList) else (model,):
+        set_hidden_dtype(part, config.precision)
+        apply_loss_form(part, loss_form(config, mesh.layout))  # or the loops would compute different products
+        apply_activation_checkpointing(part, recomputation_of(config, mesh.layout))
+        if config.train.compile:
+            compile_model(part)
+    return BareLoop(model, loops[kind](model, config, mesh), losses)
+
+
+def _held(mesh: Mesh) -> list[int]:
+    """Returns the pipeline stages of this rank."""
+    return [stage for stage, rank in enumerate(mesh.layout.placement) if rank == mesh.pp_rank]
 
 
 class _Samples(TorchDataset[tuple[Any, Any, Any]]):
@@ -155,13 +175,14 @@ def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     return step
 
 
-def _zero2(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+def _sharded(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     dtype = compute_dtype(config.precision.name)
     reduce_dtype = parameter_dtype(config.precision.name) if dtype else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    frees = "parameters" in mesh.layout.kind.shards  # after each layer's pass, otherwise once per step
     if isinstance(model, Model):
         for layer in model.layers.values():
-            fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
+            fully_shard(layer, reshard_after_forward=frees, mp_policy=policy)
     sharded = fully_shard(model, reshard_after_forward=False, mp_policy=policy)
     _initialise(model, config, mesh)
     optimizer = _optimizer(model, config)
@@ -170,7 +191,8 @@ def _zero2(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:
         optimizer.zero_grad()
         for index, batch in enumerate(micro_batches):
-            sharded.set_reshard_after_backward(index == len(micro_batches) - 1)
+            if not frees:
+                sharded.set_reshard_after_backward(index == len(micro_batches) - 1)
             with autocast(config.precision.name, mesh.device):
                 loss, _ = model(batch.inputs, batch.context, batch.targets)
             (loss * (ranks / target_count)).backward()
@@ -183,12 +205,12 @@ def _zero2(model: nn.Module, config: Config, mesh: Mesh) -> Step:
 class _StageModule(nn.Module):
     """Wraps one pipeline stage with one input and one output tensor, as torch's schedules expect."""
 
-    def __init__(self, part: nn.Module, config: Config, mesh: Mesh) -> None:
+    def __init__(self, part: nn.Module, config: Config, mesh: Mesh, is_last: bool) -> None:
         super().__init__()
         self.part = part
         self.precision = config.precision.name
         self.device = mesh.device
-        self.is_last = mesh.pp_rank == mesh.layout.pp - 1
+        self.is_last = is_last
         self.dtype = hidden_dtype(config.precision)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -197,17 +219,25 @@ class _StageModule(nn.Module):
         return output.float() if self.is_last and output.dtype.itemsize < 4 else output.to(self.dtype)
 
 
-def _pipeline(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _initialise(model, config, mesh)
-    optimizer = _optimizer(model, config)
+def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]) -> Step:
+    assert isinstance(parts, nn.ModuleList)
+    for part in parts:
+        _initialise(part, config, mesh)
+    optimizer = _optimizer(parts, config)
     targets_of_step = 1
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         flat = logits.flatten(0, -2)
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum") / targets_of_step
 
-    stage = PipelineStage(_StageModule(model, config, mesh), mesh.pp_rank, mesh.layout.pp, mesh.device)
-    schedule = Schedule1F1B(stage, mesh.layout.micro_batches, loss_fn=loss, scale_grads=False)
+    count = mesh.layout.stages
+    stages = [
+        PipelineStage(_StageModule(part, config, mesh, stage == count - 1), stage, count, mesh.device)
+        for part, stage in zip(parts, _held(mesh), strict=True)
+    ]
+    kind = schedule_class(mesh.layout)
+    held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    schedule = kind(held, mesh.layout.micro_batches, loss_fn=loss, scale_grads=False)
 
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:
         nonlocal targets_of_step
@@ -215,12 +245,13 @@ def _pipeline(model: nn.Module, config: Config, mesh: Mesh) -> Step:
         optimizer.zero_grad()
         inputs = torch.cat([batch.inputs for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
-        first = (inputs,) if stage.is_first else ()
-        schedule.step(*first, target=targets if stage.is_last else None, return_outputs=False)
+        first = (inputs,) if stages[0].is_first else ()
+        last = {"target": targets, "losses": losses} if stages[-1].is_last else {}
+        schedule.step(*first, **last, return_outputs=False)
         if config.optim.clip_norm:
-            squared = get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).square()
+            squared = get_total_norm([p.grad for p in parts.parameters() if p.grad is not None]).square()
             dist.all_reduce(squared)
-            clip_grads_with_norm_(model.parameters(), config.optim.clip_norm, squared.sqrt())
+            clip_grads_with_norm_(parts.parameters(), config.optim.clip_norm, squared.sqrt())
         optimizer.step()
 
     return step

@@ -119,8 +119,8 @@ def read_result(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.path / RESULT)
 
 
-BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2"}  # data-parallel kind -> its loop in ``bare_loop.py``
-BARE_PIPELINES = {"1f1b": "pp"}  # and for each pipeline schedule
+BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2", "zero3": "zero3"}  # kind -> its loop in ``bare_loop.py``
+BARE_PIPELINES = {"1f1b": "pp", "interleaved_1f1b": "pp"}  # and for each pipeline schedule
 
 
 def bare_loop(config: Config, layout: Layout) -> str:
@@ -156,7 +156,7 @@ def bare_loop(config: Config, layout: Layout) -> str:
     raise UserError(
         f"there is no bare loop for {layout}",
         where="strategy, --against",
-        fix="+strategy=single, dp, zero2, or pp with schedule 1f1b; or drop --against",
+        fix="+strategy=single, dp, zero2, zero3, or pp with schedule 1f1b or interleaved_1f1b; or drop --against",
     )
 
 

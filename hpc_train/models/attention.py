@@ -70,8 +70,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=bias or qkv_bias)
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=bias or qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=bias)
-        self.q_norm = norm(self.head_dim) if norm else nn.Identity()
-        self.k_norm = norm(self.head_dim) if norm else nn.Identity()
+        self.q_norm = norm(self.head_dim) if norm else None
+        self.k_norm = norm(self.head_dim) if norm else None
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Returns the output for ``hidden`` ``[micro, seq, dim]`` in the same shape.
@@ -84,9 +84,10 @@ class Attention(nn.Module):
                 ``LOCAL`` + ``attention_mask`` the window must not be shorter than the sequence.
         """
         query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in project(self, hidden))
-        query, key = self.q_norm(query), self.k_norm(key)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         if "rotary_cosine" in context:
-            if isinstance(self.q_norm, nn.Identity):
+            if self.q_norm is None:
                 value = value.contiguous()  # a view would keep the queries and keys from before the rotation
             cosine, sine = (self._from(context, name) for name in ("rotary_cosine", "rotary_sine"))
             query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)

@@ -47,7 +47,7 @@ class Together:
 
 def project(owner: Any, hidden: Tensor) -> Sequence[Tensor]:
     """Returns the results of the projections ``owner.together`` for ``hidden``, as views of one tensor if possible."""
-    joined: tuple[Tensor, Tensor | None] | None = getattr(owner, JOINED, None)
+    joined: tuple[Tensor, Tensor | None] | None = owner.__dict__.get(JOINED)
     projections = owner.together.of(owner)
     if joined is None or joined[0].dtype != product_dtype(hidden):
         return [projection(hidden) for projection in projections]

@@ -45,27 +45,27 @@ def rotary_tables(
         theta: the base of the frequencies ``theta ** (-2 i / head_dim)``.
 
     Returns:
-        Two tensors ``[..., head_dim]``. They are float32 even under fp64, since the table is part of the model's
-        definition.
+        Two tensors ``[..., 1, head_dim]``, for all heads of a position; the sines of the first half are negated. They
+        are float32 even under fp64, since the table is part of the model's definition.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     periods = theta**exponents
     angles = positions.unsqueeze(-1).float() / periods
     if scaling is not None:
         angles = angles * scaling.factors(1 / periods)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cosine, sine = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+    return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotates ``heads`` ``[micro, seq, heads, head_dim]`` by tables ``[seq, head_dim]`` or ``[micro, seq, head_dim]``.
+    """Rotates ``heads`` ``[micro, seq, heads, head_dim]`` by the tables of ``rotary_tables`` for ``[seq]`` or
+    ``[micro, seq]``.
 
     Half-precision heads are rotated in float32 and rounded once, since rounded tables would lose the relative positions
     in long sequences.
     """
-    first, second = heads.chunk(2, dim=-1)
-    swapped = torch.cat((-second, first), dim=-1)
-    return (heads * cosine.unsqueeze(-2) + swapped * sine.unsqueeze(-2)).to(heads.dtype)
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+    return (heads * cosine + swapped * sine).to(heads.dtype)
 
 
 class RotaryCache:
@@ -82,7 +82,7 @@ class RotaryCache:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the cosine and sine tables, each ``[length, head_dim]``."""
+        """Returns the cosine and sine tables, each ``[length, 1, head_dim]``."""
         known = self._tables.get(device)
         if known is None or known[0].shape[0] < length:
             with torch.inference_mode(False), torch.no_grad():

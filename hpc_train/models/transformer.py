@@ -95,16 +95,21 @@ class PreNormLayer(nn.Module):
         super().__init__()
         self.attention_norm = norm()
         self.attention = attention
-        self.attention_post_norm = norm() if post_norms else nn.Identity()
+        self.attention_post_norm = norm() if post_norms else None
         self.ffn_norm = norm()
         self.ffn = ffn
-        self.ffn_post_norm = norm() if post_norms else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
+        self.ffn_post_norm = norm() if post_norms else None
+        self.dropout = nn.Dropout(dropout) if dropout else None
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         mixed = self.attention(self.attention_norm(hidden), context)
-        hidden = hidden + self.dropout(self.attention_post_norm(mixed))
-        return hidden + self.dropout(self.ffn_post_norm(self.ffn(self.ffn_norm(hidden))))
+        hidden = hidden + self._finished(mixed, self.attention_post_norm)
+        return hidden + self._finished(self.ffn(self.ffn_norm(hidden)), self.ffn_post_norm)
+
+    def _finished(self, branch: Tensor, post_norm: nn.Module | None) -> Tensor:
+        """Returns ``branch`` as it is added. What a model lacks is None, since calling a module costs the host time."""
+        normed = branch if post_norm is None else post_norm(branch)
+        return normed if self.dropout is None else self.dropout(normed)
 
 
 class CrossEntropyHead(Head):

@@ -19,7 +19,7 @@ between replicas stays as it is, since FSDP does not let it be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -100,24 +100,25 @@ class CastReduceScatter:
 def cast_gradients(model: nn.Module, dtype: torch.dtype) -> CastReduceScatter:
     """Makes the sharded ``model`` reduce its gradients in ``dtype`` and returns the collective of all its groups."""
     collective = CastReduceScatter(dtype)
-    for module in _sharded(model):
+    for module in sharded_modules(model):
         module.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
     return collective
 
 
-def begin_backward(model: nn.Module, kind: DataParallelKind, last: bool) -> None:
-    """Configures ``model`` for a micro-batch, which may be the ``last`` of the step."""
-    for module in _sharded(model):
+def begin_backward(modules: Iterable[FSDPModule], kind: DataParallelKind, last: bool) -> None:
+    """Configures ``modules`` for the micro-batches that follow, which may be the ``last`` of the step."""
+    for module in modules:
         module.set_requires_gradient_sync(last or "gradients" in kind.shards, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)
         module.set_reshard_after_backward(last or "parameters" in kind.shards, recurse=False)
 
 
-def release(model: nn.Module) -> None:
+def release(modules: Iterable[FSDPModule]) -> None:
     """Frees unsharded parameters after a forward pass without a backward pass; the next update makes them stale."""
-    for module in _sharded(model):
+    for module in modules:
         module.reshard()
 
 
-def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Returns the groups of ``model`` that are gathered together, each as its module."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

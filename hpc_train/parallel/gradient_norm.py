@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.parallel.mesh import Mesh
 
 
+@torch.no_grad()  # otherwise autograd records the local part of each DTensor
 def clip_(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,

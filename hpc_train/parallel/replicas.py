@@ -160,6 +160,8 @@ class Sharded:
         self.module = module
         self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
+        self._modules = fsdp.sharded_modules(module)
+        self._last: bool | None = None  # for which micro-batches they are configured
         self._warmup_steps = strategy.compression_warmup_steps if strategy.compression != "none" else 0
         self._cast = fsdp.cast_gradients(module, torch.bfloat16) if strategy.compression == "bf16" else None
 
@@ -168,7 +170,9 @@ class Sharded:
             self._cast.active = step >= self._warmup_steps
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        fsdp.begin_backward(self.module, self._kind, last)
+        if last is not self._last:
+            fsdp.begin_backward(self._modules, self._kind, last)
+            self._last = last
         return nullcontext()
 
     def backward_done(self) -> None:
@@ -178,7 +182,7 @@ class Sharded:
         pass
 
     def evaluated(self) -> None:
-        fsdp.release(self.module)
+        fsdp.release(self._modules)
 
 
 def make_replicas(

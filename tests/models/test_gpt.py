@@ -151,7 +151,7 @@ def test_a_stage_with_a_shard_of_the_sequence_takes_the_whole_table(tokens: Tens
     model = with_values(TINY_GPT)
     model.stem, model.sequence_shards = None, 3
     context = model.prepare(torch.zeros(3, 7, TINY_GPT.dim), {})
-    assert context["rotary_cosine"].shape == (21, TINY_GPT.dim // TINY_GPT.n_heads)
+    assert context["rotary_cosine"].shape == (21, 1, TINY_GPT.dim // TINY_GPT.n_heads)
 
 
 def test_tied_embeddings_are_one_parameter() -> None:
