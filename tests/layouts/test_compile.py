@@ -129,13 +129,14 @@ def test_tensor_parallel_layers_are_compiled_beside_another_axis(record: Callabl
 
 
 def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(record: Callable[..., None]) -> None:
-    """The fused loss with whole parameters and with sharded ones, the loss that is computed again, and a ViT."""
+    """The fused loss with whole and with sharded parameters, the loss that is computed again, a ViT, and split tokens."""
     fused = {"dp": 2, "data_parallel": "zero3"}
     chosen = [
         Cell(2, "gpt-options", strategy=fused, train={"compile": True, "loss_chunks": 3, "z_loss": 0.01}),
         Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
              train={"compile": True, "loss_chunks": 2}),
         Cell(2, "vit", strategy={"dp": 2, "data_parallel": "ddp"}, train={"compile": True}),
+        Cell(2, "gpt", strategy={"cp": 2}, batch={"micro_batches": 2}, train={"compile": True}),
     ]  # fmt: skip
     record(check_graphs(chosen), [])
 

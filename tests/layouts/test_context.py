@@ -24,7 +24,7 @@ from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.recomputation import layer_bytes
 from hpc_train.plan.techniques import KINDS
 from hpc_train.plan.validate import validate
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.memory import Allocations, norms_of_gpus
 from tests.layouts.oracle import check_cells, local_batch, mesh_of
@@ -66,6 +66,7 @@ def test_a_split_sequence_trains_as_a_whole_one_does(cells: list[Cell], record: 
     record(check_cells(cells, timeout=280), [])
 
 
+@IN_LONG_FORM  # most of a minute of the C++ compiler; test_compile has the graphs
 def test_compiled_layers_exchange_heads(record: Callable[..., None]) -> None:
     record(check_cells([cell(2, cp=2, train={"compile": True})], timeout=280), [])
 
