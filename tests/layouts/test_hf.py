@@ -146,7 +146,9 @@ def cases() -> list[tuple[str, Cell]]:
 def test_every_layout_trains_as_a_bare_loop_of_transformers(saved: Path) -> None:
     chosen = cases()
     expected = {model: bare_loop(model, saved) for model in TASKS}
-    for (model, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved, timeout=250, imports=HUGGING_FACE), strict=True):
+    for (model, cell), *results in zip(
+        chosen, *run_on_world(4, train, chosen, saved, timeout=250, imports=HUGGING_FACE), strict=True
+    ):
         losses, parameters = expected[model]
         for found_losses, found in results:
             assert relative(found_losses, losses) < 1e-10, (model, cell)
