@@ -47,9 +47,9 @@ def run_on_world(
 ) -> list[Any]:
     """Does the same on ranks that earlier calls have used, so that the caches of torch and of the tests are warm.
 
-    The first rank imports the modules ``imports`` before the others are forked from it. ``function`` must not patch anything and must create process groups only through ``kept``. Each call restores the
-    random state, the defaults of torch and the environment. A world is replaced after a failure or a timeout, and when
-    it has too many threads.
+    The first rank imports the modules ``imports`` before the others are forked from it. ``function`` must not patch
+    anything and must create process groups only through ``kept``. Each call restores the random state, the defaults of
+    torch and the environment. A world is replaced after a failure or a timeout, and when it has too many threads.
     """
     key = world_size, tuple(imports)
     world = _WORLDS.get(key) or _World(world_size, imports)

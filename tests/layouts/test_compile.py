@@ -129,7 +129,7 @@ def test_tensor_parallel_layers_are_compiled_beside_another_axis(record: Callabl
 
 
 def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(record: Callable[..., None]) -> None:
-    """The fused loss with whole and with sharded parameters, the loss that is computed again, a ViT, and split tokens."""
+    """The fused loss with whole and sharded parameters, the loss that is computed again, a ViT, and split tokens."""
     fused = {"dp": 2, "data_parallel": "zero3"}
     chosen = [
         Cell(2, "gpt-options", strategy=fused, train={"compile": True, "loss_chunks": 3, "z_loss": 0.01}),
