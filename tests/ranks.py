@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import random
@@ -17,7 +18,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -41,15 +42,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         world.kill()
 
 
-def run_on_world(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_on_world(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, imports: Sequence[str] = ()
+) -> list[Any]:
     """Does the same on ranks that earlier calls have used, so that the caches of torch and of the tests are warm.
 
-    ``function`` must not patch anything and must create process groups only through ``kept``. Each call restores the
-    random state, the defaults of torch and the environment. A world is replaced after a failure or a timeout, and when
-    it has too many threads.
+    The first rank imports the modules ``imports`` before the others are forked from it. ``function`` must not patch
+    anything and must create process groups only through ``kept``. Each call restores the random state, the defaults of
+    torch and the environment. A world is replaced after a failure or a timeout, and when it has too many threads.
     """
-    world = _WORLDS.get(world_size) or _World(world_size)
-    _WORLDS[world_size] = world
+    key = world_size, tuple(imports)
+    world = _WORLDS.get(key) or _World(world_size, imports)
+    _WORLDS[key] = world
     reusable = False
     try:
         result = world.run(function, args, timeout, again=True)
@@ -60,20 +64,25 @@ def run_on_world(world_size: int, function: Callable[..., Any], *args: Any, time
             world.pause()
         else:
             world.kill()
-            del _WORLDS[world_size]
+            del _WORLDS[key]
 
 
 class _World:
     """Holds ranks in one gloo group; each rank runs the functions that it receives."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, imports: Sequence[str] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory()
         pipes = [CONTEXT.Pipe() for _ in range(world_size)]
         self._connections = [ours for ours, _ in pipes]
-        self._processes = [
-            CONTEXT.Process(target=_rank, args=(rank, world_size, f"{self._folder.name}/store", theirs))
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
+        store, theirs_of = f"{self._folder.name}/store", [theirs for _, theirs in pipes]
+        self._is_family = bool(imports)
+        if self._is_family:
+            self._processes = [CONTEXT.Process(target=_family, args=(imports, store, theirs_of))]
+        else:
+            self._processes = [
+                CONTEXT.Process(target=_rank, args=(rank, world_size, store, theirs))
+                for rank, theirs in enumerate(theirs_of)
+            ]
         for process in self._processes:
             process.start()
         for _, theirs in pipes:
@@ -97,8 +106,8 @@ class _World:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid or 0, number)
+            with suppress(ProcessLookupError):  # also until a family has its process group
+                (os.killpg if self._is_family else os.kill)(process.pid or 0, number)
 
     def kill(self) -> None:
         for process in self._processes:
@@ -109,7 +118,7 @@ class _World:
         self._folder.cleanup()
 
 
-_WORLDS: dict[int, _World] = {}
+_WORLDS: dict[tuple[int, tuple[str, ...]], _World] = {}
 MOST_THREADS = 60  # of a rank
 
 
@@ -148,6 +157,17 @@ def collect(receivers: list[Connection], timeout: float) -> list[Any]:
     if waiting:
         raise TimeoutError(f"ranks {sorted(waiting.values())} gave no result in {timeout} s")
     return [results[rank] for rank in range(len(receivers))]
+
+
+def _family(imports: Sequence[str], store: str, connections: list[Connection]) -> None:
+    """Imports modules, forks the other ranks, which end with this process, and becomes rank 0."""
+    os.setpgid(0, 0)
+    for name in imports:
+        importlib.import_module(name)
+    rank = next((rank for rank in range(1, len(connections)) if os.fork() == 0), 0)
+    for each in connections[:rank] + connections[rank + 1 :]:
+        each.close()
+    _rank(rank, len(connections), store, connections[rank])
 
 
 def _rank(rank: int, world_size: int, store: str, connection: Connection) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.benchmarks.peers.__main__ import rows
 from tests.benchmarks.peers.processes import BUILDERS, FIRST, OURS, Found, Results, Work, run_case
+from tests.checkpoint.progress import IN_LONG_FORM
 
 SMALL = ("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "data.sequence_length=16", "batch.global_size=4")
 NEEDS = {
@@ -20,7 +21,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("case", ["single", "dp2"])
+@pytest.mark.parametrize("case", ["single", pytest.param("dp2", marks=IN_LONG_FORM)])
 def test_all_contenders_train_the_same_model_on_the_same_data(case: str) -> None:
     found = run_case(Work(case, "fp32", tuple(BUILDERS), 1, 2, SMALL))
     ours = found[OURS]

@@ -174,15 +174,15 @@ def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
     return chosen
 
 
-def every_other(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns half of the pipeline cells, with every schedule and data parallelism; all cells in the long form."""
+def one_in(number: int, cells: Sequence[Cell]) -> list[Cell]:
+    """Returns one pipeline cell in ``number``, in turn over schedules and data parallelism; all in the long form."""
     if LONG:
         return list(cells)
     schedules, kinds = [*SCHEDULES], [*KINDS]
     return [
         cell
         for cell in cells
-        if (schedules.index(cell.strategy["schedule"]) + kinds.index(cell.strategy["data_parallel"])) % 2
+        if (schedules.index(cell.strategy["schedule"]) + kinds.index(cell.strategy["data_parallel"])) % number == 1
     ]
 
 

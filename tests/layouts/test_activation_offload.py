@@ -52,9 +52,10 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_offload_changes_no_gradient(record: Callable[..., None]) -> None:
+    """The next test has a GPT with tensor parallelism."""
     models = ("gpt", "vit", "gpt-tied", "gpt-options")
     cells = [offloading(2, models[place % len(models)], dp=2, data_parallel=kind) for place, kind in enumerate(KINDS)]
-    cells += [offloading(2, model, tp=2) for model in ("gpt", "vit")]
+    cells += [offloading(2, "vit", tp=2)]
     cells += [offloading(2, models[place % 3], **pipeline(name)) for place, name in enumerate(SCHEDULES)]
     record(check_cells([cell for cell in cells if cell.strategy.get("schedule") != "sequential"], timeout=250), [])
 

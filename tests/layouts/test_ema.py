@@ -19,6 +19,7 @@ from hpc_train.hooks.hook import HookContext
 from hpc_train.hooks.runner import Hooks
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.evaluation import evaluate
+from tests.checkpoint.progress import LONG
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import Training, join_again
 from tests.layouts.oracle import error, whole
@@ -34,15 +35,18 @@ COMMON = (
     "batch.global_size=10",
     f"train.steps={END}",
     "model.tied_embeddings=true",
+    f"model.n_layers={4 if LONG else 2}",
 )
-LAYOUTS: dict[str, tuple[str, ...]] = {  # each loads what the one before has saved, the first one what one process has
+# Each loads what the one before has saved, the first one what one process has. The short form has replicas, shards,
+# stages and halves of matrices.
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp4": ("+strategy=dp",),
     "zero3": ("+strategy=zero3",),
-    "pp4": ("+strategy=pp",),
     "pp2-zero2": ("+strategy=hybrid", "strategy.data_parallel=zero2"),
     "tp2-dp2": ("+strategy=tp", "strategy.tp=2"),
-    "hsdp": ("+strategy=hsdp", "strategy.shard=2"),
 }
+if LONG:
+    LAYOUTS |= {"pp4": ("+strategy=pp",), "hsdp": ("+strategy=hsdp", "strategy.shard=2")}
 
 
 def config_of(layout: str) -> Config:

@@ -24,10 +24,11 @@ from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.layouts.memory import PeakMemory
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, relative, whole
 from tests.ranks import run_on_world
+from tests.warm_parents import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
 
-STEPS, LR = 10, 1e-2
+STEPS, LR = 10 if LONG else 3, 1e-2
 EPS = 1e-6  # torch's 1e-8 makes large updates of rounding errors: the gradient of a bias of keys is zero
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
 TEXT = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 2 * SEQUENCE}
@@ -105,7 +106,7 @@ def bare_loop(model: str, saved: Path, z_loss: float = 0.0) -> tuple[tuple[float
 
 
 def train(rank: int, world_size: int, cases: list[tuple[str, Cell]], saved: Path) -> list[Any]:
-    """Trains each case for ten steps; returns the losses, the weights in transformers' names, and the groups."""
+    """Trains each case; returns the losses and the weights in transformers' names."""
     transformers.logging.disable_progress_bar()  # it would leave a thread behind
     return [_train(rank, model, cell, saved) for model, cell in cases]
 
@@ -145,7 +146,9 @@ def cases() -> list[tuple[str, Cell]]:
 def test_every_layout_trains_as_a_bare_loop_of_transformers(saved: Path) -> None:
     chosen = cases()
     expected = {model: bare_loop(model, saved) for model in TASKS}
-    for (model, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved, timeout=250), strict=True):
+    for (model, cell), *results in zip(
+        chosen, *run_on_world(4, train, chosen, saved, timeout=250, imports=HUGGING_FACE), strict=True
+    ):
         losses, parameters = expected[model]
         for found_losses, found in results:
             assert relative(found_losses, losses) < 1e-10, (model, cell)
@@ -160,7 +163,7 @@ def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
     chosen = [("custom", cell_of("llama", split, batch={"micro_batches": 2})) for split in splits]
     chosen += [("custom", cell_of("llama", SPLITS[3] | {"offload": "all"}, train={"activation_checkpointing": "ops"}))]
     losses, parameters = bare_loop("llama", saved)
-    for (_, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved), strict=True):
+    for (_, cell), *results in zip(chosen, *run_on_world(4, train, chosen, saved, imports=HUGGING_FACE), strict=True):
         for found_losses, found in results:
             assert relative(found_losses, losses) < 1e-10, cell
             tensors = {name: torch.from_numpy(value) for name, value in found.items()}
@@ -175,7 +178,7 @@ def test_a_decoder_has_the_z_loss_of_a_bare_loop(saved: Path) -> None:
         for split, keys in zip(splits, train_keys, strict=True)
     ]
     losses, parameters = bare_loop("llama", saved, 0.3)
-    for case, *results in zip(chosen, *run_on_world(4, train, chosen, saved), strict=True):
+    for case, *results in zip(chosen, *run_on_world(4, train, chosen, saved, imports=HUGGING_FACE), strict=True):
         for found_losses, found in results:
             assert relative(found_losses, losses) < 1e-10, case
             assert error({name: torch.from_numpy(value) for name, value in found.items()}, parameters) < 1e-10, case
@@ -227,7 +230,8 @@ def test_zero3_shards_a_model_of_transformers_as_a_native_one(tmp_path: Path) ->
     plain = CustomModelConfig(_target_="tests.layouts.test_hf.plain_blocks")
     one_group = CustomModelConfig(_target_="tests.layouts.test_hf.plain_blocks", wrap=[])
     largest = 64 * 160 * 4  # bytes of the largest parameter
-    for rank, found in enumerate(run_on_world(4, peaks, [NATIVE, decoder, plain, one_group])):
+    models = [NATIVE, decoder, plain, one_group]
+    for rank, found in enumerate(run_on_world(4, peaks, models, imports=HUGGING_FACE)):
         (own, building, training), of_decoder, of_plain, of_one_group = found
         assert building < own + 2 * largest + BUFFERS
         assert of_decoder[0] == of_plain[0] == own, "each rank holds the same share of the parameters"

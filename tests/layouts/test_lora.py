@@ -31,6 +31,7 @@ from hpc_train.train.optimizer import Optimizer
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, relative, whole
 from tests.ranks import run_on_world
+from tests.warm_parents import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -194,7 +195,7 @@ def test_every_layout_trains_as_a_bare_loop_of_peft(saved: Path, tmp_path: Path)
     """And so does a run resumed under another layout, whose checkpoint has only adapters, and loads with peft."""
     chosen = cases()
     expected = {model: bare_loop(model, saved) for model in TASKS}
-    ranks = run_on_world(4, train, chosen, saved, tmp_path / "run")
+    ranks = run_on_world(4, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
     for (model, cell), *results in zip([*chosen, ("llama", "resumed")], *ranks, strict=True):
         module, losses, norms = expected[model]
         parameters = peft.get_peft_model_state_dict(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,8 +18,8 @@ from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import VOCABULARY, Cell
-from tests.layouts.oracle import check_cells, local_batch
-from tests.ranks import run_ranks
+from tests.layouts.oracle import check_cells, local_batch, mesh_of
+from tests.ranks import run_on_world, run_ranks
 
 SMALL = {"data_parallel": "allreduce", "bucket_cap_mb": 0.002}
 
@@ -33,8 +33,8 @@ def tensor_parallel(model: str = "gpt") -> Cell:
     return Cell(4, model, strategy={"dp": 2, "tp": 2} | SMALL, batch={"micro_batches": 3})
 
 
-def backwards_to_come(rank: int, world_size: int, cell: Cell) -> list[list[list[int]]]:
-    """For two steps and each stage, the first to send first: the backwards that were not through at each bucket."""
+def backwards_to_come(rank: int, world_size: int, cells: list[Cell]) -> list[list[list[list[int]]]]:
+    """For each cell, two steps and each stage, the first to send first: the backwards to come at each bucket."""
     found: dict[GradientReduction, list[int]] = {}
     send = GradientReduction._send_next
 
@@ -43,14 +43,17 @@ def backwards_to_come(rank: int, world_size: int, cell: Cell) -> list[list[list[
         send(self)
 
     GradientReduction._send_next = noted  # type: ignore[method-assign]
-    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
-    engine = build_engine(cell.config(), mesh)
-    steps = []
-    for step in range(2):
-        found.clear()
-        engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-        steps.append([*found.values()])
-    return steps
+    of_cells = []
+    for cell in cells:
+        mesh = mesh_of(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        steps = []
+        for step in range(2):
+            found.clear()
+            engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+            steps.append([*found.values()])
+        of_cells.append(steps)
+    return of_cells
 
 
 WHOLE = [Cell(2, strategy={"dp": 2} | SMALL, batch={"micro_batches": 3}), tensor_parallel(), pipeline("1f1b"),
@@ -58,23 +61,27 @@ WHOLE = [Cell(2, strategy={"dp": 2} | SMALL, batch={"micro_batches": 3}), tensor
 SPLIT = [pipeline("interleaved_zero_bubble", 2), pipeline("zbv", 2)]
 
 
-@pytest.mark.parametrize("cell", [*WHOLE, *SPLIT], ids=str)
-def test_buckets_are_sent_as_soon_as_they_are_final(cell: Cell) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int) -> None:
     """During the last backward of a stage, or after it while the rank's other stages go on."""
-    for steps in run_ranks(cell.world_size, backwards_to_come, cell):
-        for stages in steps:
-            assert len(stages) == cell.layout().stages_per_rank and all(len(buckets) > 1 for buckets in stages)
-            early = stages if cell in WHOLE else stages[:-1]
-            assert all(to_come > 0 for buckets in early for to_come in buckets), stages
+    cells = [cell for cell in (*WHOLE, *SPLIT) if cell.world_size == world_size]
+    for of_cells in run_ranks(world_size, backwards_to_come, cells):
+        for cell, steps in zip(cells, of_cells, strict=True):
+            assert len(steps) == 2
+            for stages in steps:
+                assert len(stages) == cell.layout().stages_per_rank, cell
+                assert all(len(buckets) > 1 for buckets in stages), cell
+                early = stages if cell in WHOLE else stages[:-1]
+                assert all(to_come > 0 for buckets in early for to_come in buckets), (cell, stages)
 
 
 def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> None:
+    """Each schedule with one of the models; the long form has both."""
     schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2))
     models = ("gpt-tied", "vit")
-    """Each schedule with one of the models; the long form has both."""
     chosen = [pipeline(*schedule, model) for schedule in schedules for model in models]
-    chosen = chosen if LONG else [*chosen[::4], *chosen[3::4]]
-    record(check_cells([*chosen, *map(tensor_parallel, models)]), [])
+    chosen += [tensor_parallel("vit"), tensor_parallel("gpt-tied")]
+    record(check_cells(chosen if LONG else [*chosen[::4], *chosen[3::4]]), [])
 
 
 def uses_less(rank: int, world_size: int) -> list[Any]:
@@ -140,24 +147,26 @@ class SkipsBlocks(nn.Module):
         return self.output(hidden)
 
 
-def losses_with_skipped_blocks(rank: int, world_size: int, kind: str) -> list[float]:
-    torch.manual_seed(0)
-    cell = Cell(2, strategy={"dp": 2, "data_parallel": kind}, batch={"micro_batches": 2})
+def losses_with_skipped_blocks(rank: int, world_size: int, kinds: Sequence[str]) -> list[list[float]]:
     model = CustomModelConfig(_target_="tests.layouts.test_overlap.SkipsBlocks", wrap=["Sequential"])
-    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
-    engine = build_engine(replace(cell.config(), model=model), mesh)
-    optimizer = torch.optim.SGD(list(engine.named_parameters().values()), lr=0.5)
-    losses = []
-    for step in range(6):
-        result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-        losses.append(engine.reduce(result).loss)
-        optimizer.step()
-    return losses
+    of_kinds = []
+    for kind in kinds:
+        torch.manual_seed(0)
+        cell = Cell(2, strategy={"dp": 2, "data_parallel": kind}, batch={"micro_batches": 2})
+        mesh = mesh_of(cell, rank)
+        engine = build_engine(replace(cell.config(), model=model), mesh)
+        optimizer = torch.optim.SGD(list(engine.named_parameters().values()), lr=0.5)
+        losses = []
+        for step in range(6):
+            result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+            losses.append(engine.reduce(result).loss)
+            optimizer.step()
+        of_kinds.append(losses)
+    return of_kinds
 
 
 def test_a_block_that_is_skipped_has_the_newest_weights_when_it_runs_again() -> None:
-    expected = run_ranks(2, losses_with_skipped_blocks, "allreduce")
-    assert len({*expected[0]}) == 6
-    for kind in ("zero1", "zero3"):
-        for found, wanted in zip(run_ranks(2, losses_with_skipped_blocks, kind), expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-9), kind
+    for expected, *sharded in run_on_world(2, losses_with_skipped_blocks, ("allreduce", "zero1", "zero3")):
+        assert len({*expected}) == 6
+        for found in sharded:
+            assert found == pytest.approx(expected, rel=1e-9)

@@ -19,6 +19,7 @@ from hpc_train.models.packed_attention import VARLEN
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
+from tests.checkpoint.progress import LONG
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, mesh_of, whole
 from tests.models.varlen import kernels_in_plain_torch
@@ -27,11 +28,12 @@ from tests.ranks import run_on_world
 LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence of 8; what is left is padding
 UNEVEN = [[3, 17, 1, 9, 3, 17, 1, 9]]  # few lengths: DTensor plans each operator for each shape
 
+ALONE = {"tp", "cp", "data_parallel"}
 CELLS: dict[int, list[Cell]] = {
     2: [
         Cell(2, strategy={"dp": 2}),
         Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}),
-        Cell(2, strategy={"tp": 2}),
+        *([Cell(2, strategy={"tp": 2})] if LONG else []),
         Cell(2, "gpt-windows", strategy={"tp": 2}),
         Cell(2, "gpt-windows", strategy={"pp": 2, "schedule": "1f1b"}),
         Cell(2, strategy={"pp": 2, "schedule": "gpipe"}),
@@ -99,7 +101,13 @@ class _Documents(Dataset):
 
 @pytest.mark.parametrize("world_size", CELLS)
 def test_samples_of_uneven_length_train_as_single_ones_do(world_size: int) -> None:
-    run_on_world(world_size, _compare_uneven, CELLS[world_size])
+    """With tensor parallelism, the short form has it alone and beside a split of the sequence, which pads further."""
+    cells = CELLS[world_size]
+    if not LONG:
+        cells = [
+            cell for cell in cells if "tp" not in cell.strategy or (cell.strategy.keys() <= ALONE and not cell.train)
+        ]
+    run_on_world(world_size, _compare_uneven, cells)
 
 
 def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:

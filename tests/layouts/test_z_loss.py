@@ -14,6 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.plan.validate import validate
+from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import check_cells, mesh_of
 from tests.ranks import run_on_world
@@ -50,7 +51,9 @@ def test_two_ranks_of_every_kind(record: Callable[..., None]) -> None:
 
 
 def test_every_pipeline_schedule(record: Callable[..., None]) -> None:
-    splits = [{"pp": 2, "schedule": name, "stages_per_rank": row.stages_per_rank[0]} for name, row in SCHEDULES.items()]
+    """The short form has one schedule of each placement of the head, one of which splits the backward pass."""
+    rows = {name: row for name, row in SCHEDULES.items() if LONG or name in ("gpipe", "interleaved_1f1b", "zbv")}
+    splits = [{"pp": 2, "schedule": name, "stages_per_rank": row.stages_per_rank[0]} for name, row in rows.items()]
     record(check_cells(cells(2, splits), timeout=250), [])
 
 
@@ -59,11 +62,12 @@ def test_several_axes(record: Callable[..., None]) -> None:
     splits: list[dict[str, Any]] = [
         {"dp": 2, "tp": 2, "data_parallel": "zero3"},
         {"pp": 2, "tp": 2, "schedule": "1f1b"},
-        {"cp": 2, "tp": 2, "data_parallel": "allreduce"},
-        {"pp": 2, "dp": 2, "data_parallel": "zero2", "schedule": "gpipe"},
         {"pp": 2, "cp": 2, "schedule": "1f1b"},
+        {"pp": 2, "dp": 2, "data_parallel": "zero2", "schedule": "gpipe"},
         {"dp": 2, "cp": 2, "data_parallel": "zero2"},
     ]
+    if LONG:  # the short form has each of the two axes on two ranks
+        splits.append({"cp": 2, "tp": 2, "data_parallel": "allreduce"})
     record(check_cells(cells(4, splits), timeout=250), [])
 
 

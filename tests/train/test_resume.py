@@ -12,6 +12,7 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -27,20 +28,20 @@ def losses_and_norms(run: RunDirectory) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in run.read_metrics()]
 
 
-CASES = [
+CASES = [  # in the short form each kind of state: of replicas, shards, stages, compression and the loss scale
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
     pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd"),
     pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1"),
-    pytest.param(3, ["+strategy=zero2", "precision=bf16"], id="zero2-uneven-bf16"),
-    pytest.param(2, ["+strategy=zero3", "train.activation_checkpointing=full"], id="zero3"),
+    pytest.param(3, ["+strategy=zero2", "precision=fp16"], id="zero2-uneven-fp16"),
+    pytest.param(2, ["+strategy=zero3", "precision=bf16", "train.activation_checkpointing=full"], id="zero3-bf16"),
     pytest.param(4, ["+strategy=hsdp", "strategy.shard=2"], id="hsdp"),
     pytest.param(2, ["+strategy=pp", "model.tied_embeddings=true"], id="pp"),
-    pytest.param(2, ["+strategy=model_parallel"], id="model_parallel"),
+    pytest.param(2, ["+strategy=model_parallel"], id="model_parallel", marks=IN_LONG_FORM),
     pytest.param(2, ["+strategy=tp"], id="tp"),
     pytest.param(2, ["+strategy=dp", "strategy.bucket_cap_mb=0.001", "optim.in_backward=true", "optim.clip_norm=0"],
                  id="in-backward"),
-    pytest.param(4, ["+strategy=hybrid"], id="hybrid"),
+    pytest.param(4, ["+strategy=hybrid"], id="hybrid", marks=IN_LONG_FORM),
     pytest.param(
         2,
         ["+strategy=dp", "strategy.compression=topk", "strategy.compression_share=0.1", "optim=sgd",
@@ -53,7 +54,12 @@ CASES = [
          "model.tied_embeddings=true"],
         id="hybrid-powersgd",
     ),
-    pytest.param(4, ["+strategy=hybrid", "strategy.data_parallel=zero2", "precision=fp16"], id="hybrid-zero2-fp16"),
+    pytest.param(
+        4,
+        ["+strategy=hybrid", "strategy.data_parallel=zero2", "precision=fp16"],
+        id="hybrid-zero2-fp16",
+        marks=IN_LONG_FORM,
+    ),
 ]  # fmt: skip
 
 
