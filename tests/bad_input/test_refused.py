@@ -113,7 +113,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # what does not go together
     (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "strategy.async_tp=true"], "needs train.compile=true"),
     (["train.compile=true", "train.cuda_graphs=true", "cluster.gpus_per_node=0"], "train.cuda_graphs needs GPUs"),
-    (["precision=fp8", "strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2"], "does not support tensor parallelism"),
+    (["precision=fp8", "precision.fp8=mxfp8", "strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2"], "width of 352"),
     (["optim.in_backward=true"], "optim.in_backward is true, but clipping"),
     (["train.steps=5", "train.epochs=1"], "only one may be set"),
     (["train.steps=null"], "neither train.steps nor train.epochs is set"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,11 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.data.dataset import IGNORED
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision import float8
 from hpc_train.parallel.precision.float8 import use_float8
+from hpc_train.plan.number_formats import check_float8
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.layouts.test_float8 import CPU, RECIPES, Gradients, config_of
@@ -122,7 +126,7 @@ def compared(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> lis
 def test_gradients_are_those_of_one_process(model: str, recipe: str) -> None:
     """Each of the 4 layers has 7 or 6 matrices, and each matrix 3 products per micro-batch: none is computed twice."""
     chosen = [cell_of(model, split) for split in SPLITS.values()]
-    for ranks in run_on_world(4, compared, chosen, recipe):
+    for ranks in run_on_world(4, compared, chosen, recipe, timeout=280):
         for name, (difference, calls) in zip(SPLITS, ranks, strict=True):
             layout = chosen[[*SPLITS].index(name)].layout()
             matrices = 4 // layout.pp * (7 if model == "gpt" else 6) * layout.micro_batches
@@ -130,3 +134,56 @@ def test_gradients_are_those_of_one_process(model: str, recipe: str) -> None:
             assert calls["products"] == 3 * matrices, name
             of_each = EXCHANGES[recipe][layout.splits_backward] if layout.tp > 1 else 0
             assert calls["exchanges"] == of_each * matrices, name
+
+
+def refusal(rank: int, world_size: int, cell: Cell) -> str:
+    """Returns the error of a rank whose shards are half a block; the config does not know which matrices are left."""
+    config = config_of(cell, "mxfp8", fp8_skip=["attention"])
+    check_float8(config, cell.layout())
+    with pytest.raises(UserError) as refused:
+        build_engine(config, mesh_of(cell, rank))
+    return refused.value.what
+
+
+def test_shards_of_half_a_block_are_refused() -> None:
+    cell = cell_of("vit", {"tp": 4})
+    found = run_on_world(4, refusal, replace(cell, precision="bf16"))
+    wanted = "needs shards of a multiple of 32, but layers.0.ffn.w1.weight has a width of 64, which 4 ranks share"
+    assert all(wanted in what for what in found)
+
+
+def by_torchao(recipe: str, rows: Tensor, weight: Tensor) -> Tensor:
+    """Returns the product of torchao's own function, whose gradients are computed together."""
+    if recipe == "mxfp8":
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+        from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice as Rows
+        from torchao.prototype.mx_formats.config import MXFP8Dim1CastKernelChoice as Columns
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        formats = (torch.float8_e4m3fn,) * 3
+        choices = KernelPreference.EMULATED, Rows.TORCH, Columns.TORCH, ScaleCalculationMode.RCEIL, False
+        result: Tensor = mx_mm.apply(rows, weight, *formats, 32, *choices)
+        return result
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    products = LinearMMConfig(*(ScaledMMConfig(True, fast, False, False) for fast in (True, False, False)))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    result = matmul_with_hp_or_float8_args.apply(rows, weight.t(), products, config)
+    return result
+
+
+@pytest.mark.parametrize("splits_backward", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_have_the_bits_of_torchao(recipe: str, splits_backward: bool) -> None:
+    torch.manual_seed(0)
+    rows, weight, gradient = (torch.randn(size, dtype=torch.bfloat16) for size in ((64, 96), (32, 96), (64, 32)))
+    found = []
+    for function in (float8._multiply(recipe, True, splits_backward), partial(by_torchao, recipe)):
+        operands = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        result = function(*operands)
+        result.backward(gradient)
+        found.append([result, *(each.grad for each in operands)])
+    assert all(torch.equal(own, wanted) for own, wanted in zip(*found, strict=True))

@@ -194,7 +194,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     return PerMicroBatch(
         kept=layer_bytes(config, layout),
         moved=moved_by_mode(config, layout),
-        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tokens, kept),
+        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tp, tokens, kept),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
         head=tokens * head,
@@ -205,14 +205,15 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     )
 
 
-def _float8_bytes(config: Config, tokens: float, kept: Activations) -> float:
+def _float8_bytes(config: Config, tp: int, tokens: float, kept: Activations) -> float:
     """Returns what the casts of the largest product to fp8 hold for a moment: both operands, one of them transposed,
-    too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast.
+    too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast. Tensor-parallel ranks
+    share the matrix and its results, but gather the inputs.
     """
     if config.precision.fp8 is None or not kept.layer_input:
         return 0.0
-    matrix = parameters_of(config, 1).matrix
-    rows = tokens * matrix / kept.layer_input  # values of its result
+    matrix = parameters_of(config, tp).matrix
+    rows = tokens * max(matrix / kept.layer_input, kept.layer_input)  # values of its result, or of its inputs
     return 2 * rows + matrix + (0 if config.train.compile else 8 * max(rows, matrix))
 
 
