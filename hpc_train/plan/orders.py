@@ -1,5 +1,5 @@
-"""The order of forward and backward passes on each rank of a pipeline, for torch's schedules, how many micro-batches are
-in flight, and the bubble. Imports no torch.
+"""The order of forward and backward passes on each rank of a pipeline, for torch's schedules, with the micro-batches in
+flight and the bubble. Imports no torch.
 
 The planner simulates a step from these orders; tests compare them with the actions that torch's schedules plan.
 """
