@@ -1,7 +1,7 @@
 """Makes the figures of a machine file from what ``bench machine`` measured. No torch.
 
-What was not measured, such as the power and with one node the fabric, keeps the number of the shipped file of the same
-GPU; without such a file it is assumed.
+What was not measured, such as the power, the rate of fp8 and with one node the fabric, keeps the number of the shipped
+file of the same GPU; without such a file it is assumed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from hpc_train.measure.peak_rates import chip, peak_flops
 from hpc_train.planner.machine import NAMES, OPTIONAL, Figure, Machine, read_machine, shipped
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+_FP8 = ("fp8_flops", "fp8_share")
 ALIKE = 0.15  # relative difference of the memory of devices that are the same
 _ASSUMED = {
     "fabric_bytes_per_s": (1.25e9, "10 Gbit/s Ethernet, which the ranks of a node share"),
@@ -90,4 +91,4 @@ def _peaks(result: Mapping[str, Any], found: Mapping[str, float], source: str) -
 
 def _not_measured(like: Machine | None) -> dict[str, Figure]:
     assumed = {name: Figure(value, "assumed", source) for name, (value, source) in _ASSUMED.items()}
-    return assumed if like is None else assumed | {name: like.figures[name] for name in _ASSUMED}
+    return assumed if like is None else assumed | {name: like.figures[name] for name in (*_ASSUMED, *_FP8)}

@@ -24,7 +24,16 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses, View
 from hpc_train.launch.job_table import BEST, short_path
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of
-from hpc_train.run.comparison import DEFAULT, UNCOMPARED, Comparison, Settings, is_number, metric_of, varied
+from hpc_train.run.comparison import (
+    DEFAULT,
+    UNCOMPARED,
+    Comparison,
+    Settings,
+    evaluated_parts,
+    is_number,
+    metric_of,
+    varied,
+)
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.progress import speed_column
@@ -85,6 +94,8 @@ def main(arguments: list[str]) -> int:
     console = wide(Console())
     own = compared.keys if len(compared.keys) <= COLUMNS else ()
     console.print(_results(rows, metric, own), highlight=False)
+    for line in evaluated_parts(item.run for item in found):
+        console.print(line, highlight=False)
     if not own and compared.keys:
         console.print(Text("\nsettings that differ", style="bold"))
         console.print(_settings(rows, compared.keys), highlight=False)

@@ -23,7 +23,7 @@ from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_lef
 from hpc_train.launch.job_table import BEST, DIRECTORY, short_path
 from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
 from hpc_train.planner.cost import Prices
-from hpc_train.run.comparison import Comparison, best_metric_of
+from hpc_train.run.comparison import Comparison, best_metric_of, evaluated_parts
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
@@ -62,6 +62,8 @@ def main(arguments: list[str]) -> int:
         print("\n".join(json.dumps(row) for row, _ in rows))
     else:
         _print(rows, readable if _is_alone(found) and overview is None else [])
+        for line in evaluated_parts(item.run for item in readable) if overview is None else []:
+            print(line)
     for line in [] if overview is None else _notes(overview):
         print(line, file=sys.stderr)
     for item in found:

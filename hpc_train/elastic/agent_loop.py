@@ -29,7 +29,7 @@ from hpc_train.elastic.rendezvous.client import (
     RendezvousClient,
     ServerLost,
 )
-from hpc_train.elastic.rendezvous.coordinator import NodeReport
+from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import Script

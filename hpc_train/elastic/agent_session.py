@@ -27,7 +27,8 @@ from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.nodes import Node, NodeFailures, check_health
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.client import ServerLost, requeue_after_server_loss, wait_for_server
-from hpc_train.elastic.rendezvous.coordinator import Coordinator, Leave
+from hpc_train.elastic.rendezvous.coordinator import Coordinator
+from hpc_train.elastic.rendezvous.orders import Leave
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd

@@ -26,7 +26,7 @@ from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
 from hpc_train.elastic.rendezvous.causes import FailureReport
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.coordinator import Leave, Start
+from hpc_train.elastic.rendezvous.orders import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, progress_of, request, request_from_slurm
 from hpc_train.elastic.script import Script

@@ -26,7 +26,7 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import Node
-from hpc_train.elastic.rendezvous.coordinator import Start
+from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide, site_profile
 from hpc_train.fabric.facts import NodeFacts, format_cpu_list
 from hpc_train.fabric.machines import by_machine, own_facts

@@ -20,7 +20,7 @@ from rich.table import Table
 from hpc_train.config.schema import Config
 from hpc_train.launch.job_status import NOT_STARTED, View, time_left
 from hpc_train.run.code import frozen_code
-from hpc_train.run.comparison import Comparison, metric_of
+from hpc_train.run.comparison import Comparison, evaluated_parts, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import NOT_FINITE, speed, speed_column
@@ -158,7 +158,7 @@ def print_results(
     if not (live and console.is_terminal) or len(jobs) > ROWS:  # otherwise the live table is still there
         console.print(table_of(jobs, views, found, range(len(jobs)), ended=True), highlight=False)
     best = found.best(views)
-    lines = []
+    lines = evaluated_parts(job.run for job in jobs)
     if best is not None:
         metric = found.ranked_by(views)
         which = f"{short_path(jobs[best].run.path)} ({found.words(jobs[best].run)})".removesuffix(" ()")

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.config.extensions import IMAGES, TOKENS, Activations, HuggingFaceFormat, ModelFamily, TensorParallel
+from hpc_train.config.extensions import (
+    IMAGES,
+    TOKENS,
+    Activations,
+    HuggingFaceFormat,
+    LinearLayers,
+    ModelFamily,
+    TensorParallel,
+)
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ViTConfig
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
@@ -12,6 +20,7 @@ from hpc_train.models.gpt_sizes import (
     check_gpt,
     gpt_activations,
     gpt_flops_per_sample,
+    gpt_linear_layers,
     gpt_parameters,
     gpt_stem_parameters,
 )
@@ -23,6 +32,7 @@ GPT_FAMILY = ModelFamily(
     builder="hpc_train.models.gpt:GPT",
     parameters=gpt_parameters,
     stem_parameters=gpt_stem_parameters,
+    linear_layers=gpt_linear_layers,
     activations=gpt_activations,
     flops_per_sample=gpt_flops_per_sample,
     tensor_parallel=TensorParallel(
@@ -51,6 +61,17 @@ def patch_parameters(model: ViTConfig) -> int:
 def _vit_layer_parameters(model: ViTConfig) -> int:
     dim = model.dim
     return 4 * dim * (dim + 1) + 2 * dim * model.mlp_dim + model.mlp_dim + dim + 4 * dim  # the last term: two norms
+
+
+def vit_linear_layers(model: ViTConfig) -> tuple[LinearLayers, ...]:
+    """Returns the linear layers of a layer."""
+    dim = model.dim
+    return (
+        LinearLayers(("attention.wq", "attention.wk", "attention.wv"), dim, (dim, dim, dim)),
+        LinearLayers(("attention.wo",), dim, (dim,)),
+        LinearLayers(("ffn.w1",), dim, (model.mlp_dim,)),
+        LinearLayers(("ffn.w2",), model.mlp_dim, (dim,)),
+    )
 
 
 def vit_stem_parameters(model: ViTConfig) -> int:
@@ -123,6 +144,7 @@ VIT_FAMILY = ModelFamily(
     builder="hpc_train.models.vit:ViT",
     parameters=vit_parameters,
     stem_parameters=vit_stem_parameters,
+    linear_layers=vit_linear_layers,
     activations=vit_activations,
     flops_per_sample=vit_flops_per_sample,
     tensor_parallel=TensorParallel(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.config.extensions import Activations
+from hpc_train.config.extensions import Activations, LinearLayers
 from hpc_train.config.schema import GPTConfig
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
@@ -48,6 +48,17 @@ def _gpt_layer_parameters(model: GPTConfig) -> int:
     biases = queries + 2 * key_values if model.qkv_bias else 0
     norms = (4 if model.post_norms else 2) * model.dim + (2 * head_width(model) if model.qk_norm else 0)
     return attention + biases + 3 * model.dim * model.ffn_dim + norms
+
+
+def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:
+    """Returns the linear layers of a layer."""
+    dim, queries, key_values, ffn = model.dim, query_width(model), key_value_width(model), model.ffn_dim
+    return (
+        LinearLayers(("attention.wq", "attention.wk", "attention.wv"), dim, (queries, key_values, key_values)),
+        LinearLayers(("attention.wo",), queries, (dim,)),
+        LinearLayers(("ffn.w1", "ffn.w3"), dim, (ffn, ffn)),
+        LinearLayers(("ffn.w2",), ffn, (dim,)),
+    )
 
 
 def gpt_parameters(model: GPTConfig) -> int:

@@ -16,7 +16,6 @@ from hpc_train.plan.peak.sizes import trained_share
 WHERE = "precision.fp8"
 OFF = "precision.fp8=null"
 MULTIPLES = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of which both sizes of a matrix must be one
-NOT_PREDICTED = "times are those of bf16: machine files have no rate of fp8, so its gain is not predicted"
 
 
 def check_skip(precision: PrecisionConfig) -> None:

@@ -1,4 +1,5 @@
-"""The order of forward and backward passes on each rank of a pipeline, for torch's schedules. Imports no torch.
+"""The order of forward and backward passes on each rank of a pipeline, for torch's schedules, with the micro-batches in
+flight and the bubble. Imports no torch.
 
 The planner simulates a step from these orders; tests compare them with the actions that torch's schedules plan.
 """
@@ -199,3 +200,27 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
     left = iter(backwards)
     pairs = chain.from_iterable(zip(forwards[ahead:], islice(left, len(forwards) - ahead), strict=True))
     return (*forwards[:ahead], *pairs, *left)
+
+
+def filled(shape: PipelineShape, forwards: int) -> tuple[int, ...]:
+    """Returns how many of a rank's first ``forwards`` forwards belong to each of its stages, in turns of ``ranks``."""
+    turn, stages = shape.ranks, range(shape.stages_per_rank)
+    forwards = min(forwards, len(stages) * shape.micro_batches)
+    rounds, rest = divmod(forwards, turn * len(stages))
+    return tuple(rounds * turn + min(turn, max(0, rest - stage * turn)) for stage in stages)
+
+
+def interleaved_in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
+    return filled(shape, (shape.stages_per_rank - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank) + 1)
+
+
+def bubble(shape: PipelineShape) -> float:
+    """Returns (p - 1) / (v m + p - 1) (arXiv:1811.06965, section 2.3; interleaved: arXiv:2104.04473, section 2.2)."""
+    waiting = shape.ranks - 1
+    return waiting / (shape.stages_per_rank * shape.micro_batches + waiting)
+
+
+def zero_bubble(shape: PipelineShape) -> float:
+    """Returns the bubble (p - 1) (TF + TB - TW) of arXiv:2401.10241, table 2; gradients of weights fill the rest."""
+    waiting = shape.ranks - 1
+    return waiting / (3 * shape.stages_per_rank * shape.micro_batches + waiting)

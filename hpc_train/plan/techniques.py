@@ -171,30 +171,6 @@ def _refuse(name: str, wrong: dict[str, object]) -> None:
             raise ValueError(f"row {name!r}: {sentence}")
 
 
-def _filled(shape: PipelineShape, forwards: int) -> tuple[int, ...]:
-    """Returns how many of a rank's first ``forwards`` forwards belong to each of its stages, in turns of ``ranks``."""
-    turn, stages = shape.ranks, range(shape.stages_per_rank)
-    forwards = min(forwards, len(stages) * shape.micro_batches)
-    rounds, rest = divmod(forwards, turn * len(stages))
-    return tuple(rounds * turn + min(turn, max(0, rest - stage * turn)) for stage in stages)
-
-
-def _interleaved_in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
-    return _filled(shape, (shape.stages_per_rank - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank) + 1)
-
-
-def _bubble(shape: PipelineShape) -> float:
-    """Returns (p - 1) / (v m + p - 1) (arXiv:1811.06965, section 2.3; interleaved: arXiv:2104.04473, section 2.2)."""
-    waiting = shape.ranks - 1
-    return waiting / (shape.stages_per_rank * shape.micro_batches + waiting)
-
-
-def _zero_bubble(shape: PipelineShape) -> float:
-    """Returns the bubble (p - 1) (TF + TB - TW) of arXiv:2401.10241, table 2; gradients of weights fill the rest."""
-    waiting = shape.ranks - 1
-    return waiting / (3 * shape.stages_per_rank * shape.micro_batches + waiting)
-
-
 _TORCH = "torch.distributed.pipelining.schedules"
 _ASSUMED = "where stages are equal and messages between them take no time"
 
@@ -207,7 +183,7 @@ _GPIPE = PipelineSchedule(
     data_parallel=("ddp", "allreduce", "zero1", "zero2", "zero3"),
     data_parallel_reason="its gradients were not verified with this kind",
     in_flight=lambda shape, _: (shape.micro_batches,),
-    bubble=_bubble,
+    bubble=orders.bubble,
     splits_backward=False,
     compiles=True,
     ops_checkpointing=True,
@@ -221,7 +197,7 @@ _INTERLEAVED = replace(
     stages_per_rank=(2, 64),
     placement="looped",
     micro_batches="multiple_of_ranks",
-    in_flight=_interleaved_in_flight,
+    in_flight=orders.interleaved_in_flight,
     order=orders.interleaved,
     auto=f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
 )
@@ -235,8 +211,8 @@ _ZERO_BUBBLE = replace(
     data_parallel=("allreduce", "zero1", "zero2"),
     data_parallel_reason="the split backward runs the hooks of DDP and of resharding FSDP at the wrong time "
     "(pytorch#144530)",
-    in_flight=lambda shape, _: _filled(shape, shape.stages_per_rank * shape.ranks),
-    bubble=_zero_bubble,
+    in_flight=lambda shape, _: orders.filled(shape, shape.stages_per_rank * shape.ranks),
+    bubble=orders.zero_bubble,
     splits_backward=True,
     compiles=False,
     ops_checkpointing=False,

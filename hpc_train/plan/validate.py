@@ -6,21 +6,14 @@ model in another process, where it compares the model with its description.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from math import ceil
-from pathlib import Path
-from typing import Any
 
 from hpc_train.config.evaluation import check_evaluation
-from hpc_train.config.extensions import family_of, is_extension, location, source_of
+from hpc_train.config.extensions import family_of, is_extension, source_of
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.services import server_uri
@@ -50,6 +43,7 @@ from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_n
 from hpc_train.plan.requirements import check_own_model, check_packages
 from hpc_train.plan.savers import check_savers
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
+from hpc_train.plan.tried_code import check_built_model, check_tried_optimizer
 from hpc_train.plan.z_loss import check_z_loss
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
@@ -334,72 +328,3 @@ def _check_fabric_variables(fabric: FabricConfig) -> None:
             )
         if not value or not value.isprintable():
             raise UserError(f"{name} is {value!r}", where=where, fix=f"{where}=VALUE, or remove the key")
-
-
-LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute
-
-
-def check_built_model(config: Config) -> None:
-    """Builds the model on the meta device in another process and compares it with its description.
-
-    Raises:
-        UserError: they disagree, or the model cannot be built.
-    """
-    if importlib.util.find_spec("torch") is None:
-        return  # the workers check the model if the login node has no torch
-    given = json.dumps({"model": asdict(config.model), "data": asdict(config.data)}, default=str)
-    problem = _answer("hpc_train.models.contract", given, "the model cannot be built")
-    if problem:
-        raise UserError(problem, where=location(config.model.kind), fix="make the description and the model agree")
-
-
-def check_tried_optimizer(config: Config) -> None:
-    """Tries the user's optimizer and schedule on small parameters in another process.
-
-    A worker builds them itself, and what is installed in a container is not known here.
-
-    Raises:
-        UserError: they cannot be imported or called, or their state cannot be saved.
-    """
-    distributed: Any = sys.modules.get("torch.distributed")
-    is_worker = distributed is not None and distributed.is_initialized()
-    if is_worker or config.cluster.container.image is not None or importlib.util.find_spec("torch") is None:
-        return
-    tried = (
-        "name",
-        "_target_",
-        "args",
-        "elementwise",
-        "groups",
-        "schedule",
-    )  # the jobs of a sweep over lr share a trial
-    optim = {key: value for key, value in asdict(config.optim).items() if key in tried}
-    given = {"model": asdict(config.model), "optim": optim, "steps": config.train.steps or 1}
-    failed = "the optimizer cannot be tried"
-    answer = _answer("hpc_train.train.optimizers.probe", json.dumps(given, default=str), failed)
-    try:
-        mistake = json.loads(answer.splitlines()[-1])  # after what the user's code prints
-    except (ValueError, IndexError):
-        mistake = {"what": answer or failed, "where": "optim", "fix": "correct the code that optim names"}
-    if mistake:
-        raise UserError(mistake["what"], where=mistake["where"], fix=mistake["fix"])
-
-
-@lru_cache(maxsize=64)
-def _answer(module: str, configs: str, failed: str) -> str:
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module],
-            input=configs,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{failed}: it took longer than {LIMIT_S:g} s"
-    if done.returncode == 0:
-        return done.stdout.strip()
-    return f"{failed}:\n{done.stderr.strip()[-2000:]}"

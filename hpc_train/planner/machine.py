@@ -62,6 +62,9 @@ class Rates:
         cores: the cores of a node that its ranks share; 0 for GPUs, which share nothing. A file may leave it out.
         scatter_share: the bandwidth of a reduce-scatter, as a share of that of the other collectives. A file may leave
             it out. gloo's is an all-reduce of which each rank keeps a part.
+        fp8_flops: the peak of a device in fp8, without sparsity; 0 if it has no units for it. A file may leave it out.
+        fp8_share: the share of this peak that large products reach, as a share of what they reach in bf16. A file may
+            leave it out.
     """
 
     devices_per_node: float
@@ -86,6 +89,8 @@ class Rates:
     overlap_share: float = 0.0
     cores: float = 0.0
     scatter_share: float = 1.0
+    fp8_flops: float = 0.0
+    fp8_share: float = 1.0
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -93,6 +98,8 @@ OPTIONAL = {
     "overlap_share": Figure(0.0, "assumed", "collectives do not slow the computation beside them"),
     "cores": Figure(0.0, "assumed", "a machine of GPUs"),
     "scatter_share": Figure(1.0, "assumed", "NCCL's algorithms reach the same bandwidth"),
+    "fp8_flops": Figure(0.0, "assumed", "no units for fp8, or their rate is unknown"),
+    "fp8_share": Figure(1.0, "assumed", "products in fp8 reach the same share of the peak as those in bf16"),
 }
 # what the ranks of a node of CPUs share; the bandwidths, too, since the cores move all bytes
 _SHARED = (
@@ -102,7 +109,7 @@ _SHARED = (
 _HOST_TIMES = ("launch_s", "node_latency_s", "fabric_latency_s")
 _MAY_BE_ZERO = {
     *_HOST_TIMES, "reserved_bytes", "allocator_share", "overlap_share", "watts", "cores",
-    "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "half_rate_flops",
+    "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "fp8_flops", "half_rate_flops",
 }  # fmt: skip
 _OF_PEAK = ("matmul_share", "attention_share")
 

@@ -1,8 +1,8 @@
 """The time of the forward and the backward of a block on one rank for one micro-batch. Imports no torch.
 
 A pass takes the time of its matrix products and its attention, that of moving its activations, and that of its
-tensor-parallel and context-parallel traffic, which nothing covers. On GPUs it takes at least as long as the host starts
-its kernels.
+tensor-parallel and context-parallel traffic, which nothing covers without ``strategy.async_tp``. On GPUs it takes at
+least as long as the host starts its kernels; the CUDA graph of a layer (``train.cuda_graphs``) starts like one kernel.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
+from hpc_train.plan.compilation import CompilerMode, compiler_mode
 from hpc_train.plan.layout import Layout
+from hpc_train.planner.async_tp import Pass, Traffic, traffic_left
 from hpc_train.planner.collectives import gather, group_of, scatter
+from hpc_train.planner.float8 import IN_BF16, Float8, check_float8_rate, float8_of
 from hpc_train.planner.machine import Machine, Rates
 from hpc_train.planner.shared_cores import pass_seconds
 from hpc_train.planner.work import Block, Work
@@ -23,9 +26,14 @@ ATTENTION_BACKWARD = 2.5
 
 
 class Passes:
-    """The passes of a layout's blocks on a machine."""
+    """The passes of a layout's blocks on a machine.
+
+    Raises:
+        UserError: the devices do not compute in the precision of ``config``.
+    """
 
     def __init__(self, config: Config, layout: Layout, machine: Machine, work: Work) -> None:
+        check_float8_rate(config, machine)
         self.layout, self.work = layout, work
         self.rates: Rates = machine.rates
         self.narrow = 2 if config.precision.name in ("bf16", "fp16") else 8 if config.precision.name == "fp64" else 4
@@ -38,6 +46,12 @@ class Passes:
         self.context_ranks = group_of(layout.cp, layout.tp, machine.devices_per_node)
         self.split = layout.cp * layout.tp  # the ranks that share the work of a block
         self.key_share = _key_share(config, layout)
+        self.mode = compiler_mode(config)
+        known = family_of(config.model).linear_layers if self.mode == CompilerMode.ASYNC_TP else None
+        self.linear_layers = None if known is None else known(config.model)  # if they cover their traffic
+        self.float8 = IN_BF16 if self.rates.cores else float8_of(config, layout, work.tokens)
+        self.float8_per_s = self.rates.fp8_flops * self.rates.matmul_share * self.rates.fp8_share
+        self.layers = {id(layer) for layer in work.blocks[1:-1]}
         self._known: dict[tuple[int, LayerMode | None], float] = {}  # by a block's id; ``work`` keeps the blocks
 
     def forward(self, block: Block) -> float:
@@ -55,13 +69,17 @@ class Passes:
         return found
 
     def _forward(self, block: Block) -> float:
-        device = self._products(block) + self._attention(block) + self._moved(block)
-        return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
+        products, float8 = self._products(block), self._float8(block)
+        device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
+        started = self._started(block, block.kernels + float8.kernels[0])
+        return pass_seconds(device, started, self.rates) + self._traffic(block, "forward", products)
 
     def _backward(self, block: Block, recomputed: LayerMode) -> float:
-        device = 2 * self._products(block) + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
-        device += self.accumulated(block)
-        own = pass_seconds(device, 2 * block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 4)
+        products, float8 = self._products(block), self._float8(block)
+        device = 2 * products + ATTENTION_BACKWARD * self._attention(block) + 2 * self._moved(block)
+        device += self._cast(float8.backward) + self.accumulated(block)
+        started = self._started(block, 2 * block.kernels + float8.kernels[1])
+        own = pass_seconds(device, started, self.rates) + self._traffic(block, "backward", products)
         return own + (0.0 if recomputed == "none" else self._again(block, recomputed))
 
     def _again(self, block: Block, recomputed: LayerMode) -> float:
@@ -72,16 +90,35 @@ class Passes:
         Results of collectives are not kept, so that cheap operations include the other collectives.
         """
         if recomputed == "ops":
-            return self._moved(block) + self._traffic(block, 3)
-        last = block.last * self.layout.micro_size / self.split / self.flops_per_s
-        device = self._products(block) - last + self._attention(block) + self._moved(block)
-        return pass_seconds(device, block.kernels * self.rates.launch_s, self.rates) + self._traffic(block, 3)
+            return self._moved(block) + self._traffic(block, "again", 0.0)
+        float8 = self._float8(block)
+        products = self._products(block) - self._at_full_rate(block, block.last)
+        device = products + self._attention(block) + self._moved(block) + self._cast(float8.forward)
+        started = self._started(block, block.kernels + float8.kernels[0])
+        return pass_seconds(device, started, self.rates) + self._traffic(block, "again", self._products(block))
+
+    def _started(self, block: Block, kernels: int) -> float:
+        """Returns the seconds in which the host starts the kernels of a pass."""
+        replayed = self.mode == CompilerMode.CUDA_GRAPHS and id(block) in self.layers
+        return (1 if replayed else kernels) * self.rates.launch_s
 
     def _products(self, block: Block) -> float:
         if not block.products:
             return 0.0
-        operations = block.products * self.layout.micro_size / self.split
-        return (operations + PRODUCTS * self.rates.half_rate_flops) / self.flops_per_s
+        small = PRODUCTS * self.rates.half_rate_flops / self.flops_per_s
+        return self._at_full_rate(block, block.products) + small
+
+    def _at_full_rate(self, block: Block, operations: float) -> float:
+        """Returns the seconds of ``operations`` of a sample in matrix products, part of them in fp8."""
+        own, share = operations * self.layout.micro_size / self.split, self._float8(block).share
+        in_fp8 = share * own / self.float8_per_s if share else 0.0
+        return (1 - share) * own / self.flops_per_s + in_fp8
+
+    def _float8(self, block: Block) -> Float8:
+        return self.float8 if id(block) in self.layers else IN_BF16
+
+    def _cast(self, moved: float) -> float:
+        return moved / self.rates.memory_bytes_per_s
 
     def _attention(self, block: Block) -> float:
         return block.attention * self.layout.micro_size / self.split / self.attention_per_s
@@ -100,15 +137,18 @@ class Passes:
         added = block.parameters / layout.tp / shards * (1 - 1 / layout.micro_batches)
         return 3 * self.gradient * added / self.rates.memory_bytes_per_s
 
-    def _traffic(self, block: Block, collectives: int) -> float:
-        """Returns the seconds of all-gathers and as many reduce-scatters of the hidden states of a layer, and those of
-        its exchange of heads."""
-        exchanged = self._exchange(block)
+    def _traffic(self, block: Block, of: Pass, products: float) -> float:
+        """Returns the seconds of the all-gathers and reduce-scatters of the hidden states of a layer, and those of its
+        exchange of heads: two of each, of which ``again`` leaves out the last. ``products`` seconds are beside them."""
+        exchanged, rates = self._exchange(block), self.rates
         if self.layout.tp == 1 or not block.products:
             return exchanged
         size = self.work.hidden * self.layout.micro_size * self.narrow / self.layout.cp
-        pair = gather(size, self.tensor_ranks, self.rates) + scatter(size, self.tensor_ranks, self.rates)
-        return exchanged + collectives / 2 * pair
+        gather_s, scatter_s = gather(size, self.tensor_ranks, rates), scatter(size, self.tensor_ranks, rates)
+        if self.linear_layers is not None and id(block) in self.layers:
+            found = Traffic(gather_s, scatter_s, size / rates.memory_bytes_per_s, self.layout.tp)
+            return exchanged + traffic_left(self.linear_layers, products, of, found)
+        return exchanged + (3 if of == "again" else 4) / 2 * (gather_s + scatter_s)
 
     def _exchange(self, block: Block) -> float:
         """Returns the seconds of two all-to-alls: of queries, keys and values, and of the result of attention.

@@ -155,3 +155,10 @@ class Comparison:
 def is_number(value: Any) -> TypeGuard[float]:
     """Returns whether a metric was logged and is finite."""
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def evaluated_parts(runs: Iterable[RunDirectory]) -> list[str]:
+    """Returns one line, ``evaluated 320 of 1,248 samples``, if runs evaluated only a part of their validation set."""
+    results = (run.record().get("result") or {} for run in runs)
+    found = dict.fromkeys(str(result["evaluated"]) for result in results if result.get("evaluated"))
+    return [f"evaluated {'; or '.join(found)}"] if found else []

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from hpc_train.config.secrets import file_mode, shown_override
 from hpc_train.config.services import check_messages
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
+from hpc_train.run.config_text import text_of
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.file_lock import exclusive
@@ -221,30 +220,6 @@ def _damaged(run: RunDirectory, what: str) -> UserError:
         fix="restore the file, or start a new run with another run.name (run.fork=NEW continues from the newest "
         "checkpoint). Settings are changed on the command line, with the same run.name",
     )
-
-
-def text_of(config: Config) -> str:
-    """Returns the frozen form: plain YAML without interpolations. Equal configs give equal text."""
-    return "".join(_yaml(pickle.dumps({name: values})) for name, values in asdict(config).items())
-
-
-@lru_cache(maxsize=256)
-def _yaml(group: bytes) -> str:
-    """Returns a pickled group as YAML. Most runs of a sweep share most groups, and most keys of the other groups."""
-    ((name, values),) = pickle.loads(group).items()
-    if not isinstance(values, dict) or not values:
-        return _dumped({name: values})
-    return f"{name}:\n" + "".join(_yaml_of_key(pickle.dumps(item)) for item in values.items())
-
-
-@lru_cache(maxsize=4096)
-def _yaml_of_key(item: bytes) -> str:
-    key, value = pickle.loads(item)
-    return _dumped({"group": {key: value}}).partition("\n")[2]
-
-
-def _dumped(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _resolve_fork(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:

@@ -38,7 +38,8 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.coordinator import Coordinator, Start
+from hpc_train.elastic.rendezvous.coordinator import Coordinator
+from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.server import RendezvousServer, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.preflight.expected import expected_bandwidths, read_fabric

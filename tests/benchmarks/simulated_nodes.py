@@ -27,8 +27,8 @@ from uuid import UUID
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.elastic.rendezvous.channel import Channel
-from hpc_train.elastic.rendezvous.coordinator import NodeReport
 from hpc_train.elastic.rendezvous.messages import report_message
+from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.fabric.discovery import read_tree, recorded_tree
 from hpc_train.fabric.facts import NodeFacts, NodeLimits
 from hpc_train.fabric.nccl_settings import Setting

@@ -11,7 +11,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import report_placement
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node, have_been_checked
-from hpc_train.elastic.rendezvous.coordinator import Start
+from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
 from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.plan.layout import Layout

@@ -21,7 +21,7 @@ from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.rendezvous import client
-from hpc_train.elastic.rendezvous.coordinator import Leave, Start
+from hpc_train.elastic.rendezvous.orders import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.run import files

@@ -29,8 +29,8 @@ from hpc_train.elastic.hangs import GroupState, RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
 from hpc_train.elastic.rendezvous.client import RendezvousClient
-from hpc_train.elastic.rendezvous.coordinator import NodeReport
 from hpc_train.elastic.rendezvous.messages import report_message
+from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.fabric.facts import Gpu, GpuLink, Interface, Nic, NodeFacts, Port
 from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.run.exits import Exit, Failure

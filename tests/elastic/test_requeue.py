@@ -19,7 +19,7 @@ from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.rendezvous.client import Pause
-from hpc_train.elastic.rendezvous.coordinator import Leave
+from hpc_train.elastic.rendezvous.orders import Leave
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines

@@ -26,7 +26,7 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import client, coordinator
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
 from hpc_train.elastic.rendezvous.client import ServerLost, lookup_interval_s, wait_for_server
-from hpc_train.elastic.rendezvous.coordinator import Start
+from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.watch import Watch

@@ -201,6 +201,21 @@ def test_why_of_a_sweep_names_the_causes(sweep: list[Job], capsys: pytest.Captur
     assert [len(failure["runs"]) for failure in found["failures"]] == [2, 1]
 
 
+def test_tables_say_that_a_part_of_the_validation_set_was_evaluated(
+    sweep: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    part, shown = "evaluated 320 of 1,248 samples", Console(record=True, width=120)
+    for job in sweep[:2]:
+        job.run.update_record(result={"evaluated": part.removeprefix("evaluated ")})
+    for command in (status.main, compare.main):
+        assert command(["runs"]) == 0
+        assert capsys.readouterr().out.splitlines().count(part) == 1
+        assert command(["runs/2", "runs/3"] if command is compare.main else ["runs/2"]) == 0
+        assert "evaluated" not in capsys.readouterr().out
+    print_results(sweep, views_of(sweep), shown)
+    assert part in shown.export_text()
+
+
 def test_runs_are_compared_the_best_first(sweep: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["runs/0", "runs/1"]) == 0
     table = capsys.readouterr().out.splitlines()

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.launch.lookup import find_runs
-from hpc_train.run.freeze import text_of
+from hpc_train.run.config_text import text_of
 from tests.launch.jobs import make_job
 
 

@@ -44,7 +44,7 @@ def result(device: str, **more: float) -> dict[str, Any]:
 
 def test_what_one_node_does_not_show_is_that_of_the_same_gpu() -> None:
     known, shipped = machine_of(result("NVIDIA H100 80GB HBM3"), 0, "mine", "here"), read_machine("h100")
-    for name in ("fabric_bytes_per_s", "fabric_latency_s", "watts", "allocator_share"):
+    for name in ("fabric_bytes_per_s", "fabric_latency_s", "watts", "allocator_share", "fp8_flops", "fp8_share"):
         assert known.figures[name] == shipped.figures[name]
     assert known.figures["bf16_flops"].kind == "table" and known.rates.matmul_share == pytest.approx(6e14 / 989.4e12)
     assert known.figures["launch_s"].kind == "measured" and known.figures["launch_s"].source == "here"
@@ -81,7 +81,8 @@ def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path, called: Calla
     machine = read_machine(str(tmp_path / "own.json"))
     assert machine.name == "own" and machine.devices_per_node == 2 and machine.rates.cores >= 1
     others = {name for name, figure in machine.figures.items() if figure.kind != "measured"}
-    assert others == {"allocator_share", "fabric_bytes_per_s", "fabric_latency_s", "overlap_share", "watts"}
+    of_gpus = {"fp8_flops", "fp8_share", "overlap_share"}
+    assert others == {"allocator_share", "fabric_bytes_per_s", "fabric_latency_s", "watts", *of_gpus}
     assert f"not measured here: {', '.join(name for name in machine.figures if name in others)}" in done.stdout
     assert "torch" in machine.figures["launch_s"].source
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]

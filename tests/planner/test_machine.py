@@ -24,6 +24,7 @@ def test_shipped_files_are_complete_and_state_their_sources(name: str) -> None:
 # the quantities of tests/planning/hardware.csv that state a figure, and its value in their unit
 QUANTITIES = {
     "bf16_flops": ("bf16_tflops", 1e12), "fp16_flops": ("fp16_tflops", 1e12), "fp32_flops": ("fp32_tflops", 1e12),
+    "fp8_flops": ("fp8_tflops", 1e12),
     "memory_bytes_per_s": ("hbm_copy", 1e9), "host_bytes_per_s": ("host_to_device", 1e9),
     "node_bytes_per_s": ("busbw", 1e9), "fabric_bytes_per_s": ("nic", 1e9),
 }  # fmt: skip

@@ -228,8 +228,8 @@ def group(row: Row) -> str:
 
     Aleph Alpha's rows without the kernel for RMSNorm compute it in several kernels, those without sequence parallelism
     compute norms on every tensor-parallel rank, like those of bloom and the rows with full recompute of
-    korthikanti-2022; those of bigscience-v100 keep attention scores; and torchtitan's asynchronous tensor parallelism
-    overlaps its traffic.
+    korthikanti-2022; those of bigscience-v100 keep attention scores; and torchtitan computes in fp8 with tensor
+    parallelism, and then also gathers in fp8.
     """
     source, notes = row["source"], row["notes"]
     if source == "aleph-alpha-layouts":
@@ -238,7 +238,7 @@ def group(row: Row) -> str:
         other = (
             source in ("bigscience-v100", "bloom")
             or "no sequence parallelism" in notes
-            or (source == "torchtitan-asynctp" and "async TP" in notes)
+            or (scaling_of(row) is not None and row["tp"] != "1")
         )
     return f"{source}, other techniques" if other else source
 
@@ -256,7 +256,8 @@ def predicted(row: Row) -> Prediction | None:
     """Returns the prediction of a row that states all it needs; None otherwise."""
     shape = row if row["layers"] and row["hidden"] else models().get(row["model"])
     known = row["flash_attention"] == "1" or row["source"] in UNFUSED
-    known = known and row["precision"] in ("bf16", "fp16") and "shorter sequences" not in row["notes"]
+    known = known and (row["precision"] in ("bf16", "fp16") or scaling_of(row) is not None)
+    known = known and "shorter sequences" not in row["notes"]
     known = known and (row["offload"] != "1" or row["source"] in UPDATED_ON_CPU)
     if row["gpu"] not in MACHINES or shape is None or not known:
         return None
@@ -271,6 +272,19 @@ def predicted(row: Row) -> Prediction | None:
     except UserError:
         return None
     return replace(prediction, demand=OfProgram(config, layout, prediction.demand.rates, row))
+
+
+def scaling_of(row: Row) -> str | None:
+    """Returns ``precision.fp8`` of a row of torchtitan, which uses torchao as hpc_train does; None for other rows, and
+    for those that state no recompute."""
+    if row["precision"] != "fp8" or not row["recompute"] or not row["source"].startswith("torchtitan"):
+        return None
+    return "rowwise" if "rowwise" in row["notes"] else "tensorwise"
+
+
+def overlaps(row: Row) -> bool:
+    """Returns whether the tensor parallelism of a row is asynchronous, which torch's compiler makes it."""
+    return any(mark in row["notes"] for mark in ("async TP", "Async TP", "AsyncTP"))
 
 
 def machine_of(row: Row) -> Machine:
@@ -316,7 +330,7 @@ def config_of(row: Row, shape: Row) -> Config:
     ffn = int(shape["ffn"]) if shape["family"] == "llama" else 2 * int(shape["ffn"]) // 3
     heads, vocabulary = int(shape["heads"]), int(shape["vocab"])
     recompute = "none" if row["source"] in OF_SCORES and row["recompute"] == "selective" else row["recompute"] or "none"
-    compiled = row["compile"] == "1"
+    compiled = row["compile"] == "1" or overlaps(row)
     return replace(
         config,
         model=replace(  # type: ignore[call-arg]
@@ -332,7 +346,7 @@ def config_of(row: Row, shape: Row) -> Config:
         ),
         data=replace(config.data, sequence_length=int(row["seq"] or 4096), vocab_size=vocabulary),  # type: ignore[call-arg]
         batch=replace(config.batch, global_size=int(float(row["global_batch"] or dp * micro)), micro_size=micro),
-        precision=replace(config.precision, name=row["precision"]),
+        precision=replace(config.precision, name="bf16" if scaling_of(row) else row["precision"], fp8=scaling_of(row)),
         strategy=replace(
             config.strategy,
             dp="fill" if whole else dp,
@@ -343,6 +357,7 @@ def config_of(row: Row, shape: Row) -> Config:
             schedule="interleaved_1f1b" if row["virtual_stages"] else "1f1b",
             stages_per_rank=int(row["virtual_stages"] or 1),
             pp_split=split_of(row, int(shape["layers"])),
+            async_tp=overlaps(row),
         ),
         train=replace(config.train, activation_checkpointing=recompute, compile=compiled),
     )

@@ -23,7 +23,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
 from hpc_train.plan.savers import check_savers
-from hpc_train.plan.validate import check_tried_optimizer
+from hpc_train.plan.tried_code import check_tried_optimizer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.train.optimizer import Optimizer

@@ -13,7 +13,7 @@ from hpc_train.commands.plan.rows import Row, Search, in_time, total_steps
 from hpc_train.commands.plan.simulated import simulate
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
-from hpc_train.plan.number_formats import NOT_PREDICTED
+from hpc_train.planner.float8 import why_not_predicted
 from hpc_train.run.exits import Exit
 
 
@@ -43,8 +43,7 @@ def main(arguments: list[str]) -> int:
             rows, in_queue = _with_starts(rows, asked, sort)
             notes += in_queue
             rows = rows if options.deadline is None else in_time(rows, options.deadline)
-        if asked.config.precision.fp8 is not None:
-            notes.append(NOT_PREDICTED)
+        notes += filter(None, [why_not_predicted(asked.config, machine)])
         if total_steps(asked.config) is None:
             notes.append("the time to the end is unknown, since the length of the data determines it: set train.steps")
         learned = search.calibration(asked.config)

@@ -24,10 +24,11 @@ from hpc_train.elastic.decision import (
 )
 from hpc_train.elastic.nodes import HEALTH_CHECK_KEY, TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
 from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
+from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, Order, SaveStacks, Start
 from hpc_train.errors import UserError
 from hpc_train.fabric.machines import Machines
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
-from hpc_train.plan.layout import Layout, resolve_layout
+from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
 
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
@@ -38,54 +39,6 @@ NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that
     **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.HANG, Failure.KERNEL), 1),
     Failure.DEVICE: TOO_OFTEN,
 }
-
-
-@dataclass(frozen=True)
-class NodeReport:
-    """Reports the end of an attempt on the node of an agent. ``step`` is the furthest step of its workers."""
-
-    exit: Exit
-    failure: WorkerFailure | None
-    step: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Order to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
-    ``before``.
-    """
-
-    nodes: tuple[Node, ...]
-    layout: Layout
-    before: tuple[Node, ...] = ()
-    cause: FailureReport | None = None
-
-
-@dataclass(frozen=True)
-class SaveStacks:
-    """Order to save the stacks of the ranks, since some hang and will be killed. ``done``: all nodes have done so."""
-
-    done: bool
-
-
-@dataclass(frozen=True)
-class End:
-    """Order to kill the workers of the attempt, which cannot continue."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Orders an agent to end the job. ``stop`` is the signal that asked the run to stop. ``outage`` is the error of
-    the file system because of which the server cannot continue.
-    """
-
-    decision: RestartDecision
-    cause: FailureReport | None = None
-    stop: str | None = None
-    outage: str | None = None
-
-
-Order = Start | SaveStacks | End | Leave
 
 
 @dataclass

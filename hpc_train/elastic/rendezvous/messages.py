@@ -12,7 +12,7 @@ from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hangs import RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.coordinator import NodeReport
+from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.field_types import check_fields
 from hpc_train.run.processes import this_process

@@ -1,0 +1,141 @@
+"""The time of matrix products in fp8: they run at the rate of fp8, and their operands are cast. Imports no torch.
+
+Each product and each of its two gradients scales and casts both operands anew (``parallel/precision/float8.py``). What
+the casts move was counted in torchao 0.18 as the bytes that all kernels read and write, per value of an operand:
+
+- Compiled, as torch 2.13's Inductor counts them for one product with its gradients. ``tensorwise`` reads an operand
+  for its largest magnitude and again for each of two layouts, which have a byte per value: 2 + 2 (2 + 1). ``rowwise``
+  needs the magnitudes of rows and of columns as well.
+- ``mxfp8`` has a kernel for each layout, which reads an operand once.
+- Not compiled, each operation is a kernel, most of them in fp32: 33 bytes for each cast, and 2 to transpose the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_train.config.extensions import LinearLayers, family_of
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.number_formats import MULTIPLES, OFF, WHERE
+from hpc_train.planner.machine import Machine
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What the casts of one product move, in bytes per value, and the kernels that they take.
+
+    Attributes:
+        forward, backward: of the input and of the weight, in each pass.
+        gradient: of the gradient of the result, in the backward.
+        kernels: in the forward and in the backward.
+    """
+
+    forward: float
+    backward: float
+    gradient: float
+    kernels: tuple[int, int]
+
+
+_OF_BLOCKS = 2 + 1 + 1 / 32  # mxfp8 writes the scale of each block, too
+COMPILED = {
+    "tensorwise": Casts(5, 3, 8, (4, 8)),
+    "rowwise": Casts(6, 4, 6, (20, 15)),
+    "mxfp8": Casts(_OF_BLOCKS, _OF_BLOCKS, 2 * _OF_BLOCKS, (2, 4)),
+}
+EAGER = {
+    "tensorwise": Casts(33, 35, 68, (22, 47)),
+    "rowwise": Casts(33, 35, 68, (28, 59)),
+    "mxfp8": COMPILED["mxfp8"],
+}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """The products of a layer in fp8, of the mean layer if ``precision.fp8_skip`` names some layers.
+
+    Attributes:
+        share: of the operations of all its products.
+        forward, backward: bytes that the casts of a micro-batch move on one rank.
+        kernels: of these casts, in the forward and in the backward.
+    """
+
+    share: float
+    forward: float
+    backward: float
+    kernels: tuple[int, int]
+
+
+IN_BF16 = Float8(0.0, 0.0, 0.0, (0, 0))
+
+
+def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
+    """Returns the products of a layer in fp8; none of them if the family of the model does not tell its matrices.
+
+    Args:
+        tokens: the positions of a sample.
+    """
+    recipe, known = config.precision.fp8, family_of(config.model).linear_layers
+    if recipe is None or known is None:
+        return IN_BF16
+    groups = known(config.model)
+    casts = (COMPILED if config.train.compile else EAGER)[recipe]
+    rows, split = layout.micro_size * tokens / layout.cp, layout.tp
+    chosen = computed = forward = backward = 0.0
+    kernels = [0.0, 0.0]
+    for group in groups:
+        shares = _chosen_shares(config, group)
+        weights = [group.inputs * outputs for outputs in group.outputs]
+        in_fp8 = sum(map(float.__mul__, shares, map(float, weights)))
+        # the compiler casts an input once that several products share
+        inputs = rows * group.inputs * (max(shares) if config.train.compile else sum(shares))
+        results = rows * sum(share * outputs for share, outputs in zip(shares, group.outputs, strict=True))
+        forward += casts.forward * (inputs + in_fp8) / split
+        backward += (casts.backward * (inputs + in_fp8) + casts.gradient * results) / split
+        kernels = [have + sum(shares) * more for have, more in zip(kernels, casts.kernels, strict=True)]
+        chosen += in_fp8
+        computed += sum(weights)
+    return Float8(chosen / computed, forward, backward, (round(kernels[0]), round(kernels[1])))
+
+
+def _chosen_shares(config: Config, group: LinearLayers) -> list[float]:
+    """Returns in which share of the layers each linear layer of ``group`` computes in fp8."""
+    multiple, layers = MULTIPLES[str(config.precision.fp8)], config.model.n_layers
+    fits = [not (group.inputs % multiple or outputs % multiple) for outputs in group.outputs]
+    skipped = [_skipped_share(config.precision.fp8_skip, name, layers) for name in group.names]
+    return [(1.0 - skip) * fit for skip, fit in zip(skipped, fits, strict=True)]
+
+
+def _skipped_share(patterns: Sequence[str], name: str, layers: int) -> float:
+    if not patterns:
+        return 0.0
+    names = [f"layers.{number}.{name}" for number in range(layers)]
+    return sum(any(re.search(pattern, each) for pattern in patterns) for each in names) / max(1, layers)
+
+
+def check_float8_rate(config: Config, machine: Machine) -> None:
+    """
+    Raises:
+        UserError: the GPUs have no units for fp8. CPUs emulate it.
+    """
+    if config.precision.fp8 is None or machine.rates.cores or machine.rates.fp8_flops:
+        return
+    raise UserError(
+        f"precision.fp8 is {config.precision.fp8}, but {machine.name} ({machine.device}) has no rate of fp8",
+        where=f"{WHERE}, --machine",
+        fix=f"{OFF}; or add fp8_flops to the machine file if its GPUs have units for fp8",
+    )
+
+
+def why_not_predicted(config: Config, machine: Machine) -> str | None:
+    """Returns a sentence if the times are those of bf16 although the config computes in fp8; None if they are not."""
+    if config.precision.fp8 is None:
+        return None
+    if machine.rates.cores:
+        return "times are those of bf16: CPUs emulate fp8, which is slower"
+    if family_of(config.model).linear_layers is None:
+        return f"times are those of bf16: the matrices of model kind {config.model.kind} are unknown before it is built"
+    return None
