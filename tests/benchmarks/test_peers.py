@@ -36,11 +36,16 @@ def test_all_contenders_train_the_same_model_on_the_same_data(case: str) -> None
         assert len(one.losses) == FIRST and len(one.seconds) == len(one.cpu_seconds) == 2
 
 
-def test_a_strategy_that_a_peer_lacks() -> None:
-    found = run_case(Work("zero3", "bf16", ("hpc_train", "bare loop", "Accelerate"), 1, 1, SMALL))
-    assert isinstance(found["hpc_train"], Found)
-    assert found["bare loop"] == "no bare loop"
-    assert found["Accelerate"] == "FSDP needs GPUs"
+@pytest.mark.parametrize(
+    ("case", "reason"), [("zero3", "Accelerate has FSDP for GPUs only"), ("interleaved2", "no pipelines")]
+)
+def test_a_split_or_sharded_model_trains_as_the_bare_loop_does(case: str, reason: str) -> None:
+    found = run_case(Work(case, "fp32", (OURS, "bare loop", "Accelerate"), 1, 1, (*SMALL, "model.n_layers=4")))
+    ours, bare = found[OURS], found["bare loop"]
+    assert isinstance(ours, Found) and isinstance(bare, Found)
+    assert ours.losses[0] == pytest.approx(math.log(256), rel=0.01)
+    assert bare.losses == pytest.approx(ours.losses, abs=3e-5)
+    assert found["Accelerate"] == reason
 
 
 def test_memory_grows_with_the_model() -> None:
@@ -67,7 +72,8 @@ def test_the_table() -> None:
     }
     peaks: Results = {OURS: Found(1, (), peak=3 * 2**20), "Trainer": Found(1, (), peak=5 * 2**20)}
     assert rows(work, found, peaks) == [
-        "| single fp32 | hpc_train | 256 | 1 | 1 | 3 | 300 | 5.5000 |  |",
-        "| single fp32 | Trainer | 128 | 2.000 (2.000 to 2.000) | 0.500 (0.500 to 0.500) | 5 | 300 | 5.5000 | 1e-01 |",
-        "| single fp32 | torchtitan | not installed: No module named 'torchtitan' |  |  |  |  |  |  |",
+        "| single fp32 | hpc_train | 256 | 1 | 250 | 1 | 3 | 300 | 5.5000 |  |",
+        "| single fp32 | Trainer | 128 | 2.000 (2.000 to 2.000) | 125 | 0.500 (0.500 to 0.500) | 5 | 300 | 5.5000 "
+        "| 1e-01 |",
+        "| single fp32 | torchtitan | not installed: No module named 'torchtitan' |  |  |  |  |  |  |  |",
     ]
