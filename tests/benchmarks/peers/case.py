@@ -61,10 +61,15 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Contender:
-    """One step of a contender, and the number of parameters that it trains in all ranks, replicas counted once."""
+    """One step of a contender, and the number of parameters that it trains in all ranks, replicas counted once.
+
+    Attributes:
+        in_own_thread: whether the step runs in another thread than ``turn``.
+    """
 
     turn: Turn
     parameters: int
+    in_own_thread: bool = False
 
 
 class NotThereError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import gc
 import multiprocessing
@@ -89,6 +90,7 @@ class Found:
         seconds: of a step in each turn.
         cpu_seconds: the same of the processors, summed over the ranks; other programs hardly change it.
         peak: bytes by which the resident set of the largest rank grew at most; None unless memory was measured.
+        calls: functions of Python and of C that the first rank calls in a step; None if they are in another thread.
     """
 
     parameters: int
@@ -96,6 +98,7 @@ class Found:
     seconds: tuple[float, ...] = ()
     cpu_seconds: tuple[float, ...] = ()
     peak: int | None = None
+    calls: int | None = None
 
 
 Results = dict[str, Found | str]  # a string says why there is nothing
@@ -185,13 +188,15 @@ def _speed(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
     for _ in range(work.turns):
         for name, turn in turns.items():
             spent[name].append(_spent(turn, work.steps, mesh))
+    calls = {name: _calls(turn) for name, turn in turns.items()}
     results: Results = {}
     for name, each in begun.items():
         if isinstance(each, str):
             results[name] = each
         else:
             wall, cpu = zip(*spent[name], strict=True)
-            results[name] = Found(each[0].parameters, each[1], wall, _summed(cpu))
+            counted = None if each[0].in_own_thread else calls[name]
+            results[name] = Found(each[0].parameters, each[1], wall, _summed(cpu), calls=counted)
     return results
 
 
@@ -204,6 +209,13 @@ def _spent(turn: Turn, steps: int, mesh: Mesh) -> tuple[float, float]:
     cpu = time.process_time() - cpu_begin
     dist.barrier(group=mesh.control)
     return (time.perf_counter() - begin) / steps, cpu / steps
+
+
+def _calls(turn: Turn) -> int:
+    """Returns the number of calls of functions in one step, including those of the backward pass on a CPU."""
+    profile = cProfile.Profile()
+    profile.runcall(turn)
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 def _summed(values: Sequence[float]) -> tuple[float, ...]:
