@@ -35,13 +35,27 @@ def test_all_contenders_train_the_same_model_on_the_same_data(case: str) -> None
         assert one.parameters == ours.parameters
         assert one.losses == pytest.approx(ours.losses, abs=3e-5)
         assert len(one.losses) == FIRST and len(one.seconds) == len(one.cpu_seconds) == 2
+    _calls_no_more_than_the_bare_loop(found)
 
 
-def test_a_strategy_that_a_peer_lacks() -> None:
-    found = run_case(Work("zero3", "bf16", ("hpc_train", "bare loop", "Accelerate"), 1, 1, SMALL))
-    assert isinstance(found["hpc_train"], Found)
-    assert found["bare loop"] == "no bare loop"
-    assert found["Accelerate"] == "FSDP needs GPUs"
+def _calls_no_more_than_the_bare_loop(found: Results) -> None:
+    """Without the calls of engines, control messages and telemetry the bare loop still has those of ``DataLoader``."""
+    ours, bare = found[OURS], found["bare loop"]
+    assert isinstance(ours, Found) and isinstance(bare, Found) and ours.calls and bare.calls
+    assert ours.calls < 1.1 * bare.calls
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("zero3", "Accelerate has FSDP for GPUs only"), ("interleaved2", "no pipelines")]
+)
+def test_a_split_or_sharded_model_trains_as_the_bare_loop_does(case: str, reason: str) -> None:
+    found = run_case(Work(case, "fp32", (OURS, "bare loop", "Accelerate"), 1, 1, (*SMALL, "model.n_layers=4")))
+    ours, bare = found[OURS], found["bare loop"]
+    assert isinstance(ours, Found) and isinstance(bare, Found)
+    assert ours.losses[0] == pytest.approx(math.log(256), rel=0.01)
+    assert bare.losses == pytest.approx(ours.losses, abs=3e-5)
+    assert found["Accelerate"] == reason
+    _calls_no_more_than_the_bare_loop(found)
 
 
 def test_memory_grows_with_the_model() -> None:
@@ -62,13 +76,14 @@ def test_memory_grows_with_the_model() -> None:
 def test_the_table() -> None:
     work = Work("single", "fp32", (OURS, "Trainer", "torchtitan"), 2, 3, SMALL)
     found: Results = {
-        OURS: Found(300, (5.5, 5.25), (0.125, 0.25, 0.5), (0.25, 0.25, 0.5)),
+        OURS: Found(300, (5.5, 5.25), (0.125, 0.25, 0.5), (0.25, 0.25, 0.5), calls=1234),
         "Trainer": Found(300, (5.5, 5.125), (0.25, 0.5, 1.0), (0.125, 0.125, 0.25)),
         "torchtitan": "not installed: No module named 'torchtitan'",
     }
     peaks: Results = {OURS: Found(1, (), peak=3 * 2**20), "Trainer": Found(1, (), peak=5 * 2**20)}
     assert rows(work, found, peaks) == [
-        "| single fp32 | hpc_train | 256 | 1 | 1 | 3 | 300 | 5.5000 |  |",
-        "| single fp32 | Trainer | 128 | 2.000 (2.000 to 2.000) | 0.500 (0.500 to 0.500) | 5 | 300 | 5.5000 | 1e-01 |",
-        "| single fp32 | torchtitan | not installed: No module named 'torchtitan' |  |  |  |  |  |  |",
+        "| single fp32 | hpc_train | 256 | 1 | 250 | 1 | 1,234 | 3 | 300 | 5.5000 |  |",
+        "| single fp32 | Trainer | 128 | 2.000 (2.000 to 2.000) | 125 | 0.500 (0.500 to 0.500) |  | 5 | 300 | 5.5000 "
+        "| 1e-01 |",
+        "| single fp32 | torchtitan | not installed: No module named 'torchtitan' |  |  |  |  |  |  |  |  |",
     ]

@@ -8,7 +8,10 @@ live in the same processes and take turns, so what slows the machine slows all o
 
 - the median of its tokens/s,
 - the median ratio of our speed to its speed over the turns, with the bootstrap 95 % interval; above 1 we are faster,
-- the same of the speed per second of processors, which other programs on the machine change least,
+- the milliseconds of processors that a step takes on all ranks, which other programs on the machine change least,
+- the ratio of the speeds per second of processors,
+- the functions of Python and of C that the first rank calls in a step, which nothing on the machine changes: the work
+  of the host, before which a GPU may wait,
 - the peak memory: by how much the resident set of its largest rank grew, measured in processes of its own,
 - the number of its parameters, the loss of its first step, and by how much the losses of its first five steps differ
   from ours at most,
@@ -31,8 +34,8 @@ from tests.benchmarks.peers.processes import BUILDERS, OURS, Found, Results, Wor
 
 PACKAGES = ("torch", "lightning", "accelerate", "transformers", "torchtitan")
 COLUMNS = (
-    "case", "contender", "tokens/s", "ours / theirs", "per CPU second", "peak MiB", "parameters", "first loss",
-    "difference",
+    "case", "contender", "tokens/s", "ours / theirs", "CPU ms", "per CPU second", "calls", "peak MiB", "parameters",
+    "first loss", "difference",
 )  # fmt: skip
 MEMORY_STEPS = 3
 
@@ -57,7 +60,9 @@ def _cells(work: Work, one: Found, ours: Found | str, peak: Found | str) -> list
     return [
         f"{target_count(config) / median(one.seconds):,.0f}",
         "1" if one is ours else _ratio(one.seconds, ours.seconds),
+        f"{1000 * median(one.cpu_seconds):,.0f}",
         "1" if one is ours else _ratio(one.cpu_seconds, ours.cpu_seconds),
+        "" if one.calls is None else f"{one.calls:,}",
         "" if memory is None else f"{memory / 2**20:.0f}",
         f"{one.parameters:,}",
         f"{one.losses[0]:.4f}" if one.losses else "",

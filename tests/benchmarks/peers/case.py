@@ -28,11 +28,15 @@ Turn = Callable[[], Tensor | None]  # one step; its share of the mean loss of th
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy, and the bare loop of ``bare_loop.py`` that goes with it; None where there is none."""
+    """A strategy with ``overrides``, and the bare loop of ``bare_loop.py`` that goes with it; None: there is none."""
 
     ranks: int
     strategy: str
     bare: str | None
+    overrides: tuple[str, ...] = ()
+
+
+_INTERLEAVED = ("strategy.schedule=interleaved_1f1b", "strategy.stages_per_rank=2")
 
 
 CASES = {
@@ -40,8 +44,13 @@ CASES = {
     "dp2": Case(2, "dp", "dp"),
     "dp4": Case(4, "dp", "dp"),
     "zero2": Case(2, "zero2", "zero2"),
-    "zero3": Case(2, "zero3", None),
+    "zero3": Case(2, "zero3", "zero3"),
+    "zero3x4": Case(4, "zero3", "zero3"),
     "pp2": Case(2, "pp", "pp"),
+    "pp4": Case(4, "pp", "pp"),
+    "interleaved2": Case(2, "pp", "pp", _INTERLEAVED),
+    "tp2": Case(2, "tp", None),
+    "cp2": Case(2, "cp", None),
     "2x2": Case(4, "hybrid", None),
 }
 MODEL = (
@@ -52,10 +61,15 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Contender:
-    """One step of a contender, and the number of parameters that it trains in all ranks, replicas counted once."""
+    """One step of a contender, and the number of parameters that it trains in all ranks, replicas counted once.
+
+    Attributes:
+        in_own_thread: whether the step runs in another thread than ``turn``.
+    """
 
     turn: Turn
     parameters: int
+    in_own_thread: bool = False
 
 
 class NotThereError(Exception):
@@ -64,7 +78,8 @@ class NotThereError(Exception):
 
 def config_of(case: Case, precision: str, overrides: tuple[str, ...] = ()) -> tuple[Config, Layout]:
     workers = (f"cluster.cpu_workers={case.ranks}", "cluster=local", "cluster.gpus_per_node=0")
-    config = typed(compose([f"+strategy={case.strategy}", f"precision={precision}", *MODEL, *workers, *overrides]))
+    chosen = (f"+strategy={case.strategy}", *case.overrides, f"precision={precision}")
+    config = typed(compose([*chosen, *MODEL, *workers, *overrides]))
     return config, validate(config, 1, case.ranks)
 
 

@@ -60,7 +60,7 @@ class _OwnModel(nn.Module):
 
 def _contender(model: nn.Module, config: Config, mesh: Mesh) -> Contender:
     size = sum(each.numel() for each in model.parameters())
-    return Contender(_Turns(_trainer(model, config, mesh), mesh.layout.dp), size)
+    return Contender(_Turns(_trainer(model, config, mesh), mesh.layout.dp), size, in_own_thread=True)
 
 
 def _trainer(model: nn.Module, config: Config, mesh: Mesh) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import gc
 import multiprocessing
@@ -9,9 +10,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,9 @@ from tests.benchmarks.peers.contenders import (
     build_bare,
     build_fabric,
     build_ours,
-    installed,
 )
 from tests.benchmarks.peers.hf_trainer import build_trainer, build_trainer_llama
-from tests.benchmarks.peers.titan import build_titan, take_the_cpu
+from tests.benchmarks.peers.titan import build_titan
 
 OURS = "hpc_train"
 BUILDERS: Mapping[str, Callable[[Case, Config, Mesh], Contender]] = {
@@ -45,8 +45,6 @@ BUILDERS: Mapping[str, Callable[[Case, Config, Mesh], Contender]] = {
     "Trainer, its Llama": build_trainer_llama,
     "torchtitan": build_titan,
 }
-PEER_MODULES = ("lightning.fabric", "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
-TITAN_MODULES = ("torchtitan.trainer", "torchtitan.models.llama3")  # after its device was replaced
 FIRST = 5  # steps of each contender before the turns, whose losses are compared
 THREADS = 1  # of each rank
 PATIENCE_S = 1800.0
@@ -58,11 +56,10 @@ LIBRARY_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
 }
-MEMORY_ENVIRONMENT = {  # the resident set follows the blocks in use: each of 128 KiB or more is a mapping of its own
-    "MALLOC_MMAP_THRESHOLD_": "131072",
-    "MALLOC_TRIM_THRESHOLD_": "131072",
-    "MALLOC_ARENA_MAX": "1",
-}
+LIBRARIES = "tests.benchmarks.peers.libraries"
+# glibc's mallopt, by which the resident set follows the blocks in use: each of 128 KiB or more is a mapping of its own
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX = -3, -1, -8
+MALLOC = {M_MMAP_THRESHOLD: 2**17, M_TRIM_THRESHOLD: 2**17, M_ARENA_MAX: 1}
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ class Found:
         seconds: of a step in each turn.
         cpu_seconds: the same of the processors, summed over the ranks; other programs hardly change it.
         peak: bytes by which the resident set of the largest rank grew at most; None unless memory was measured.
+        calls: functions of Python and of C that the first rank calls in a step; None if they are in another thread.
     """
 
     parameters: int
@@ -100,6 +98,7 @@ class Found:
     seconds: tuple[float, ...] = ()
     cpu_seconds: tuple[float, ...] = ()
     peak: int | None = None
+    calls: int | None = None
 
 
 Results = dict[str, Found | str]  # a string says why there is nothing
@@ -111,12 +110,13 @@ def run_case(work: Work) -> Results:
     Raises:
         RuntimeError: a rank has failed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # imports the libraries once for all ranks
+    context.set_forkserver_preload([LIBRARIES])
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     results = context.Queue()
     before = dict(os.environ)
-    os.environ |= LIBRARY_ENVIRONMENT | ({} if work.turns is not None else MEMORY_ENVIRONMENT)
+    os.environ |= LIBRARY_ENVIRONMENT
     start = partial(context.Process, target=_run_rank)
     ranks = [start(args=(work, rank, port, results)) for rank in range(CASES[work.case].ranks)]
     try:
@@ -143,7 +143,7 @@ def _result(results: Any, ranks: Sequence[Any]) -> Results:
 def _run_rank(work: Work, rank: int, port: int, results: Any) -> None:
     case = CASES[work.case]
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}
-    os.environ |= {key: str(value) for key, value in (own | {"MASTER_PORT": port}).items()}
+    os.environ |= LIBRARY_ENVIRONMENT | {key: str(value) for key, value in (own | {"MASTER_PORT": port}).items()}
     torch.set_num_threads(THREADS)
     dist.init_process_group("gloo", rank=rank, world_size=case.ranks)
     config, layout = config_of(case, work.precision, work.overrides)
@@ -188,13 +188,15 @@ def _speed(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
     for _ in range(work.turns):
         for name, turn in turns.items():
             spent[name].append(_spent(turn, work.steps, mesh))
+    calls = {name: _calls(turn) for name, turn in turns.items()}
     results: Results = {}
     for name, each in begun.items():
         if isinstance(each, str):
             results[name] = each
         else:
             wall, cpu = zip(*spent[name], strict=True)
-            results[name] = Found(each[0].parameters, each[1], wall, _summed(cpu))
+            counted = None if each[0].in_own_thread else calls[name]
+            results[name] = Found(each[0].parameters, each[1], wall, _summed(cpu), calls=counted)
     return results
 
 
@@ -209,6 +211,13 @@ def _spent(turn: Turn, steps: int, mesh: Mesh) -> tuple[float, float]:
     return (time.perf_counter() - begin) / steps, cpu / steps
 
 
+def _calls(turn: Turn) -> int:
+    """Returns the number of calls of functions in one step, including those of the backward pass on a CPU."""
+    profile = cProfile.Profile()
+    profile.runcall(turn)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
 def _summed(values: Sequence[float]) -> tuple[float, ...]:
     """Returns the sums over the ranks."""
     total = torch.tensor(values, dtype=torch.float64)
@@ -218,6 +227,8 @@ def _summed(values: Sequence[float]) -> tuple[float, ...]:
 
 def _memory(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
     (name,) = work.names
+    for option, value in MALLOC.items():
+        ctypes.CDLL(None).mallopt(option, value)
     _load_code(config)
     before = _resident()
     begun = _begin(name, case, config, mesh, work.steps)
@@ -230,13 +241,7 @@ def _memory(work: Work, case: Case, config: Config, mesh: Mesh) -> Results:
 
 def _load_code(config: Config) -> None:
     """Loads the code of all libraries and of torch's operations, so that it is not counted as that of one contender."""
-    for module in PEER_MODULES:
-        with suppress(NotThereError):
-            installed(module)
-    with suppress(NotThereError):
-        take_the_cpu()
-        for module in TITAN_MODULES:
-            installed(module)
+    import_module(LIBRARIES)  # unless the process from which this one was forked has imported it
     layer = torch.nn.Linear(64, 64)
     optimizer = adamw(layer, config)
     for dtype in (torch.float32, torch.bfloat16):

@@ -6,7 +6,8 @@ All else is its own: the trainer's step, FSDP (which it also uses for replicas a
 schedule of the learning rate. Attention is SDPA with a causal mask, since FlexAttention would compile for the CPU; its
 samples have one document. Recomputation is off, as with all contenders. On several ranks ``spmd_backend`` is
 ``partial_dtensor``: with its default, ``spmd_types``, ``fully_shard`` of torch 2.13 refuses the model ("When
-dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh").
+dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh"). FSDP sums gradients with ``SUM``,
+since gloo lacks the ``PREMUL_SUM`` of torchtitan's divisor, and pipelines get a ``step`` that torch 2.13 lacks.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpc_train.config.schema import Config
 from hpc_train.parallel.mesh import Mesh
-from tests.benchmarks.peers.case import Case, Contender, NotThereError, batches
+from tests.benchmarks.peers.case import Case, Contender, batches
 from tests.benchmarks.peers.contenders import installed
 from tests.benchmarks.peers.hf_trainer import hf_weights
 
@@ -34,13 +38,17 @@ MOST_STEPS = 1_000_000
 
 
 def build_titan(case: Case, config: Config, mesh: Mesh) -> Contender:
-    if mesh.layout.pp > 1:
-        raise NotThereError("not compared with pipelines")
     take_the_cpu()
     trainer = _trainer(config, mesh)
     gc.enable()  # the trainer has disabled it for all contenders
-    (model,) = trainer.model_parts
-    _fill(model, trainer.model_config, config)
+    parts, layout = trainer.model_parts, mesh.layout
+    for part in parts:
+        _sum_over_gloo(part)
+        _fill(part, trainer.model_config, config)
+    if layout.pp > 1:
+        _take_micro_batches(trainer.pp_schedule)
+    is_last = layout.pp == 1 or trainer.pp_has_last_stage
+    share = is_last / layout.tp  # ranks of tensor parallelism have the same loss
     losses: list[Tensor] = []
     plain = trainer.forward_backward_step
     trainer.forward_backward_step = lambda **options: losses.append(plain(**options).detach()) or losses[-1]
@@ -51,9 +59,35 @@ def build_titan(case: Case, config: Config, mesh: Mesh) -> Contender:
         trainer.step += 1
         trainer.gc_handler.run(trainer.step)
         trainer.train_step(feed)
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() * share
 
-    return Contender(turn, sum(each.numel() for each in model.parameters()))
+    size = torch.tensor(sum(each.numel() for part in parts for each in part.parameters()))
+    dist.all_reduce(size)
+    return Contender(turn, int(size) // (layout.world_size // layout.pp))
+
+
+def _sum_over_gloo(part: nn.Module) -> None:
+    """Makes FSDP sum gradients where torchtitan's divisor of 1 would need ``PREMUL_SUM``, which only NCCL has."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _take_micro_batches(schedule: Any) -> None:
+    """Lets ``schedule.step`` take inputs that are split, as torchtitan calls it; that of torch 2.13 splits them."""
+    if "arg_mbs" in signature(schedule.step).parameters:
+        return
+
+    def step(
+        *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any, return_outputs: bool
+    ) -> None:
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        inputs = arg_mbs or [()] * len(kwarg_mbs)
+        schedule._step_microbatches(inputs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+    schedule.step = step
 
 
 def take_the_cpu() -> None:
@@ -85,6 +119,7 @@ def _trainer_config(config: Config, mesh: Mesh) -> Any:
     components = "torchtitan.components"
     schedule = installed(f"{components}.optimizer").LRSchedulersContainer
     layout, sharded = mesh.layout, mesh.layout.data_parallel != "ddp"
+    local_micro_batches = layout.micro_batches if layout.pp > 1 else 1  # of one call of the model or the schedule
     dtype = "bfloat16" if config.precision.name == "bf16" else "float32"
     return installed("torchtitan.trainer").Trainer.Config(
         model_spec=_model_spec(config),
@@ -93,7 +128,7 @@ def _trainer_config(config: Config, mesh: Mesh) -> Any:
         optimizer=_optimizer(config),
         lr_scheduler=schedule.Config(warmup_steps=0, min_lr_factor=1.0),
         training=configs.TrainingConfig(
-            local_batch_size=layout.micro_size,
+            local_batch_size=layout.micro_size * local_micro_batches,
             global_batch_size=config.batch.global_size,
             seq_len=config.data.sequence_length,
             steps=MOST_STEPS,
@@ -104,7 +139,15 @@ def _trainer_config(config: Config, mesh: Mesh) -> Any:
         parallelism=configs.ParallelismConfig(
             data_parallel_replicate_degree=1 if sharded else layout.dp,
             data_parallel_shard_degree=layout.dp if sharded else 1,
-            spmd_backend="spmd_types" if layout.dp == 1 else "partial_dtensor",
+            tensor_parallel_degree=layout.tp,
+            context_parallel_degree=layout.cp,
+            pipeline_parallel_degree=layout.pp,
+            pipeline_parallel_schedule="Interleaved1F1B" if layout.stages > layout.pp else "1F1B",
+            pipeline_parallel_layers_per_stage=config.model.n_layers // layout.stages,  # type: ignore[union-attr]
+            pipeline_parallel_first_stage_less_layers=0,
+            pipeline_parallel_last_stage_less_layers=0,
+            pipeline_parallel_microbatch_size=layout.micro_size,
+            spmd_backend="spmd_types" if layout.world_size == 1 else "partial_dtensor",
             fsdp_reshard_after_forward="never" if layout.data_parallel == "zero2" else "always",
         ),
         metrics=installed(f"{components}.metrics").MetricsProcessor.Config(log_freq=MOST_STEPS),
@@ -156,21 +199,23 @@ def _model_spec(config: Config) -> Any:
     for norm in (sizes.norm, *(each for layer in layers for each in (layer.attention_norm, layer.ffn_norm))):
         norm.eps = model.norm_eps
     spec = installed("torchtitan.protocols.model_spec").ModelSpec
+    pipelined = installed("torchtitan.distributed.pipeline_parallel").pipeline_llm
     return spec(
-        name="llama3", flavor="ours", model=sizes, parallelize_fn=llama.parallelize_llama, pipelining_fn=None,
+        name="llama3", flavor="ours", model=sizes, parallelize_fn=llama.parallelize_llama, pipelining_fn=pipelined,
         post_optimizer_build_fn=None, state_dict_adapter=llama.Llama3StateDictAdapter,
     )  # fmt: skip
 
 
 def _fill(model: nn.Module, sizes: Any, config: Config) -> None:
-    """Gives ``model``, which may be sharded, the weights with which all contenders begin."""
+    """Gives ``model``, which may be a stage and sharded, the weights with which all contenders begin."""
     whole = sizes.build()
     adapter = installed("torchtitan.models.llama3").Llama3StateDictAdapter(sizes, None)
     found = whole.load_state_dict(adapter.from_hf(hf_weights(config)), strict=False)
     assert not found.unexpected_keys and not any("weight" in key for key in found.missing_keys), found
+    values = dict(whole.named_parameters())
     with torch.no_grad():
-        for (name, target), (other, value) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-            assert name == other
+        for name, target in model.named_parameters():
+            value = values[name]
             if isinstance(target, DTensor):
                 share = distribute_tensor(value, target.device_mesh, target.placements)
                 target.to_local().copy_(share.to_local())
@@ -194,7 +239,9 @@ def _samples(config: Config, mesh: Mesh) -> Any:
         def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
             for micro_batches in batches(own_config, mesh):
                 for batch in micro_batches:
-                    yield {"input": batch.inputs}, batch.targets
+                    positions = torch.arange(batch.inputs.shape[1]).expand_as(batch.inputs)
+                    context = {"positions": positions} if mesh.layout.cp > 1 else {}  # which is split with the inputs
+                    yield {"input": batch.inputs, **context}, batch.targets
 
         def state_dict(self) -> dict[str, Any]:
             return {}
