@@ -63,12 +63,13 @@ class Mistakes:
     def report(self) -> None:
         """
         Raises:
-            UserError: something was collected. Several mistakes are a ``UserErrors``.
+            UserError: something was collected. Several mistakes are a ``UserErrors``, which has each once.
         """
-        if len(self._found) == 1:
-            raise self._found[0]
-        if self._found:
-            raise UserErrors(self._found)
+        found = [*{str(mistake): mistake for mistake in self._found}.values()]
+        if len(found) == 1:
+            raise found[0]
+        if found:
+            raise UserErrors(found)
 
 
 def check_all(*checks: Callable[[], object]) -> None:

@@ -31,6 +31,18 @@ def eval_set_configs(data: DataConfig, eval_sets: Mapping[str, Any]) -> dict[str
     return {name: _eval_set(data, name, values) for name, values in eval_sets.items()}
 
 
+def sequence_lengths(config: Config) -> dict[str, int]:
+    """Returns key -> value of what sets the tokens of a sample in ``data`` and in the evaluation sets.
+
+    Raises:
+        UserError: a key of an evaluation set does not exist or has a wrong type.
+    """
+    sets = {"data": config.data}
+    sets |= {f"eval_sets.{name}": data for name, data in eval_set_configs(config.data, config.eval_sets).items()}
+    lengths = {f"{name}.sequence_length": getattr(data, "sequence_length", None) for name, data in sets.items()}
+    return {key: length for key, length in lengths.items() if length is not None}
+
+
 def _eval_set(data: DataConfig, name: str, values: Any) -> DataConfig:
     where = f"eval_sets.{name}"
     if not isinstance(values, dict) or not values or not str(name).isidentifier():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
-from hpc_train.data.dataset import IGNORED, Batch, StepBatch, leaves
+from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
@@ -26,6 +25,7 @@ from hpc_train.parallel.precision.dtypes import autocast, kept_dtype
 from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
+from hpc_train.parallel.wrong_target import refusing_wrong_targets
 from hpc_train.plan.compilation import CompilerMode, compiler_mode
 
 
@@ -155,12 +155,8 @@ class ReplicaEngine:
         own = self._own_tokens(micro)
         if self._graphed:
             torch.compiler.cudagraph_mark_step_begin()
-        try:
-            with autocast(self._precision, self._mesh.device):
-                found = module(own.inputs, own.context, own.targets)
-        except IndexError as error:
-            _refuse_target(error, micro)
-            raise
+        with refusing_wrong_targets(self._model, [micro]), autocast(self._precision, self._mesh.device):
+            found = module(own.inputs, own.context, own.targets)
         if not self._graphed:
             return found
         # the next micro-batch uses the memory of these results again
@@ -173,25 +169,6 @@ class ReplicaEngine:
         own = own_tokens(micro, self._model, self._mesh)
         check_sequence(self._model, own.inputs)
         return own
-
-
-def _refuse_target(error: IndexError, micro: Batch) -> None:
-    """Raises UserError with the sample of the target that, by ``error`` of torch's losses on CPUs, is no class.
-
-    On a GPU such a target is an assertion of a kernel (``Failure.KERNEL``), after which no tensor can be read.
-    """
-    found = re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))
-    if found is None:
-        return
-    rows = [row for part in leaves(micro.targets) for row in (part == int(found[1])).nonzero()[:, 0].tolist()]
-    if not rows:  # the loss has made its own targets
-        return
-    sample = f"sample {micro.samples[rows[0]]}" if micro.samples else f"row {rows[0]} of a micro-batch"
-    raise UserError(
-        f"the target of {sample} is {found[1]}, which is not one of the model's classes",
-        where="data, model",
-        fix=f"number the classes from 0, set a target that does not count to {IGNORED}, or add outputs to the model",
-    ) from error
 
 
 def _total(values: list[Tensor]) -> Tensor:

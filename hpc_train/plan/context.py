@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from hpc_train.config.description_file import is_import_path
+from hpc_train.config.evaluation import sequence_lengths
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import check_divides
@@ -63,11 +64,11 @@ def _per_rank(layout: Layout) -> str:
 def _check_length(config: Config, layout: Layout) -> None:
     split = family_of(config.model).tensor_parallel
     shards = layout.tp if split is not None and split.shards_sequence else 1
-    length = getattr(config.data, "sequence_length", None)
-    if length is not None and length % (layout.cp * shards):
-        by = f"strategy.cp x strategy.tp = {layout.cp * shards}" if shards > 1 else f"strategy.cp={layout.cp}"
-        raise UserError(
-            f"{by} does not divide data.sequence_length={length}",
-            where="strategy.cp, data.sequence_length",
-            fix=f"use a multiple of {layout.cp * shards} as data.sequence_length",
-        )
+    by = f"strategy.cp x strategy.tp = {layout.cp * shards}" if shards > 1 else f"strategy.cp={layout.cp}"
+    for key, length in sequence_lengths(config).items():
+        if length % (layout.cp * shards):
+            raise UserError(
+                f"{by} does not divide {key}={length}",
+                where=f"strategy.cp, {key}",
+                fix=f"use a multiple of {layout.cp * shards} as {key}",
+            )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 
-from hpc_train.config.evaluation import check_evaluation
+from hpc_train.config.evaluation import check_evaluation, sequence_lengths
 from hpc_train.config.extensions import family_of, is_extension, source_of
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
@@ -234,9 +234,7 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
             fix="strategy.tp=1, or model=gpt_tiny or another model that has one",
         )
     sizes = {f"model.{name}": getattr(config.model, name) for name in plan.divisible}
-    length = getattr(config.data, "sequence_length", None)
-    if plan.shards_sequence and length is not None:
-        sizes["data.sequence_length"] = length
+    sizes |= sequence_lengths(config) if plan.shards_sequence else {}
     divide = (partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items())
     check_all(*divide, lambda: _check_words(config, tp))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,16 @@ from torch import nn
 
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.custom import CustomDataset
-from hpc_train.data.dataset import IGNORED
+from hpc_train.data.dataset import IGNORED, Batch
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
+from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.replica_engine import ReplicaEngine
+from hpc_train.parallel.wrong_target import refusing_wrong_targets
 from tests.data.layouts import replicas
+from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 
 
 def forward(labels: list[Any], module: nn.Module | None = None) -> Any:
@@ -33,6 +38,33 @@ def test_a_target_that_is_no_class_is_refused_with_its_sample(label: int) -> Non
     with pytest.raises(UserError, match=f"the target of sample 2 is {label}, which is not one of the model's classes"):
         forward([0, 2, label, IGNORED])
     assert forward([0, 2, 1, IGNORED])[1] == 3
+
+
+@pytest.mark.parametrize("word", [VOCABULARY, -5])
+def test_the_same_is_told_of_a_compiled_loss(word: int) -> None:
+    """Which raises an error that does not name the target."""
+    model: Any = build_model(Cell(1).config().model, 0)
+    materialise(model, torch.device("cpu"), 0, torch.float32)
+    model.head.fused = True
+    model.head.compile_with(partial(torch.compile, backend="aot_eager"))
+    targets = torch.ones(3, SEQUENCE, dtype=torch.int64)
+    engine: Any = object.__new__(ReplicaEngine)
+    engine._model, engine._precision, engine._graphed = model, "fp32", False
+    engine._mesh = SimpleNamespace(device=torch.device("cpu"), layout=replicas(1, 3))
+    assert engine._forward(model, Batch(torch.ones_like(targets), targets, {}))[1] == targets.numel()
+    targets[0, 3], targets[2, 5] = IGNORED, word
+    with pytest.raises(UserError, match=f"the target of sample 9 is {word}, which is not one of the model's classes"):
+        engine._forward(model, Batch(torch.ones_like(targets), targets, {}, (7, 8, 9)))
+
+
+def test_the_same_is_told_of_a_stage() -> None:
+    """In a pipeline torch raises its own error from that of a stage."""
+    micro = Batch(torch.ones(2, 4), torch.tensor([0, 9]), {}, (5, 6))
+    with (
+        pytest.raises(UserError, match="the target of sample 6 is 9"),
+        refusing_wrong_targets(nn.Linear(1, 1), [micro]),
+    ):
+        raise RuntimeError("[Stage 1] failed to run forward") from IndexError("Target 9 is out of bounds.")
 
 
 @pytest.mark.parametrize(

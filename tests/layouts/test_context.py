@@ -103,6 +103,17 @@ def test_shared_heads_that_no_group_of_ranks_divides_are_refused() -> None:
         validate(replace(config, model=model, data=data), 1, 6)
 
 
+@pytest.mark.parametrize("strategy", [{"cp": 2}, {"tp": 2}])
+def test_evaluation_sets_whose_sequences_cannot_be_split_are_refused(strategy: dict[str, Any]) -> None:
+    config = replace(Cell(2, strategy=strategy).config(), eval_sets={"odd": {"sequence_length": 7}})
+    with pytest.raises(UserError, match=r"strategy\.[ct]p=2 does not divide eval_sets\.odd\.sequence_length=7"):
+        validate(config, 1, 2)
+    config.eval_sets["odd"] = {"sequence_lenth": 8}
+    with pytest.raises(UserError) as error:
+        validate(config, 1, 2)
+    assert str(error.value).count("sequence_lenth is not a config key") == 1
+
+
 def test_ranks_of_one_sample_are_neighbours() -> None:
     layout = cell(8, dp=2, pp=2, cp=2).layout()
     assert (layout.world_size, layout.dp_cp, layout.stage_ranks) == (8, 4, 4)

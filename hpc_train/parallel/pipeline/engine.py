@@ -40,6 +40,7 @@ from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
+from hpc_train.parallel.wrong_target import refusing_wrong_targets
 
 
 @dataclass
@@ -126,6 +127,11 @@ class PipelineEngine:
         self._forward = ForwardPass(self._parts, placement, mesh.group("pp"))
 
     @property
+    def _last(self) -> nn.Module:
+        """Returns the last stage of this rank, which may be that with the head."""
+        return self._parts[-1].model
+
+    @property
     def parts(self) -> tuple[nn.Module, ...]:
         return tuple(part.model for part in self._parts)
 
@@ -150,7 +156,7 @@ class PipelineEngine:
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
             replicas.begin(step, len(micro_batches))
-        with self._casts.step():
+        with refusing_wrong_targets(self._last, batch.micro_batches), self._casts.step():
             schedule.step(micro_batches)
         result = self._result(self._loss.sums, self._loss.counts)
         self._finish(result, batch.target_count)
@@ -176,7 +182,8 @@ class PipelineEngine:
         self._tied.refresh()
         for part in self.parts:
             part.eval()
-        sums = self._forward.run(self._own_tokens(batch))
+        with refusing_wrong_targets(self._last, batch.micro_batches):
+            sums = self._forward.run(self._own_tokens(batch))
         for replicas in self._replicas.values():
             replicas.evaluated()
         for part in self.parts:
