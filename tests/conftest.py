@@ -29,10 +29,12 @@ HEAVY = (
     "tests/doors/test_readme.py",
     "tests/faults/test_nodes.py",
     "tests/layouts/test_pipeline.py",
+    "tests/layouts/test_compile.py",
     "tests/faults/test_faults.py",
     "tests/doors/test_doors.py",
     "tests/layouts/test_layouts.py",
     "tests/layouts/test_hf.py",
+    "tests/layouts/test_context.py",
     "tests/train/test_resume.py",
     "tests/faults/",
     "tests/notebooks/",
@@ -43,6 +45,9 @@ HEAVY = (
     "tests/doors/",
     "tests/checkpoint/",
     "tests/train/",
+    "tests/benchmarks/",
+    "tests/telemetry/",
+    "tests/measure/",
     "tests/config/",
 )
 SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")

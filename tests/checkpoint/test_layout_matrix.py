@@ -2,7 +2,8 @@
 
 The end is that of one process that was never interrupted: parameters, the optimizer's state and the losses. All loads
 of a layout happen in the same processes, each into a new engine. The long form loads every layout's checkpoint under
-every layout, with tied and with untied weights; the short one that of one other.
+every layout, with tied and with untied weights, and has three dimensions on eight ranks. The short form loads that of
+one other layout, and has stages with tensor parallelism on four ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-dp2": (4, ("+strategy=tp", "strategy.tp=2")),
     "interleaved": (2, ("+strategy=pp", "strategy.schedule=interleaved_1f1b", TWO_STAGES)),
     "zero-bubble": (2, ("+strategy=pp", "strategy.schedule=zbv", TWO_STAGES, REDUCE)),
-    "3d": (8, ("+strategy=hybrid3d",)),
 }
+LAYOUTS |= (
+    {"3d": (8, ("+strategy=hybrid3d",))}
+    if LONG
+    else {"pp2-tp2": (4, ("+strategy=hybrid", "strategy.dp=1", "strategy.pp=2", "strategy.tp=2"))}
+)
 MORE = {
     "zero2-of-3": (3, ("+strategy=zero2",)),  # shards of unequal size
     "hsdp": (4, ("+strategy=hsdp", "strategy.shard=2")),
@@ -66,7 +71,7 @@ OFFSETS = range(10) if LONG else (3,)
 def cases(target: str) -> list[tuple[str, str]]:
     """Whose checkpoints ``target`` loads, each tied, untied or both."""
     if target in MORE:
-        return [("3d", "tied")]
+        return [(TEN[-1], "tied")]
     at = TEN.index(target)
     found = [
         (TEN[(at + offset) % 10], kind)
