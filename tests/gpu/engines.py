@@ -55,6 +55,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "strategy.data_parallel=allreduce",
     ),
     "hybrid": ("+strategy=zero2", "strategy.dp=fill", "strategy.pp=2", "strategy.tp=2"),
+    "cp": ("+strategy=cp", "strategy.cp=2", "strategy.dp=fill"),
+    "dualpipev": (
+        "+strategy=pp", "strategy.pp=2", "strategy.dp=fill", "strategy.schedule=dualpipev",
+        "strategy.stages_per_rank=2", "strategy.data_parallel=allreduce",
+    ),
 }  # fmt: skip
 ONE_SHARD: dict[str, tuple[str, ...]] = {
     "zero1": ("+strategy=zero1",),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
@@ -63,8 +64,8 @@ class World:
         return self.of(self.config(*data, *SMALL, *overrides))
 
     def config(self, *overrides: str) -> Config:
-        """Returns the config of ``overrides`` on this device."""
-        return typed(compose([f"cluster.gpus_per_node={int(self.probe.on_gpu)}", *overrides]))
+        """Returns the config of ``overrides``, as a command takes them, on this device."""
+        return typed(compose(with_right_plus([f"cluster.gpus_per_node={int(self.probe.on_gpu)}", *overrides])))
 
     def of(self, config: Config) -> Steps:
         """Returns the training of ``config``."""

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.benchmarks.savers import ROWS
+from hpc_train.plan.validate import validate
+from tests.benchmarks.savers import AS_IT_STANDS, ROWS
 from tests.gpu import levers
 from tests.gpu.check import Check, Place, Probe, Verdict, read
 from tests.gpu.checks import ALL, ALONE, TOGETHER, VISIT_S, checks_for
@@ -24,6 +25,8 @@ from tests.gpu.faults import _waiting
 from tests.gpu.kernels import covered
 from tests.gpu.runner import FAILURES, HEAD_BYTES, MOST_BYTES, RESERVE_S, TAIL_BYTES, Runner, keep_output
 from tests.gpu.several import _check_contexts, count_transports, hidden_share
+from tests.gpu.speed import EXPERIMENT
+from tests.gpu.steps import World
 
 MACHINE = {"gpus": 0, "devices": [], "torch": "0"}
 Run = Callable[..., dict[str, dict[str, Any]]]
@@ -233,6 +236,12 @@ def test_a_row_of_levers_that_fails_ends_alone() -> None:
     assert levers._in_process(os._exit, (3,), 30) == "its process ended with 3"
     assert levers._in_process(time.sleep, (60,), 0.1) == "it took more than 0 s"
     assert set(levers.SMALLER) < set(ROWS)
+
+
+def test_rows_of_levers_are_valid_for_one_gpu(tmp_path: Path) -> None:
+    world = World(Probe(check("good"), Place(tmp_path, tmp_path, gpus=1)))
+    for overrides in (ROWS[AS_IT_STANDS], ROWS["CUDA graphs"], ROWS["activations by a budget"]):
+        assert validate(world.config(*EXPERIMENT, *overrides), 1, 1).world_size == 1
 
 
 def test_what_cannot_be_compared_differs() -> None:
