@@ -7,7 +7,7 @@ only the rounding to fp8 is left: every layout then gives the numbers of one pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.data.dataset import IGNORED
@@ -30,7 +31,7 @@ from hpc_train.plan.number_formats import check_float8
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.layouts.test_float8 import CPU, RECIPES, Gradients, config_of
-from tests.ranks import run_on_world
+from tests.ranks import run_on_world, run_ranks
 
 SPLITS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "dp": 2, "data_parallel": "allreduce"},
@@ -143,6 +144,27 @@ def test_gradients_are_those_of_one_process(model: str, recipe: str, splits: tup
             assert calls["products"] == 3 * matrices, name
             of_each = EXCHANGES[recipe][layout.splits_backward] if layout.tp > 1 else 0
             assert calls["exchanges"] == of_each * matrices, name
+
+
+def compiled(rank: int, world_size: int, cell: Cell, recipe: str) -> tuple[float, int]:
+    """Returns the difference from one process of layers that run as AOTAutograd has cut them, and their graphs."""
+    import torch._inductor.compile_fx as inductor
+
+    graphs = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    inductor.compile_fx = backend  # type: ignore[assignment]
+    [(difference, _)] = compared(rank, world_size, [cell], recipe)
+    return difference, len(graphs)
+
+
+def test_compiled_layers_exchange_the_largest_magnitudes() -> None:
+    cell = replace(cell_of("gpt", {"tp": 2}, compile=True), world_size=2, batch={"global_size": 4, "micro_size": 2})
+    for difference, graphs in run_ranks(2, compiled, cell, "tensorwise", timeout=280):
+        assert difference < 1e-10 and graphs
 
 
 def refusal(rank: int, world_size: int, cell: Cell) -> str:
