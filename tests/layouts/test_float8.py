@@ -292,11 +292,6 @@ def test_all_layers_share_one_compiled_graph() -> None:
             Cell(4, precision="bf16", strategy={"tp": 4}),
             r"shards of a multiple of 16, but a matrix of model\.n_heads has a width of 32, which 4 ranks share",
         ),
-        (Cell(2, precision="bf16", strategy={"tp": 2}), "does not support tensor parallelism"),
-        (
-            Cell(2, precision="bf16", strategy={"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
-            "the schedule zbv computes the gradients of inputs and of weights at different times",
-        ),
     ],
 )
 def test_what_fp8_does_not_support_is_refused(cell: Cell, what: str) -> None:

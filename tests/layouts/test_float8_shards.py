@@ -7,8 +7,8 @@ only the rounding to fp8 is left: every layout then gives the numbers of one pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.data.dataset import IGNORED
@@ -30,7 +31,7 @@ from hpc_train.plan.number_formats import check_float8
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.layouts.test_float8 import CPU, RECIPES, Gradients, config_of
-from tests.ranks import run_on_world
+from tests.ranks import run_on_world, run_ranks
 
 SPLITS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "dp": 2, "data_parallel": "allreduce"},
@@ -85,13 +86,6 @@ def alone(cell: Cell, recipe: str) -> Gradients:
     return {name: value.grad for name, value in model.named_parameters()}
 
 
-def first_step(rank: int, cell: Cell, recipe: str) -> Gradients:
-    config, mesh = config_of(cell, recipe, DIM), mesh_of(cell, rank)
-    engine = build_engine(config, mesh)
-    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
-    return {name: whole(value.grad) for name, value in engine.named_parameters().items()}
-
-
 class Counted(TorchDispatchMode):
     """Counts products of two matrices in fp8, and the exchanges of largest magnitudes."""
 
@@ -110,30 +104,67 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def first_step(rank: int, cell: Cell, recipe: str) -> tuple[Gradients, Counter[str]]:
+    """Returns the gradients, and what was counted unless the layers are compiled, which a mode prevents."""
+    config, mesh, counted = config_of(cell, recipe, DIM), mesh_of(cell, rank), Counted()
+    engine = build_engine(config, mesh)
+    with nullcontext() if config.train.compile else counted:
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    return {name: whole(value.grad) for name, value in engine.named_parameters().items()}, counted.calls
+
+
 def compared(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> list[tuple[float, Counter[str]]]:
     """Returns the difference of the gradients from one process, and what was counted, for each cell."""
     found = []
     with in_fp64():
         expected = alone(chosen[0], recipe)
         for cell in chosen:
-            with Counted() as counted:
-                gradients = first_step(rank, cell, recipe)
-            found.append((error(gradients, expected), counted.calls))
+            gradients, calls = first_step(rank, cell, recipe)
+            found.append((error(gradients, expected), calls))
     return found
 
 
-@pytest.mark.parametrize(("model", "recipe"), [*(("gpt", recipe) for recipe in RECIPES), ("vit", "tensorwise")])
-def test_gradients_are_those_of_one_process(model: str, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "recipe", "splits"),
+    [
+        ("gpt", "tensorwise", ("tp and zero3", "tp and zbv")),
+        ("gpt", "rowwise", ("tp and zbv",)),
+        ("gpt", "mxfp8", ("tp and zbv",)),
+        ("vit", "tensorwise", ("tp",)),
+    ],
+)
+def test_gradients_are_those_of_one_process(model: str, recipe: str, splits: tuple[str, ...]) -> None:
     """Each of the 4 layers has 7 or 6 matrices, and each matrix 3 products per micro-batch: none is computed twice."""
-    chosen = [cell_of(model, split) for split in SPLITS.values()]
+    chosen = [cell_of(model, SPLITS[name]) for name in splits]
     for ranks in run_on_world(4, compared, chosen, recipe, timeout=280):
-        for name, (difference, calls) in zip(SPLITS, ranks, strict=True):
-            layout = chosen[[*SPLITS].index(name)].layout()
+        for name, cell, (difference, calls) in zip(splits, chosen, ranks, strict=True):
+            layout = cell.layout()
             matrices = 4 // layout.pp * (7 if model == "gpt" else 6) * layout.micro_batches
             assert difference < 1e-10, (name, difference)
             assert calls["products"] == 3 * matrices, name
             of_each = EXCHANGES[recipe][layout.splits_backward] if layout.tp > 1 else 0
             assert calls["exchanges"] == of_each * matrices, name
+
+
+def compiled(rank: int, world_size: int, cell: Cell, recipe: str) -> tuple[float, int]:
+    """Returns the difference from one process of layers that run as AOTAutograd has cut them, and their graphs."""
+    import torch._inductor.compile_fx as inductor
+
+    graphs = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    inductor.compile_fx = backend  # type: ignore[assignment]
+    [(difference, _)] = compared(rank, world_size, [cell], recipe)
+    return difference, len(graphs)
+
+
+def test_compiled_layers_exchange_the_largest_magnitudes() -> None:
+    cell = replace(cell_of("gpt", {"tp": 2}, compile=True), world_size=2, batch={"global_size": 4, "micro_size": 2})
+    for difference, graphs in run_ranks(2, compiled, cell, "tensorwise", timeout=280):
+        assert difference < 1e-10 and graphs
 
 
 def refusal(rank: int, world_size: int, cell: Cell) -> str:
