@@ -13,7 +13,8 @@ from hpc_train.config.values import runs_own_code
 from hpc_train.plan.counted import counted
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.optimizers import values_per_parameter
-from hpc_train.plan.peak.program import peak_exceeds, peak_of, ranks_of
+from hpc_train.plan.peak.program import peak_exceeds, peak_of
+from hpc_train.plan.peak.ranks import ranks_of
 from hpc_train.plan.peak.replay import Memory
 from hpc_train.plan.peak.sizes import parameter_count, sizes_of, trained_count
 from hpc_train.plan.techniques import CARRYING

@@ -22,7 +22,8 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
-from hpc_train.plan.peak.program import peak_of, rank_of, stages_of
+from hpc_train.plan.peak.program import peak_of
+from hpc_train.plan.peak.ranks import rank_of, stages_of
 from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.plan.techniques import SCHEDULES
 from hpc_train.train.optimizer import Optimizer
@@ -114,6 +115,8 @@ ALONE: list[Case] = [
     INSIDE | {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16"},
     INSIDE | {"tied": True, "vocabulary": 4096, "recompute": "full", "chunks": 4},
 ]
+# gradients decide the peak, with copies of them on the way
+COPIES: Case = {"dp": 2, "data_parallel": "allreduce", "dim": 128, "micro": 1, "recompute": "full"}
 PIPELINE: Case = {"pp": 2, "layers": 8, "batches": 8}
 TWO: list[list[Case]] = [
     [
@@ -139,6 +142,13 @@ TWO: list[list[Case]] = [
         INSIDE | {"dp": 2, "bucket_cap_mb": 0.1, "tied": True, "vocabulary": 2048, "recompute": "full", "micro": 1},
         INSIDE | {"cp": 2, "bucket_cap_mb": 0.1, "recompute": "full"},
     ],
+    [
+        COPIES,
+        COPIES | {"bucket_cap_mb": 0.5, "batches": 2},
+        COPIES | {"bucket_cap_mb": 0.05},  # smaller than a matrix, which is sent without a copy
+        COPIES | {"bucket_cap_mb": 0.5, "precision": "bf16", "compression": "bf16"},
+        COPIES | {"dp": 1, "pp": 2, "batches": 2},  # nothing is sent
+    ],
     [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
 ]
 
@@ -155,7 +165,7 @@ def test_the_peak_of_one_rank() -> None:
     check(ALONE, run_ranks(1, peaks, ALONE, timeout=300))
 
 
-@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "inside", "context"])
+@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "inside", "copies", "context"])
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
     check(cases, run_ranks(2, peaks, cases, timeout=300))
 

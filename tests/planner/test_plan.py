@@ -147,6 +147,8 @@ def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: p
     ("overrides", "name"),
     [
         (["cluster.gpus_per_node=0"], "cpu"),
+        (["cluster.cpu_workers=2"], "cpu"),
+        (["cluster.cpu_workers=2", "cluster.gpus_per_node=8"], "h100"),
         (["cluster.gpu_type=a100-40gb"], "a100-40"),
         (["cluster.machine=h200", "cluster.gpu_type=a100"], "h200"),
         ([], "h100"),

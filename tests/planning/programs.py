@@ -16,7 +16,8 @@ from hpc_train.plan.layout import Layout
 from hpc_train.plan.loss_chunks import LossForm
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.peak import sizes as peak_sizes
-from hpc_train.plan.peak.program import Rank, peak_of, ranks_of
+from hpc_train.plan.peak.program import peak_of
+from hpc_train.plan.peak.ranks import Rank, ranks_of
 from hpc_train.plan.peak.replay import Memory
 from hpc_train.plan.peak.sizes import PerParameter, Sizes, sizes_of
 

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     strategy = strategy_key(line)
     with line.composer() as compose:
         asked = Asked(line, compose, strategy)
-        machine = with_figures(machine_of(options, asked.config), options)
+        machine = with_figures(machine_of(options, asked.config, asked.kept), options)
         if options.simulate is not None:
             return simulate(asked, machine, gpus_of(options, machine), options)
         sort = options.sort or ("time" if options.deadline is None else "gpus")

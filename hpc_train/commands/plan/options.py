@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,7 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.planner.candidates import FURTHER
 from hpc_train.planner.cost import Prices
-from hpc_train.planner.gpu_types import machine_of_job
+from hpc_train.planner.gpu_types import OF_CPUS, machine_of_job
 from hpc_train.planner.machine import NAMES, Figure, Machine, check_figure, read_machine, shipped
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")
@@ -134,19 +134,25 @@ def gpus_of(options: argparse.Namespace, machine: Machine) -> list[int]:
     return found
 
 
-def machine_of(options: argparse.Namespace, config: Config) -> Machine:
+def machine_of(options: argparse.Namespace, config: Config, kept: Collection[str]) -> Machine:
     """Returns the machine file that is asked for, or that describes the GPUs of the config; else the default one.
+
+    ``cluster.cpu_workers`` among the ``kept`` keys, which the user has set, is the number of ranks of a node of CPUs.
+    It asks for CPUs if nothing asks for GPUs.
 
     Raises:
         UserError: no file, or more than one, describes them.
     """
-    cluster = config.cluster
+    cluster, sets_ranks = config.cluster, "cluster.cpu_workers" in kept
     if options.machine is not None:
-        return read_machine(str(options.machine))
-    if cluster.machine == "auto" and cluster.gpu_type is None and cluster.gpus_per_node != 0:
-        return read_machine(_DEFAULT_MACHINE)
-    types = [] if cluster.gpu_type is None else [cluster.gpu_type]
-    return machine_of_job(cluster.machine, int(cluster.gpus_per_node != 0), types)
+        found = read_machine(str(options.machine))
+    elif cluster.machine == "auto" and cluster.gpu_type is None and cluster.gpus_per_node != 0:
+        on_cpus = sets_ranks and cluster.gpus_per_node == "auto"
+        found = read_machine(OF_CPUS if on_cpus else _DEFAULT_MACHINE)
+    else:
+        types = [] if cluster.gpu_type is None else [cluster.gpu_type]
+        found = machine_of_job(cluster.machine, int(cluster.gpus_per_node != 0), types)
+    return found.with_devices(cluster.cpu_workers) if sets_ranks and found.rates.cores else found
 
 
 def prices_of(options: argparse.Namespace, config: Config) -> Prices:

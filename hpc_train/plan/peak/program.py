@@ -3,157 +3,23 @@
 The order of the passes is that of the pipeline's schedule. What a pass allocates is that of the engines in ``parallel``
 and of torch: a step keeps copies of the matrices in the compute type; the softmax of the head and its two gradients are
 fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer is whole for a moment; a
-gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time.
-
-A step of many micro-batches repeats itself, so the first ones suffice.
+gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time; ``allreduce`` sums
+copies of buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
-from hpc_train.plan.buckets import IN_FLIGHT, bucket_bytes
-from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape, Work
-from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.buckets import IN_FLIGHT
+from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Work
+from hpc_train.plan.peak.ranks import Rank, Stage
 from hpc_train.plan.peak.replay import Change, Memory, Part, Passage, exceeds, passage, replay
 from hpc_train.plan.peak.sizes import Sizes
-from hpc_train.plan.recomputation import recomputation_of
 
-if TYPE_CHECKING:
-    from hpc_train.plan.layout import Layout  # which uses the estimate
-
-Gathers = Literal["never", "step", "layer"]
 WIDENED_BYTES = 2.0**28  # of the gradients that the optimizer has in fp32 at once (train/optimizer.py)
-Reduces = Literal["each", "last", "after", "inside"]
-
-
-class Run(NamedTuple):
-    """Consecutive layers of a stage that are alike.
-
-    Attributes:
-        mode: what they recompute.
-        moves: whether their activations are in host memory if the config offloads them, as those of all layers but
-            the last of the model are.
-        layers: how many they are.
-    """
-
-    mode: LayerMode
-    moves: bool
-    layers: int
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of a rank.
-
-    Attributes:
-        first, last: whether it has the stem, and the head.
-        runs: its layers, in the order of the forward.
-    """
-
-    first: bool
-    last: bool
-    runs: tuple[Run, ...]
-
-    @property
-    def layers(self) -> int:
-        return sum(run.layers for run in self.runs)
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What one pipeline rank does in a step.
-
-    Attributes:
-        stages: its stages by number.
-        actions: its passes, without those that repeat others.
-        micro_batches: how many it computes in truth.
-        gathers: whether ZeRO keeps parameters whole for the ``step`` or gathers them for each ``layer``; ``never``.
-        reduces: whether gradients are reduced in ``each`` backward, in the ``last`` one of a step, or ``after`` it,
-            whole; ``inside`` uses each as soon as it is final.
-        keeps_gradients: whether gradients have memory from step to step, in DDP's buckets.
-        bucket: the bytes of a bucket of gradients that wait for their sums if ``reduces`` is ``inside``; 0 where none
-            waits.
-    """
-
-    stages: dict[int, Stage]
-    actions: tuple[Action, ...]
-    micro_batches: int
-    gathers: Gathers
-    reduces: Reduces
-    keeps_gradients: bool
-    bucket: float = 0.0
-
-
-def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
-    """Returns the pipeline ranks; of those with equal stages only the first, which keeps the most micro-batches, unless
-    the stages form a V, where the order of the passes decides.
-    """
-    seen, stages = set[tuple[Stage, ...]](), stages_of(config, layout)
-    for rank in range(layout.pp):
-        own = tuple(stages[number] for number, owner in enumerate(layout.placement) if owner == rank)
-        if own not in seen or layout.pipeline.placement == "v":
-            seen.add(own)
-            found = rank_of(layout, rank, stages)
-            if config.optim.in_backward:
-                bucket = bucket_bytes(config.strategy) if layout.dp_cp > 1 else 0.0
-                found = replace(found, reduces="inside", bucket=bucket)
-            yield found
-
-
-def rank_of(layout: Layout, rank: int, stages: Sequence[Stage]) -> Rank:
-    """Returns one pipeline rank of ``layout``, whose ``stages`` are those of ``stages_of``."""
-    own = {number: stages[number] for number, owner in enumerate(layout.placement) if owner == rank}
-    gathers, reduces = _sharing(layout)
-    views = layout.data_parallel == "ddp" and layout.dp_cp > 1  # DDP's gradients are views of its buckets
-    return Rank(own, _actions(layout, rank, [*own]), layout.micro_batches, gathers, reduces, views)
-
-
-def _sharing(layout: Layout) -> tuple[Gathers, Reduces]:
-    """Returns what ``Rank.gathers`` and ``Rank.reduces`` are in ``layout``."""
-    if not layout.shards_state:
-        return "never", "after"
-    shards = layout.kind.shards
-    each = layout.micro_batches == 1 or "gradients" in shards
-    return "layer" if "parameters" in shards else "step", "each" if each else "last"
-
-
-def stages_of(config: Config, layout: Layout) -> list[Stage]:
-    """Returns the stages of the model."""
-    counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
-    recomputation, last = recomputation_of(config, layout), config.model.n_layers - 1
-    found, first = [], 0
-    for stage, count in enumerate(counts):
-        numbers = range(first, first + count)
-        kinds = ((recomputation.mode(number), number < last) for number in numbers)
-        runs = tuple(Run(*kind, len([*group])) for kind, group in groupby(kinds))
-        found.append(Stage(stage == 0, stage == layout.stages - 1, runs))
-        first += count
-    return found
-
-
-def _actions(layout: Layout, rank: int, stages: Sequence[int]) -> tuple[Action, ...]:
-    """Returns the passes of a rank in the first micro-batches of a step."""
-    if layout.pp == 1:
-        batches = range(min(2, layout.micro_batches))
-        return tuple(Action(work, 0, batch) for batch in batches for work in (FORWARD, FULL_BACKWARD))
-    in_flight = {stage: layout.in_flight(stage) for stage in stages}
-    order = layout.pipeline.order
-    if order is None:
-        forwards = [Action(FORWARD, stage, batch) for stage in stages for batch in range(in_flight[stage])]
-        works: tuple[Work, ...] = (FULL_BACKWARD,)
-        if layout.pipeline.splits_backward:
-            works = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-        backwards = [action._replace(work=work) for action in reversed(forwards) for work in works]
-        return (*forwards, *backwards) * (2 if layout.micro_batches > max(in_flight.values()) else 1)
-    turn = layout.pp if layout.pipeline.micro_batches == "multiple_of_ranks" else 1
-    enough = -(-(max(in_flight.values()) + 2) // turn) * turn
-    return order(PipelineShape(layout.pp, layout.stages_per_rank, min(layout.micro_batches, enough)), rank)
 
 
 @dataclass
@@ -164,8 +30,9 @@ class _Step:
         gathered: the stages whose parameters are whole.
         summed: the stages whose gradients have memory.
         left: the backwards that are left for each stage.
-        computed: the bytes of the gradients of this backward, if they are used inside it.
-        waiting: what of them waits for its sum over the ranks, with the copies that are sent.
+        computed: the bytes of the gradients of this backward, if they are used inside it; else of those in buckets
+            that are final.
+        waiting: what of them waits for its sum over the ranks, with the copies that are sent; else these copies.
     """
 
     sizes: Sizes
@@ -240,7 +107,11 @@ class _Step:
         yield Change("activations", self._on_the_way())
 
     def _update(self) -> Iterator[Change]:
-        """Updates masters, if there are any, of which so many at once have gradients in fp32."""
+        """Sends the last bucket, and updates masters, if there are any, of which so many at once have gradients in
+        fp32."""
+        if self.rank.reduces == "after":
+            yield Change("gradients", min(self.rank.bucket, self.computed), moment=True)
+            yield Change("gradients", -self.waiting)
         count = sum(
             stem + stage.layers * layer + head
             for stage in self.rank.stages.values()
@@ -330,6 +201,7 @@ class _Step:
         elif held.matrix:  # it exists already, and passes a cast
             yield Change("gradients", head * per.fresh if per.fresh != per.whole else 0.0, moment=True)
             yield Change("gradients", self._kept(number, head))
+            yield from self._copied(number, head, head)
         else:
             yield from self._gradient(number, head, head)
         yield Change("gradients", self._of_table(number) - held.matrix)
@@ -373,8 +245,25 @@ class _Step:
         copies = per.whole + (per.fresh if per.fresh != per.whole or self._shares else 0.0)
         yield Change("gradients", block * copies, moment=True)
         yield Change("gradients", self._kept(number, parameters))
+        yield from self._copied(number, parameters, block)
         if self.rank.reduces == "last" and not self.left[number]:
             yield Change("gradients", parameters * (per.shard - per.whole))
+
+    def _copied(self, number: int, parameters: float, block: float) -> Iterator[Change]:
+        """Sends copies of buckets when the last backward of a step has computed the gradients of ``parameters``.
+
+        A gradient that is larger than a bucket is sent itself, unless it is compressed.
+        """
+        bucket, copied, whole = self.rank.bucket, self.rank.copied, self.sizes.per_parameter.whole
+        if self.rank.reduces != "after" or self.left[number] or not bucket or (block * whole > bucket and copied == 1):
+            return
+        self.computed += parameters * whole
+        size = max(bucket, block * whole)
+        sent = min(self.computed // size, IN_FLIGHT - 1) * size * copied
+        if self.computed >= size:
+            yield Change("gradients", size, moment=True)  # the copy of one more bucket, before it is compressed
+        yield Change("gradients", sent - self.waiting)
+        self.waiting = sent
 
     def _kept(self, number: int, parameters: float) -> float:
         """Returns the bytes by which the gradients grow that are kept, if those of ``parameters`` are added."""
