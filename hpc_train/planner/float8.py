@@ -89,7 +89,7 @@ def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
     for group in groups:
         shares = _chosen_shares(config, group)
         weights = [group.inputs * outputs for outputs in group.outputs]
-        in_fp8 = sum(map(float.__mul__, shares, map(float, weights)))
+        in_fp8 = sum(share * weight for share, weight in zip(shares, weights, strict=True))
         # the compiler casts an input once that several products share
         inputs = rows * group.inputs * (max(shares) if config.train.compile else sum(shares))
         results = rows * sum(share * outputs for share, outputs in zip(shares, group.outputs, strict=True))
