@@ -6,10 +6,10 @@ one compiles it and the others load it. A graph contains the index of its device
 compile at the same time: they could only share Triton's kernels.
 
 The artifacts of the cache are also kept in the run directory (``torch.compiler.save_cache_artifacts``), one file for
-each environment, device index, model, strategy, pipeline stage and tensor-parallel rank. One rank writes each file,
-after the first step and with later checkpoints, and all ranks load theirs before the first step. The compiler takes an
-artifact only if its own key of the graph, the versions and the device agrees. Artifacts are pickled code, like the
-run's own code directory.
+each environment, device index, model, strategy and part of the ranks (``_part``). One rank writes each file, after the
+first step and with later checkpoints, and all ranks load theirs before the first step. The compiler takes an artifact
+only if its own key of the graph, the versions and the device agrees. Artifacts are pickled code, like the run's own
+code directory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.compiler._cache import CacheInfo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.schema import Config
@@ -136,7 +137,10 @@ def compile_in_turns(
     )
 
     def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        with _turn(_device(inputs)):  # the compilation does not wait for other ranks
+        meshes = [held for value in inputs if isinstance(held := getattr(value, "real_obj", None), DeviceMesh)]
+        _forget_hashes(meshes)
+        # a mesh has the rank, so no other rank has the graph; the compilation does not wait for other ranks
+        with nullcontext() if meshes else _turn(_device(inputs)):
             return compile_fx_inner(graph, inputs, *args, **kwargs)
 
     compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
@@ -148,6 +152,18 @@ BACKENDS: dict[CompilerMode, Callable[..., Any]] = {
     CompilerMode.CUDA_GRAPHS: compile_and_capture,
     CompilerMode.ASYNC_TP: compile_and_overlap,
 }
+
+
+def _forget_hashes(meshes: Iterable[DeviceMesh]) -> None:
+    """Removes the hashes that ``meshes`` have cached; each is computed again when it is needed.
+
+    The compiler's key of a graph is made of its pickled inputs. The hash of a mesh is that of strings, which is another
+    one in each process, so the next attempt would not find the graph (torch 2.13).
+    """
+    for mesh in meshes:
+        root = mesh._get_root_mesh()
+        for each in (mesh, root, *root._flatten_mapping.values()):
+            each._hash = None
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
@@ -262,16 +278,26 @@ def kept_artifacts(config: Config, mesh: Mesh, folder: Path) -> KeptArtifacts | 
     on_gpu = mesh.device.type == "cuda"
     if not config.train.compile and not (on_gpu and config.optim.moments != "fp32"):
         return None
-    name = artifacts_name(config, mesh.device, (mesh.pp_rank, mesh.tp_rank))
+    name = artifacts_name(config, mesh.device, _part(mesh))
     names = gather_plain(name, mesh.control)
     return KeptArtifacts(folder / name, writes=names.index(name) == mesh.rank)
 
 
-def artifacts_name(config: Config, device: torch.device, part: tuple[int, int]) -> str:
-    """Returns the name of the file for this environment, device index, model, strategy and part of the model.
+def _part(mesh: Mesh) -> str:
+    """Names the ranks that compile the same graphs as this one.
+
+    A graph of a tensor-parallel rank contains the mesh with its rank, and one with collectives the name of their group.
+    """
+    if mesh.layout.tp > 1:
+        return f"rank {mesh.rank}"
+    return f"ranks from {mesh.rank - mesh.cp_rank}" if mesh.layout.cp > 1 else f"stage {mesh.pp_rank}"
+
+
+def artifacts_name(config: Config, device: torch.device, part: str) -> str:
+    """Returns the name of the file for this environment, device index, model, strategy and part.
 
     Args:
-        part: the ranks along ``pp`` and ``tp``; a graph contains which shard of the matrices it computes with.
+        part: names the ranks that compile the same graphs.
     """
     facts = {
         "torch": torch.__version__,

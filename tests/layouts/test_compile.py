@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
@@ -21,7 +23,14 @@ from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead, _Logits, _loss_and_gradient, compilable_chunk_loss
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compile import KeptArtifacts, _turn, artifacts_name, compile_in_turns, compiled_graphs
+from hpc_train.parallel.compile import (
+    KeptArtifacts,
+    _turn,
+    artifacts_name,
+    compile_in_turns,
+    compiled_graphs,
+    kept_artifacts,
+)
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.layouts.cells import VOCABULARY, Cell
 from tests.layouts.oracle import (
@@ -34,7 +43,7 @@ from tests.layouts.oracle import (
     merge,
     mesh_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 
 
 def graphs(rank: int, world_size: int, cell: Cell) -> int:
@@ -217,24 +226,68 @@ def test_the_next_attempt_compiles_nothing_and_a_damaged_file_is_no_failure(tmp_
     run_ranks(1, attempts, tmp_path)
 
 
+def with_other_hashes(rank: int, world_size: int, cache: Path) -> list[tuple[int, int]]:
+    """Compiles the product of DTensors twice, the second time with a mesh as another process would have it.
+
+    Returns:
+        The graphs that were compiled and reused so far, after each time.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    matrix = DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False).requires_grad_()
+    found = []
+    for hashed in (1, 2):  # Python's hash of a string is another one in each process
+        for each in (mesh, mesh._get_root_mesh()):
+            each._hash = hashed
+        torch.compiler.reset()
+        with _turn(torch.device("cpu")):  # that of another rank, for which such a graph does not wait
+            torch.compile(torch.mm, backend=compile_in_turns, dynamic=False)(matrix, matrix)
+        found.append(compiled_graphs())
+    return found
+
+
+def test_a_graph_with_a_mesh_is_found_by_another_process(tmp_path: Path) -> None:
+    ((first, second),) = run_ranks(1, with_other_hashes, tmp_path)
+    assert first[0] > 0 and first[1] == 0 and second == (first[0], first[0])
+
+
 def test_artifacts_are_kept_for_each_device_model_strategy_and_part(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, config = torch.device("cpu"), Cell(2).config()
     names = {
-        artifacts_name(config, cpu, (0, 0)),
-        artifacts_name(config, cpu, (1, 0)),
-        artifacts_name(config, cpu, (0, 1)),
-        artifacts_name(Cell(2, "gpt-tied").config(), cpu, (0, 0)),
-        artifacts_name(Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}).config(), cpu, (0, 0)),
-        artifacts_name(Cell(2, precision="fp32").config(), cpu, (0, 0)),
+        artifacts_name(config, cpu, "stage 0"),
+        artifacts_name(config, cpu, "stage 1"),
+        artifacts_name(config, cpu, "rank 1"),
+        artifacts_name(Cell(2, "gpt-tied").config(), cpu, "stage 0"),
+        artifacts_name(Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}).config(), cpu, "stage 0"),
+        artifacts_name(Cell(2, precision="fp32").config(), cpu, "stage 0"),
     }
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    names |= {artifacts_name(config, torch.device("cuda", index), (0, 0)) for index in (0, 1)}
+    names |= {artifacts_name(config, torch.device("cuda", index), "stage 0") for index in (0, 1)}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
-    names.add(artifacts_name(config, torch.device("cuda", 0), (0, 0)))
+    names.add(artifacts_name(config, torch.device("cuda", 0), "stage 0"))
     monkeypatch.setattr(torch, "__version__", "2.99")
-    names.add(artifacts_name(config, torch.device("cuda", 0), (0, 0)))
+    names.add(artifacts_name(config, torch.device("cuda", 0), "stage 0"))
     assert len(names) == 10
-    assert artifacts_name(Cell(2).config(), torch.device("cuda", 0), (0, 0)) in names
+    assert artifacts_name(Cell(2).config(), torch.device("cuda", 0), "stage 0") in names
+
+
+def files(rank: int, world_size: int, cells: list[Cell], folder: Path) -> list[tuple[str, bool]]:
+    kept = [kept_artifacts(cell.config(), mesh_of(cell, rank), folder) for cell in cells]
+    return [(each._path.name, each._writes) for each in kept if each is not None]
+
+
+def test_ranks_with_the_same_graphs_share_a_file(tmp_path: Path) -> None:
+    """A graph with collectives contains the name of their group, and with DTensors the rank."""
+    splits: list[dict[str, Any]] = [{"dp": 4}, {"dp": 2, "pp": 2, "schedule": "1f1b"}, {"dp": 2, "cp": 2}]
+    splits.append({"dp": 2, "tp": 2, "data_parallel": "allreduce"})
+    cells = [Cell(4, strategy=split, batch={"micro_batches": 4}, train={"compile": True}) for split in splits]
+    by_cell = [*zip(*run_on_world(4, files, cells, tmp_path), strict=True)]
+    shared = [[[name for name, _ in ranks].index(name) for name, _ in ranks] for ranks in by_cell]
+    assert shared == [[0, 0, 0, 0], [0, 0, 2, 2], [0, 0, 2, 2], [0, 1, 2, 3]]
+    assert all(
+        [rank for rank, (_, writes) in enumerate(ranks) if writes] == sorted({*first})
+        for ranks, first in zip(by_cell, shared, strict=True)
+    )
 
 
 def turns(rank: int, world_size: int, cache: Path, devices: list[str], seen: Path) -> bool:
