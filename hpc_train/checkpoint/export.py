@@ -24,7 +24,7 @@ from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_name
-from hpc_train.run.files import make_directory, write_json
+from hpc_train.run.files import make_directory, refuse_existing, write_json
 
 SHARD_BYTES = 4 * 2**30  # largest safetensors file, and thereby the memory that an export needs
 Advance = Callable[[int], None]  # called with the number of bytes done since the last call
@@ -172,8 +172,7 @@ def _tied(model: ModelConfig) -> Mapping[str, str]:
 @contextmanager
 def _atomic_output(to: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to ``to`` at the end and removed after a failure."""
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UserError(f"{to} already exists", where="--to", fix="--to with a path that does not exist")
+    refuse_existing(to, "--to")
     make_directory(to.parent, "--to")
     partial = to.with_name(f".{to.name}.partial")
     _remove(partial)

@@ -332,6 +332,12 @@ def make_directory(path: Path, option: str) -> None:
         raise UserError(what, where=option, fix=f"{option} with a path in a directory that you may write") from error
 
 
+def refuse_existing(path: Path, option: str) -> None:
+    """Raises UserError if ``path``, which ``option`` of the command line names, exists and is no empty directory."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} already exists", where=option, fix=f"{option} with a path that does not exist")
+
+
 def share_one(path: Path, name: str) -> None:
     """Gives one directory or file to the group, without its contents."""
     group, status = group_id(name), path.lstat()

@@ -38,6 +38,7 @@ REFUSED: list[tuple[list[str], str]] = [  # arguments, and what the message must
     (["prepare", "", "--out", "x"], "'' matches no input file"),
     (["prepare", "--images", "pictures", "--out", "a.txt/x"], "cannot be created"),
     (["checkpoint", "export", "mine", "--to", "a.txt/x"], "no checkpoint"),
+    (["checkpoint", "export", "mine", "--to", "a.txt"], "a.txt already exists"),
     (["evaluate", "outputs"], "evaluate outputs/mine"),
     (["generate", "outputs", "text"], "generate outputs/mine"),
 ]  # fmt: skip

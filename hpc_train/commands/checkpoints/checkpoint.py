@@ -36,6 +36,7 @@ from hpc_train.plan.layout import Layout
 from hpc_train.registry.registry import REGISTRIES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import refuse_existing
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.terminal_table import text_table, wide
@@ -194,11 +195,13 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 
 def _export(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), f"checkpoint {options.action}")
-    from hpc_train.checkpoint.transfer import export  # imports torch
-
+    refuse_existing(options.to, "--to")
     step = options.step
     if options.checkpoint not in (None, NEWEST):
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
+    choose(run, step)
+    from hpc_train.checkpoint.transfer import export  # imports torch
+
     format = options.format or ("pt" if options.to.suffix in (".pt", ".pth") else None)
     result = export(run, step, options.to, format, options.dtype, _bar, options.weights)
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
