@@ -253,8 +253,9 @@ def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
     names = _names_beside(error)
     if group in ("metrics", "hooks") and "args" in names:
         return f"+{key.removesuffix(f'.{error.key}')}.args.{error.key}=VALUE, or without + if the file sets it"
-    if not names and isinstance(error.parent_node, DictConfig):  # a table of any keys
-        return f"put + before the override: +{key}"
+    if not names and isinstance(error.parent_node, DictConfig):  # a table of any keys, or ~data on the command line
+        unset = group in ("model", "data") and "." not in rest
+        return f"{group}=NAME, which chooses a file" if unset else f"put + before the override: +{key}"
     of_class = "args" in names and OmegaConf.is_config(node := error.parent_node) and node.get("_target_") is not None
     own = f"; an argument of your own class is +{group}.args.{error.key}=VALUE" if of_class else ""
     return nearest(error.key, names) + own if names else ""

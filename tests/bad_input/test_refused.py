@@ -56,6 +56,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # wrong types and forms
     (["optim.lr=foo"], "optim.lr"),
     (["optim.lr="], "optim.lr"),
+    (["~data", "data.sequence_length=8"], "fix:    data=NAME, which chooses a file"),
     (["~optim.lr"], "remove ~optim.lr to keep the value"),
     (["~train.epochs=null"], "train.epochs cannot be removed"),
     (["optim@other=sgd"], "fix:    optim=sgd"),
