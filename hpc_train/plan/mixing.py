@@ -53,6 +53,8 @@ def _reason(layout: Layout) -> tuple[str, str, str] | None:
         return "a pipeline splits them into several", f"strategy.pp={layout.pp}", others
     if layout.tp > 1:
         return "it is not supported under tensor parallelism", f"strategy.tp={layout.tp}", others
+    if layout.cp > 1:
+        return "context parallelism splits each of them", f"strategy.cp={layout.cp}", others
     if layout.logical_micro_batches:
         what = "train.reproducible=any_world_size splits them into logical micro-batches"
         return what, "train.reproducible", "train.reproducible=null"

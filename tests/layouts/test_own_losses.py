@@ -15,6 +15,7 @@ from hpc_train.data.feed import EvalFeed
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.plan.mixing import check_mixing
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.train.evaluation import evaluate
 from tests.checkpoint.progress import LONG
@@ -140,6 +141,8 @@ def test_a_loss_that_compares_samples_is_refused_before_workers_start(record: Ca
         with pytest.raises(UserError, match=f"{DECLARED}|can be cut into pipeline stages") as found:
             cell.layout()
         refused.append(Refused(cell, found.value.what))
+    with pytest.raises(UserError, match=f"{DECLARED}.* context parallelism splits each of them"):
+        check_mixing(Cell(2, strategy={"cp": 2}).layout(), "Head.loss")  # of a family that supports it
     record([], refused)
 
 
