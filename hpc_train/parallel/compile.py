@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -40,6 +40,7 @@ from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of
+from hpc_train.parallel.graph_keys import stable_keys
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.plan.compilation import CompilerMode
@@ -137,10 +138,9 @@ def compile_in_turns(
     )
 
     def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        meshes = [held for value in inputs if isinstance(held := getattr(value, "real_obj", None), DeviceMesh)]
-        _forget_hashes(meshes)
+        has_mesh = any(isinstance(getattr(value, "real_obj", None), DeviceMesh) for value in inputs)
         # a mesh has the rank, so no other rank has the graph; the compilation does not wait for other ranks
-        with nullcontext() if meshes else _turn(_device(inputs)):
+        with stable_keys(), nullcontext() if has_mesh else _turn(_device(inputs)):
             return compile_fx_inner(graph, inputs, *args, **kwargs)
 
     compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
@@ -152,18 +152,6 @@ BACKENDS: dict[CompilerMode, Callable[..., Any]] = {
     CompilerMode.CUDA_GRAPHS: compile_and_capture,
     CompilerMode.ASYNC_TP: compile_and_overlap,
 }
-
-
-def _forget_hashes(meshes: Iterable[DeviceMesh]) -> None:
-    """Removes the hashes that ``meshes`` have cached; each is computed again when it is needed.
-
-    The compiler's key of a graph is made of its pickled inputs. The hash of a mesh is that of strings, which is another
-    one in each process, so the next attempt would not find the graph (torch 2.13).
-    """
-    for mesh in meshes:
-        root = mesh._get_root_mesh()
-        for each in (mesh, root, *root._flatten_mapping.values()):
-            each._hash = None
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor import codecache
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -31,6 +33,7 @@ from hpc_train.parallel.compile import (
     compiled_graphs,
     kept_artifacts,
 )
+from hpc_train.parallel.graph_keys import stable_keys
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.layouts.cells import VOCABULARY, Cell
 from tests.layouts.oracle import (
@@ -257,6 +260,28 @@ def with_other_hashes(rank: int, world_size: int, cache: Path) -> list[tuple[int
 def test_a_graph_with_a_mesh_is_found_by_another_process(tmp_path: Path) -> None:
     ((first, second),) = run_ranks(1, with_other_hashes, tmp_path)
     assert first[0] > 0 and first[1] == 0 and second == (first[0], first[0])
+
+
+def graph_keys(rank: int, world_size: int) -> list[str]:
+    """Returns the compiler's keys of a mesh between two strings: three times of one mesh, as processes may hold it, and
+    once of another mesh."""
+    whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    text = "".join(["equal ", "text"])
+    copies = [(whole["tp"], text, text), (whole["tp"], text, "".join(["equal ", "text"]))]
+    keys = []
+    with stable_keys():
+        for hashed, (mesh, *around) in enumerate([copies[0], *copies, (whole["dp"], text, text)]):
+            mesh._hash = hashed + 1  # Python's hash of a string is another one in each process
+            inputs = [around[0], FakeScriptObject(None, "mesh", mesh), around[1]]
+            keys.append(codecache.FxGraphCachePickler(fx.GraphModule(nn.Module(), fx.Graph())).get_key(inputs))
+    return keys
+
+
+def test_a_graph_with_a_mesh_has_the_same_key_in_every_process() -> None:
+    first, second = run_ranks(2, graph_keys)
+    for one, again, copied, other in (first, second):
+        assert one == again == copied != other
+    assert first[0] != second[0]  # a rank's graph has its place in the mesh
 
 
 def test_artifacts_are_kept_for_each_device_model_strategy_and_part(monkeypatch: pytest.MonkeyPatch) -> None:
