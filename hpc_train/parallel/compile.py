@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.compiler._cache import CacheInfo
+from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -224,12 +224,27 @@ class KeptArtifacts:
         self._graphs = graphs
         try:
             with _one_line():
-                artifacts = torch.compiler.save_cache_artifacts()
+                artifacts = _used_artifacts()
             if artifacts is not None and not _keys(artifacts[1]) <= self._kept:
                 _replace(self._path, artifacts[0])
                 self._kept = _keys(artifacts[1])
         except Exception as error:
             print(f"the compiler's artifacts cannot be saved to {self._path}: {error!r}")
+
+
+def _used_artifacts() -> tuple[bytes, CacheInfo] | None:
+    """Returns all artifacts that this process has compiled or loaded, as bytes, and their keys; None without any.
+
+    A second call of torch's function appends a list of what is new, and of several lists torch 2.11 to 2.13 loads only
+    the last one. Here each call makes one list of all.
+    """
+    manager = CacheArtifactManager
+    manager._serializer.clear()
+    manager._cache_info.clear()
+    manager._new_cache_artifacts.clear()
+    for artifact in manager._seen_artifacts:
+        manager._new_cache_artifacts[artifact.type()].append(artifact)
+    return torch.compiler.save_cache_artifacts()
 
 
 def _keys(info: CacheInfo) -> set[tuple[str, str]]:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import codecache
 from torch._library.fake_class_registry import FakeScriptObject
+from torch.compiler._cache import CacheArtifactManager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -235,6 +236,34 @@ def attempts(rank: int, world_size: int, folder: Path) -> None:
 
 def test_the_next_attempt_compiles_nothing_and_a_damaged_file_is_no_failure(tmp_path: Path) -> None:
     run_ranks(1, attempts, tmp_path)
+
+
+def saves_as_graphs_come(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
+    """Saves the artifacts after each of two graphs, in two attempts that start with an empty cache on disk.
+
+    Returns:
+        The graphs that were compiled and reused in each attempt.
+    """
+    found = []
+    for name in ("first", "second"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)
+        torch.compiler.reset()
+        CacheArtifactManager.clear()  # a new process has used none
+        torch._dynamo.utils.counters.clear()
+        artifacts = KeptArtifacts(folder / "name.bin", writes=True)
+        artifacts.load()
+        for product in (torch.mm, torch.matmul):
+            torch.compile(lambda one, product=product: product(one, one), backend=compile_in_turns)(
+                torch.ones(4, 4) if product is torch.mm else torch.ones(5, 5)
+            )
+            artifacts.save()
+        found.append(compiled_graphs())
+    return found
+
+
+def test_the_next_attempt_finds_the_graphs_of_all_saves(tmp_path: Path) -> None:
+    """Torch reads only the last of several lists that were saved."""
+    assert run_ranks(1, saves_as_graphs_come, tmp_path) == [[(2, 0), (0, 2)]]
 
 
 def with_other_hashes(rank: int, world_size: int, cache: Path) -> list[tuple[int, int]]:
