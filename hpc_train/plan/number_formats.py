@@ -73,10 +73,10 @@ def _check_shards(config: Config, tp: int) -> None:
 
 def refused_shard(recipe: str, what: str, width: int, tp: int) -> UserError:
     """Returns the error for a matrix whose ``width`` the ``tp`` ranks share, and whose shards cannot be in fp8."""
-    unit = "blocks would cross shards" if recipe == "mxfp8" else "units of fp8 do not take it"
+    why = "a block would cross shards" if recipe == "mxfp8" else "GPUs multiply no other sizes in fp8"
     return UserError(
         f"precision.fp8={recipe} needs shards of a multiple of {MULTIPLES[recipe]}, but {what} has a width of {width}, "
-        f"which {tp} ranks share: {unit}",
+        f"which {tp} ranks share: {why}",
         where=f"{WHERE}, strategy.tp",
         fix=f"a smaller strategy.tp, a width of a multiple of {tp * MULTIPLES[recipe]}, precision.fp8_skip, or {OFF}",
     )
