@@ -129,7 +129,7 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
     }
     assert running == {
         "bench/preflight.py", "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py",
-        "fabric/nvidia_smi.py", "plan/validate.py", "planner/traced.py", "run/record.py", "run/snapshot.py",
+        "fabric/nvidia_smi.py", "plan/tried_code.py", "planner/traced.py", "run/record.py", "run/snapshot.py",
     }  # fmt: skip
 
 
