@@ -114,19 +114,25 @@ from pathlib import Path
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.cifar100 import CIFAR100Dataset
 from tests.data.test_pictures import write_cifar
-from hpc_train.config.schema import MlflowConfig
+from hpc_train.config.schema import MlflowConfig, WandbConfig
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.sinks.mlflow import Mlflow
-Mlflow(MlflowConfig(uri="http://localhost:5000"), Identity("run", "run", None, Path("."), {}))
+from hpc_train.telemetry.sinks.wandb import Wandb
+identity = Identity("run", "run", None, Path.cwd(), {})
+Mlflow(MlflowConfig(uri="http://localhost:5000"), identity)
+offline = Wandb(WandbConfig(mode="offline"), identity, first_attempt=0)
+offline.open()
+offline.finish()
 sums = write_cifar(Path("."), {"train": 4})
 CIFAR100Dataset(CIFAR100DataConfig(path="."), "train", 0, md5=sums).sample(0, 0)
 """
 
 
 def build_parts(folder: Path, env: dict[str, str]) -> None:
-    """Builds a model with adapters, which needs no weights here, CIFAR-100, and the client of an MLflow server.
+    """Builds a model with adapters, which needs no weights here, CIFAR-100, and the clients of MLflow and W&B.
 
-    The files of the test are not the official ones, so their md5 is handed in.
+    The files of the test are not the official ones, so their md5 is handed in. A run waits for W&B only for a limited
+    time, which the import of wandb alone may take on a busy machine.
     """
     subprocess.run([sys.executable, "-c", BUILT], cwd=folder, env=env, check=True)
 
