@@ -7,13 +7,11 @@ small file cannot decompress into a large one. Objects other than tensors are re
 
 from __future__ import annotations
 
-import gc
 import importlib
 import io
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from hpc_train.checkpoint.agreement import broadcast_bytes, lowest, on_first
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 from hpc_train.checkpoint.state import TensorShape, stored_shapes, weights_of_hook
 from hpc_train.checkpoint.writer import quiet
+from hpc_train.collector import without_collector
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -131,25 +130,13 @@ def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
 
 def _decode(data: bytes) -> Metadata:
     try:
-        with _without_collections():
+        with without_collector():
             metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
     except BadCheckpoint:
         raise
     except Exception as error:
         raise BadCheckpoint(f"{METADATA}: cannot be read ({type(error).__name__}: {error})") from None
     return metadata
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Suspends garbage collections, which would visit millions of new objects again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -6,14 +6,13 @@ site; it imports no torch. Nothing is started for a command that only shows some
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc_train.collector import without_collector
 from hpc_train.elastic.warm_parent.head_start import head_start
 from hpc_train.run.directory import RunDirectory
 
@@ -38,24 +37,11 @@ def train(arguments: list[str]) -> int:
         begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
     values = dict(each.lstrip("+").split("=", 1) for each in arguments if "=" in each)
     threads = threads_of_worker(values) if trains_here(arguments) else None
+    # imports and composition take a tenth less time; who stays for long calls ``launch.launcher.collect_garbage``
     with without_collector(), head_start(threads) as begun:
         from hpc_train.commands.train import main
 
         return main(arguments, begun)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Stops the garbage collector, so that imports and composition take a tenth less time. Whoever stays for long
-    switches it on again (``launch.launcher.collect_garbage``).
-    """
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def agent(arguments: list[str]) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from hpc_train.collector import without_collector
 from hpc_train.errors import UserError
 from hpc_train.launch.page.build import write_page
 from hpc_train.planner.machine import read_machine
@@ -40,7 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file")
     options = parser.parse_args(arguments)
     try:
-        with _no_collections():
+        with without_collector():  # in the lines of a long run it finds nothing, for a tenth of the time
             machine = None if options.machine is None else read_machine(options.machine)
             path = write_page(options.target, options.out, machine)
     except OSError as error:
@@ -51,15 +49,3 @@ def main(arguments: list[str]) -> int:
         ) from error
     print(json.dumps({"out": str(path)}) if options.json else f"report: {path}")
     return Exit.DONE
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Suspends the garbage collector: in the lines of a long run it finds nothing, for a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

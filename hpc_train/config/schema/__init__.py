@@ -36,8 +36,9 @@ from hpc_train.config.schema.operation import (
     TelemetryConfig,
     WandbConfig,
 )
+from hpc_train.config.schema.precision import PrecisionConfig
 from hpc_train.config.schema.target import TargetConfig
-from hpc_train.config.schema.training import BatchConfig, OptimConfig, PrecisionConfig, StrategyConfig, TrainConfig
+from hpc_train.config.schema.training import BatchConfig, OptimConfig, StrategyConfig, TrainConfig
 
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",

@@ -1,4 +1,4 @@
-"""The keys of the groups that decide what is computed: ``strategy``, ``optim``, ``precision``, ``train``, ``batch``."""
+"""The keys of the groups ``strategy``, ``optim``, ``train`` and ``batch``, which decide what is computed."""
 
 from __future__ import annotations
 
@@ -232,54 +232,6 @@ class OptimConfig:
         at_least=0,
         at_most=1,
         when=when("optim.schedule", "wsd"),
-    )
-
-
-@dataclass
-class PrecisionConfig:
-    """Number formats. Parameters and optimizer state are in fp32, or in fp64 under fp64; see weights."""
-
-    name: str = key("fp32", "The format of matrix products.", choices=("fp64", "fp32", "bf16", "fp16"))
-    residual: str = key(
-        "compute",
-        "bf16, fp16: the format of the hidden states between layers and between pipeline stages, under every strategy: "
-        "compute is that of matrix products; fp32 needs more memory, traffic and time.",
-        choices=("compute", "fp32"),
-        when=when("precision.name", "bf16", "fp16"),
-    )
-    tf32: bool = key(
-        False,
-        "Whether matrix products and convolutions of fp32 tensors use TF32 on GPUs, with 10 bits of precision instead "
-        "of 23. It is several times faster; without it, fp32 gives the same results as on a CPU up to rounding.",
-        when=when("gpus"),
-    )
-    weights: str = key(
-        "fp32",
-        "bf16: the format of the weights and of their gradients. If it is bf16, the optimizer updates fp32 masters of "
-        "the weights, which are sharded like its state. Checkpoints contain the masters.",
-        choices=("fp32", "bf16"),
-        when=when("precision.name", "bf16"),
-    )
-    fp8: str | None = key(
-        None,
-        "bf16: the scales with which the matrix products of the layers are computed in fp8, by torchao: one per tensor "
-        "(tensorwise), per row (rowwise) or per block of 32 values (mxfp8). CPUs emulate it. Requires hpc_train[fp8].",
-        choices=("tensorwise", "rowwise", "mxfp8"),
-    )
-    fp8_skip: list[str] = key(
-        [],
-        "Regular expressions, such as attention: linear layers whose names match one of them stay in bf16. Linear "
-        "layers outside the model's layers, frozen ones, and those whose sizes are not multiples of 16 (mxfp8: 32) "
-        "stay in bf16 in any case.",
-        when=unless("precision.fp8", None),
-    )
-    loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0, when=when("precision.name", "fp16"))
-    loss_scale_growth_interval: int = key(
-        2000,
-        "fp16: the number of finite steps after which the loss scale doubles.",
-        at_least=1,
-        unit="steps",
-        when=when("precision.name", "fp16"),
     )
 
 
