@@ -42,7 +42,8 @@ class Check:
 
     Attributes:
         entry: its function, as "module:function".
-        limit_s: seconds on a GPU after which its processes are killed.
+        limit_s: seconds on a GPU after which its processes are killed. In these it is what is left of the budget, if
+            that is less.
         gpus: the number of GPUs without which it says nothing; 0 runs on the CPU as well.
         least_s: with less of the budget left it is not started.
         expected_s: the seconds that it is estimated to take on a GPU.

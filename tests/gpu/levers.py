@@ -2,8 +2,8 @@
 
 Each row is measured in a process of its own, so that it begins with an empty GPU and a row that crashes or runs out of
 memory ends alone. It is forked from the check's process, which has imported torch and has not started CUDA. The first
-and the last row are a bare compiled loop; the speeds of the others are compared with the mean of both. The rows share a
-cache of compiled kernels.
+and the last row are a bare compiled loop: the table compares with the first, and the difference of the two tells how
+far speeds drift. The rows share a cache of compiled kernels.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ def levers(probe: Probe) -> None:
     """Every lever runs, saves the memory that it is there for, and the best row in bf16 reaches 60 % of the peak."""
     found = _measured(probe, _rows(probe))
     bare = fmean(each.tokens_per_s for name, each in found.items() if name in (BARE, BARE_AGAIN))
-    for name, each in found.items():
-        probe.note(name, _shown(each, bare))
     own = found[AS_IT_STANDS]
     probe.within("tokens/s as it stands / the bare loop", own.tokens_per_s / bare, low=RATIO if probe.on_gpu else 0)
     if not probe.on_gpu:
@@ -85,8 +83,8 @@ def _rows(probe: Probe) -> Mapping[str, tuple[str, ...]]:
     return {BARE: (), **own, BARE_AGAIN: ()}
 
 
-def _shown(each: Measurement, bare: float) -> str:
-    speed = f"{each.tokens_per_s:,.0f} tokens/s, {each.tokens_per_s / bare:.3f} of the bare loop"
+def _shown(each: Measurement, bare: Measurement) -> str:
+    speed = f"{each.tokens_per_s:,.0f} tokens/s, {each.tokens_per_s / bare.tokens_per_s:.3f} of the bare loop"
     return f"{speed}, MFU {each.mfu:.1%}, {each.memory / 2**30:.2f} GiB, begins after {each.begin_s:.0f} s"
 
 
@@ -102,6 +100,7 @@ def _measured(probe: Probe, rows: Mapping[str, tuple[str, ...]]) -> dict[str, Me
         result = _in_process(measure, (probe, name, overrides), min(left, MOST_S))
         if isinstance(result, Measurement):
             found[name] = result
+            probe.note(name, _shown(result, found.get(BARE, result)))
             continue
         print(f"--- {name}\n{result}", flush=True)
         probe.expect(name, result.strip().rpartition("\n")[2], "a speed", ok=False)

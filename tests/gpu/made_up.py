@@ -44,6 +44,10 @@ def never_ends(probe: Probe) -> None:
     time.sleep(600)
 
 
+def plans(probe: Probe) -> None:
+    probe.within("seconds that it has", probe.check.limit_s, 1, 60)
+
+
 def talks(probe: Probe) -> None:
     os.write(1, b"begin" + b"x" * 1_000_000 + b"end")
     raise ArithmeticError("after a million characters")

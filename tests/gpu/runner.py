@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,9 @@ class Runner:
         begin = time.monotonic()
         limit = min(self._limit_s(check), self.left_s())
         log = Path(self.place.scratch) / f"{check.name}.log"
-        process = context.Process(target=run_check, args=(check, self.place, log, limit), name=check.name)
+        process = context.Process(
+            target=run_check, args=(replace(check, limit_s=limit), self.place, log), name=check.name
+        )
         try:
             process.start()
         except (OSError, EOFError) as error:
@@ -175,7 +177,7 @@ class Runner:
         return passed
 
 
-def run_check(check: Check, place: Place, log: Path, limit_s: float) -> None:
+def run_check(check: Check, place: Place, log: Path) -> None:
     """The process of a check: all output goes to ``log``, and shortly before the limit the stacks of all threads."""
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the runner
@@ -183,7 +185,7 @@ def run_check(check: Check, place: Place, log: Path, limit_s: float) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(0.1, limit_s - STACKS_S))
+    faulthandler.dump_traceback_later(max(0.1, check.limit_s - STACKS_S))
     try:
         check.function()(Probe(check, place))
     except BaseException:

@@ -66,6 +66,11 @@ def test_a_check_passes_only_if_it_expected_something_and_found_it(run: Run, tmp
     assert "| not a number | **NO** |  | nan | <= 1 |" in table
 
 
+def test_a_check_knows_how_much_of_the_budget_is_left(run: Run) -> None:
+    found = run(check("plans", limit_s=500), budget_s=60)
+    assert verdicts(found) == {"plans": "passed"}
+
+
 def test_a_crash_ends_one_check_and_keeps_what_it_had_found(run: Run, tmp_path: Path) -> None:
     found = run(check("raises"), check("segfaults"), check("good"))
     assert verdicts(found) == {"raises": "crashed", "segfaults": "crashed", "good": "passed"}
@@ -236,6 +241,23 @@ def test_a_row_of_levers_that_fails_ends_alone() -> None:
     assert levers._in_process(os._exit, (3,), 30) == "its process ended with 3"
     assert levers._in_process(time.sleep, (60,), 0.1) == "it took more than 0 s"
     assert set(levers.SMALLER) < set(ROWS)
+
+
+def test_what_levers_have_measured_is_told_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {levers.BARE: 100.0, AS_IT_STANDS: 110.0, levers.BARE_AGAIN: 90.0}
+    told: dict[str, list[str]] = {}
+
+    def measured(function: Any, arguments: Any, limit_s: float) -> levers.Measurement:
+        name = arguments[1]
+        told[name] = [line["what"] for line in read(tmp_path) if line["kind"] == "finding"]
+        return levers.Measurement(speeds[name], 0.0, 2**30, 1.0)
+
+    monkeypatch.setattr(levers, "_in_process", measured)
+    levers.levers(Probe(check("levers", limit_s=500), Place(tmp_path, tmp_path, gpus=0)))
+    assert told == {levers.BARE: [], AS_IT_STANDS: [levers.BARE], levers.BARE_AGAIN: [levers.BARE, AS_IT_STANDS]}
+    found = {line["what"]: line["measured"] for line in read(tmp_path) if line["kind"] == "finding"}
+    assert found[AS_IT_STANDS].startswith("110 tokens/s, 1.100 of the bare loop, ")
+    assert found["tokens/s as it stands / the bare loop"].startswith("1.15")  # of the mean of both
 
 
 def test_rows_of_levers_are_valid_for_one_gpu(tmp_path: Path) -> None:
