@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-KEEPS_NODES = not torch.__version__.startswith("2.11.")
+KEEPS_NODES = not torch.__version__.startswith(("2.11.", "2.12."))  # 2.12 was not tried
 
 
 class Products(Protocol):
