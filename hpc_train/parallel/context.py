@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as functional_collectives
 
 from hpc_train.config.extensions import load_family
 from hpc_train.data.dataset import Batch
@@ -99,13 +100,14 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchanged(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = blocks.contiguous()
+    if torch.compiler.is_compiling():  # torch 2.11 computes wrong gradients if the result is given
+        exchanged: Tensor = functional_collectives.all_to_all_single(sent, None, None, group)
+        return exchanged
     received = torch.empty_like(sent)
-    if torch.compiler.is_compiling():
-        dist.all_to_all_single(received, sent, group=group)
-    else:  # on the communicator's stream, where the communication is measured
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        assert work is not None
-        work.wait()
+    # on the communicator's stream, where the communication is measured
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    assert work is not None
+    work.wait()
     return received
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,8 @@ def with_other_hashes(rank: int, world_size: int, cache: Path) -> list[tuple[int
         for each in (mesh, mesh._get_root_mesh()):
             each._hash = hashed
         torch.compiler.reset()
-        with _turn(torch.device("cpu")):  # that of another rank, for which such a graph does not wait
+        # another rank's turn, for which a graph with a mesh does not wait; those of torch 2.11 have none
+        with nullcontext() if torch.__version__.startswith("2.11.") else _turn(torch.device("cpu")):
             torch.compile(torch.mm, backend=compile_in_turns, dynamic=False)(matrix, matrix)
         found.append(compiled_graphs())
     return found
@@ -302,7 +303,7 @@ def graph_keys(rank: int, world_size: int) -> list[str]:
         for hashed, (mesh, *around) in enumerate([copies[0], *copies, (whole["dp"], text, text)]):
             mesh._hash = hashed + 1  # Python's hash of a string is another one in each process
             inputs = [around[0], FakeScriptObject(None, "mesh", mesh), around[1]]
-            keys.append(codecache.FxGraphCachePickler(fx.GraphModule(nn.Module(), fx.Graph())).get_key(inputs))
+            keys.append(codecache.FxGraphCachePickler(fx.GraphModule(nn.Module(), fx.Graph())).get_hash(inputs))
     return keys
 
 

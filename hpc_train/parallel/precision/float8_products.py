@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+KEEPS_NODES = not torch.__version__.startswith(("2.11.", "2.12."))  # 2.12 was not tried
+
 
 class Products(Protocol):
     """Multiplies ``rows [n, in]``, ``weight [out, in]`` and the ``gradient [n, out]`` of the result, or their shards.
@@ -44,7 +46,16 @@ def multiply(products: Products, splits_backward: bool, rows: Tensor, weight: Te
     if not splits_backward:
         return _apply(_Product, rows, weight, products)
     result = _apply(_ForRows, rows, weight.detach(), products)
-    return _apply(_Joined, result, _apply(_ForWeight, weight, rows.detach(), products))
+    return _join(result, _apply(_ForWeight, weight, rows.detach(), products))
+
+
+def _join(result: Tensor, nothing: Tensor) -> Tensor:
+    """Returns ``result`` from the node at which a schedule splits the backward; its gradient goes to both nodes.
+
+    Torch 2.11 frees a Python function's node that only a schedule still refers to. Adding zeros has a node in C++, and
+    costs one pass over the result.
+    """
+    return _apply(_Joined, result, nothing) if KEEPS_NODES else result.add_(nothing)
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -99,7 +110,7 @@ class _ForWeight(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Returns the product, and gives its gradient to both nodes. It is where a schedule splits the backward."""
+    """Returns the product, and gives its gradient to both nodes."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, nothing: Tensor) -> Tensor:
