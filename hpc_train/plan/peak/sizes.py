@@ -6,14 +6,15 @@ that they replace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.extensions import Activations, family_of
-from hpc_train.config.schema import Config, ModelConfig
+from hpc_train.config.schema import Config, ModelConfig, PrecisionConfig
 from hpc_train.config.values import LayerMode
 from hpc_train.plan.activation_offload import moved_by_mode
+from hpc_train.plan.counted import CountedModel
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
@@ -213,8 +214,19 @@ def _float8_bytes(config: Config, tp: int, tokens: float, kept: Activations) -> 
     if config.precision.fp8 is None or not kept.layer_input:
         return 0.0
     matrix = parameters_of(config, tp).matrix
-    rows = tokens * max(matrix / kept.layer_input, kept.layer_input)  # values of its result, or of its inputs
-    return 2 * rows + matrix + (0 if config.train.compile else 8 * max(rows, matrix))
+    products = [(matrix, tokens * max(matrix / kept.layer_input, kept.layer_input))]
+    if isinstance(config.model, CountedModel):
+        products = [*_counted_products(config.model, config.precision, tokens)]
+    eager = 0 if config.train.compile else 8
+    return max((2 * rows + matrix + eager * max(rows, matrix) for matrix, rows in products), default=0.0)
+
+
+def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: float) -> Iterator[tuple[float, float]]:
+    """Yields the values of each matrix that computes in fp8, and those of its results or inputs, whichever are more."""
+    for group in model.counts.products:
+        for count, outputs in zip(group.chosen(precision), group.outputs, strict=True):
+            if count:
+                yield group.inputs * outputs, samples * group.rows * max(group.inputs, outputs)
 
 
 def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
