@@ -21,6 +21,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.counted import CountedModel, counted
 from hpc_train.plan.float8 import OFF, WHERE, Products
+from hpc_train.plan.float8_gpus import check_gpus
 from hpc_train.plan.layout import Layout
 from hpc_train.planner.machine import Machine
 
@@ -132,8 +133,9 @@ def _operations(model: Any, known: Sequence[Products]) -> float:
 def check_float8_rate(config: Config, machine: Machine) -> None:
     """
     Raises:
-        UserError: the GPUs have no units for fp8. CPUs emulate it.
+        UserError: the GPUs have no units for this scaling, or their rate is unknown. CPUs emulate it.
     """
+    check_gpus(config, {machine.device})
     if config.precision.fp8 is None or machine.rates.cores or machine.rates.fp8_flops:
         return
     raise UserError(

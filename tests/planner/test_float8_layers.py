@@ -10,6 +10,8 @@ import torch
 
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.launch.submission import prepare
 from hpc_train.models import counting
 from hpc_train.models.build import build_model
 from hpc_train.parallel.precision.float8 import Float8Linear, use_float8
@@ -22,6 +24,7 @@ from hpc_train.planner.machine import read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.traced import count_model
 from hpc_train.planner.work import count_work
+from hpc_train.run.directory import RunDirectory
 
 OWN = """
 import torch
@@ -75,6 +78,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config_of(*overrides: str) -> Config:
     return typed(compose(["+strategy=single", "precision=fp8", *overrides]))
+
+
+def job_of(*overrides: str) -> Config:
+    return typed(compose(["+strategy=dp", "cluster=slurm", "cluster.gpus_per_node=4", *overrides]))
 
 
 def hf_model(kind: str, folder: Path) -> list[str]:
@@ -161,3 +168,29 @@ def test_the_memory_of_the_casts_is_that_of_the_largest_counted_product(folder: 
     assert after.gradients - before.gradients == 2 * layout.micro_size * rows + 64 * 128
     none = replace(scaled, precision=replace(scaled.precision, fp8_skip=["blocks"]))
     assert sizes_of(counted(none), layout).activations.gradients == before.gradients
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["cluster.gpu_type=a100"], r"\(a100\) has compute capability 8\.0; tensorwise needs 8\.9 or later"),
+        (["cluster.gres=gpu:l40s:4", "precision.fp8=rowwise"], r"\(l40s\) .* rowwise needs 9\.0 or later"),
+        (["cluster.gres='gpu:a100:2,gpu:h100:2'"], r"cluster\.gpu_type=h100 or precision\.fp8=null"),
+        (["cluster.machine=h100", "precision.fp8=mxfp8"], r"has compute capability 9\.0; mxfp8 needs 10\.0 or later"),
+        (["cluster.gpu_type=mi250x"], r"has architecture gfx90a; fp8 needs an MI300 or later"),
+        (["cluster.gpu_type=h100"], None),
+        (["cluster.gpu_type=nvidia_b200", "cluster.machine=h100", "precision.fp8=mxfp8"], None),
+        (["cluster.gpu_type=gpu"], None),  # an unknown type
+        ([], None),
+    ],
+)
+def test_gpus_that_cannot_compute_a_recipe_are_refused_before_the_submission(
+    words: list[str], refusal: str | None, folder: Path
+) -> None:
+    run, config = RunDirectory(folder / "run"), job_of("precision=fp8", *words)
+    assert prepare(job_of("precision=bf16"), run).gpus == 4
+    if refusal is None:
+        assert prepare(config, run).gpus == 4
+        return
+    with pytest.raises(UserError, match=refusal):
+        prepare(config, run)

@@ -34,14 +34,12 @@ from hpc_train.models.linear_layers import linear_layers
 from hpc_train.models.projections import CASTS, cast_weight, product_dtype
 from hpc_train.parallel.precision.float8_shards import Shards, linear_of_shards, shards_of
 from hpc_train.plan.float8 import MULTIPLES, OFF, WHERE, why_not_float8
+from hpc_train.plan.float8_gpus import check_architecture
 from hpc_train.plan.optimizers import shortened
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [n, in], weight [out, in]) -> [n, out]
 OPERANDS = torch.bfloat16  # the dtype of the operands before they are cast to fp8, and of the results
 ROWS = 32  # the number of rows is padded to a multiple of it
-# the least compute capability of NVIDIA's GPUs whose units and torch's kernels have this scaling
-CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
-AMD = ("gfx94", "gfx95")  # MI300 and MI350, which have fp8 with one scale per tensor or row
 
 
 class Float8Linear(nn.Linear):
@@ -163,22 +161,11 @@ def check_device(recipe: str, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    shown = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
-        kind = torch.cuda.get_device_properties(device).gcnArchName
-        if recipe == "mxfp8" or not kind.startswith(AMD):
-            raise _unsupported(recipe, f"{shown} ({kind})", "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200")
-        return
-    have, needed = torch.cuda.get_device_capability(device), CAPABILITIES[recipe]
-    if have < needed:
-        needs = f"{recipe} needs {needed[0]}.{needed[1]} or later"
-        raise _unsupported(recipe, f"{shown}, of compute capability {have[0]}.{have[1]}", needs)
-
-
-def _unsupported(recipe: str, device: str, needs: str) -> UserError:
-    others = [name for name in CAPABILITIES if CAPABILITIES[name] < CAPABILITIES[recipe]]
-    fix = " or ".join([*(f"precision.fp8={name}" for name in others), OFF])
-    return UserError(f"precision.fp8 is {recipe}, but the device is a {device}; {needs}", where=WHERE, fix=fix)
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+    else:
+        architecture = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    check_architecture(recipe, torch.cuda.get_device_name(device), architecture)
 
 
 def _try_product(recipe: str, device: torch.device) -> None:
