@@ -58,6 +58,7 @@ class Activations:
         mixed: the result of attention per token and layer, which context-parallel ranks keep before and after its
             exchange.
         passing: results per token and layer that are written and read but not kept; they take time and no memory.
+        tables: values in fp32 per position, the same for all samples and layers, that a layer keeps: rotary tables.
         backward: gradients per token that the backward of a layer holds, beyond what it has freed, when it holds the
             most; None: a quarter of ``layer``.
     """
@@ -71,6 +72,7 @@ class Activations:
     scores: int = 0
     mixed: int = 0
     passing: int = 0
+    tables: int = 0
     backward: int | None = None
 
 

@@ -81,6 +81,7 @@ class PerMicroBatch:
         products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
             between.
         hidden: the hidden states between two layers.
+        tables: what all layers share, of which the CUDA graph of each keeps a copy.
         head: what the head keeps for its backward.
         forward, backward: what the head's forward and backward hold beside that for a moment.
         logits: the gradient of the logits in the compute type; 0 if the loss is fused with its gradients.
@@ -92,6 +93,7 @@ class PerMicroBatch:
     gradients: float
     products: float
     hidden: float
+    tables: float
     head: float
     forward: float
     backward: float
@@ -198,6 +200,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
         gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tp, tokens, kept),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
+        tables=4 * kept.tables * kept.tokens / layout.cp,
         head=tokens * head,
         forward=tokens * forward,
         backward=tokens * backward,
