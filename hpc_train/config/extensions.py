@@ -58,6 +58,7 @@ class Activations:
         mixed: the result of attention per token and layer, which context-parallel ranks keep before and after its
             exchange.
         passing: results per token and layer that are written and read but not kept; they take time and no memory.
+        tables: values in fp32 per position, the same for all samples and layers, that a layer keeps: rotary tables.
         backward: gradients per token that the backward of a layer holds, beyond what it has freed, when it holds the
             most; None: a quarter of ``layer``.
     """
@@ -71,6 +72,7 @@ class Activations:
     scores: int = 0
     mixed: int = 0
     passing: int = 0
+    tables: int = 0
     backward: int | None = None
 
 
@@ -95,14 +97,16 @@ class LinearLayers:
     """Linear layers inside a layer of the model that have the same input.
 
     Attributes:
-        names: as in the model, after ``layers.NUMBER.``.
+        names: as in the model, after the name of the layer.
         inputs: their ``in_features``.
         outputs: the ``out_features`` of each.
+        layer: the name of a layer, with ``{}`` for its number.
     """
 
     names: tuple[str, ...]
     inputs: int
     outputs: tuple[int, ...]
+    layer: str = "layers.{}"
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,9 @@ class ModelFamily:
         trained_parameters: the number of parameters that train, if checkpoints contain only these; None: all.
         activations: takes the configs of model and data.
         flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
-        linear_layers: the linear layers of one layer, by their input and in the order of the forward; None: neither the
-            time of products in fp8 nor what ``strategy.async_tp`` gains is predicted.
+        linear_layers: the linear layers of one layer, by their input and in the order of the forward; None, or a
+            function that returns None: neither the time of products in fp8 nor what ``strategy.async_tp`` gains is
+            predicted.
         tensor_parallel: None refuses ``strategy.tp`` above 1.
         context_heads: the keys of the schema with the numbers of query heads and of key and value heads, if all
             attention is ``models.attention.Attention`` and ``prepare`` follows ``Model.context_shards``. None refuses
@@ -165,7 +170,7 @@ class ModelFamily:
     context_heads: tuple[str, str] | None = None
     fused_loss: bool = False
     layer_parameters: Callable[[Any], int | None] | None = None
-    linear_layers: Callable[[Any], Sequence[LinearLayers]] | None = None
+    linear_layers: Callable[[Any], Sequence[LinearLayers] | None] | None = None
     stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None

@@ -20,6 +20,7 @@ from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import in_allocation, select_executor
 from hpc_train.launch.job_status import NOT_STARTED, View
 from hpc_train.plan.compilation import check_compiler_device
+from hpc_train.plan.float8_gpus import check_gpus
 from hpc_train.plan.open_keys import check_chosen, open_keys
 from hpc_train.plan.user_keys import user_keys
 from hpc_train.plan.validate import validate
@@ -141,10 +142,28 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
     with mistakes.collected():
         check_compiler_device(config, gpus)
     with mistakes.collected():
+        _check_float8(config, gpus, executor)
+    with mistakes.collected():
         check_freeze(config, run)
     mistakes.report()
     assert layout is not None
     return Job(number, tuple(overrides), config, layout, gpus, workers, run, choice=choice)
+
+
+def _check_float8(config: Config, gpus: int, executor: Executor) -> None:
+    """
+    Raises:
+        UserError: a type of GPUs that the job may get has no units for ``precision.fp8``. If the types are unknown,
+            ``cluster.machine`` describes them. ``strategy=auto`` has refused them already.
+    """
+    if config.precision.fp8 is None or not gpus or open_keys(config):
+        return
+    types, machine = executor.gpu_types(config.cluster), config.cluster.machine
+    if not types and machine != "auto":
+        from hpc_train.planner.gpu_types import machine_of_job
+
+        types = frozenset({machine_of_job(machine, gpus, types).device})
+    check_gpus(config, types)
 
 
 def with_layout(

@@ -37,6 +37,7 @@ from hpc_train.data.dataset import Batch, map_leaves
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
+from hpc_train.models.linear_layers import calls_of, products_of
 from hpc_train.models.model import Model, keep_shared
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.plan.counted import Block, Counts, file_hash, has_own_samples, sample_shape, versions
@@ -143,6 +144,7 @@ class _Trace:
         with ExitStack() as stack:
             for name in self.names:
                 self._follow(model.get_submodule(name), name, stack)
+            self.calls = stack.enter_context(calls_of(model, self._address))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(_Operations(self))
             if isinstance(next(batch.tensors), FakeTensor):
@@ -322,7 +324,8 @@ def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Tr
     is_tokens = isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
     tokens = inputs.shape[1] if is_tokens else 1
     tied = isinstance(model, Model) and bool(model.tied)
-    return Counts(tuple(blocks), hidden, tokens, isinstance(model, Model), tied, _user_files(), versions())
+    products = products_of(wide.calls, wide.names, SAMPLES)
+    return Counts(tuple(blocks), hidden, tokens, products, isinstance(model, Model), tied, _user_files(), versions())
 
 
 def _owned_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Parameter]]:

@@ -93,6 +93,7 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
         scores=model.n_heads * tokens if capped else 0,
         mixed=queries,
         passing=(4 if model.post_norms else 2) * dim + normed,
+        tables=2 * head_width(model),
         backward=2 * model.ffn_dim,
     )
 

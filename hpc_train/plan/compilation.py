@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, check_all
 from hpc_train.plan.activation_offload import parse_activation_offload
-from hpc_train.plan.layout import Layout
+
+if TYPE_CHECKING:
+    from hpc_train.plan.layout import Layout  # which uses the estimate
 
 _GRAPHS, _ASYNC = "train.cuda_graphs", "strategy.async_tp"
 

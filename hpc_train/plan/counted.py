@@ -23,9 +23,10 @@ from hpc_train.config.extensions import SOURCES, Activations, ModelFamily, famil
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.values import runs_own_code
+from hpc_train.plan.float8 import Products
 from hpc_train.version import __version__
 
-_FORMAT = 1
+_FORMAT = 2
 _PACKAGES = ("torch", "transformers")  # whose versions may change the counts
 _SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # keys with the sizes of a sample
 
@@ -73,6 +74,7 @@ class Counts:
         blocks: the stem, the layers and the head. A model without repeated blocks has no layers.
         hidden: elements of the hidden states of one sample.
         tokens: positions of a sample; 1 if the inputs are no tokens.
+        products: the linear layers that can compute in fp8, of the layers, or of the whole model without layers.
         has_stages: whether the model can be cut into pipeline stages.
         tied: whether stem and head share a parameter.
         files: path -> hash of the user's files that were imported to build it.
@@ -82,6 +84,7 @@ class Counts:
     blocks: tuple[Block, ...]
     hidden: int
     tokens: int
+    products: tuple[Products, ...]
     has_stages: bool
     tied: bool
     files: Mapping[str, str]
@@ -189,12 +192,18 @@ def read_counts(key: str) -> Counts | None:
     """Returns the counts in the cache; None if there are none, or a file of the user or a package has changed."""
     try:
         stored = json.loads(counts_file(key).read_text(encoding="utf-8"))
-        counts = Counts(**{**stored, "blocks": tuple(Block(**block) for block in stored["blocks"])})
+        blocks, products = (Block(**block) for block in stored["blocks"]), map(_products, stored["products"])
+        counts = Counts(**{**stored, "blocks": tuple(blocks), "products": tuple(products)})
         unchanged = all(file_hash(Path(path)) == found for path, found in counts.files.items())
         unchanged &= all(counts.versions.get(name) == found for name, found in versions().items())
     except (OSError, ValueError, TypeError, KeyError):  # missing, or written by another version
         return None
     return counts if unchanged else None
+
+
+def _products(stored: Mapping[str, Any]) -> Products:
+    names, outputs = tuple(map(tuple, stored["names"])), tuple(stored["outputs"])
+    return Products(**{**stored, "names": names, "outputs": outputs})
 
 
 def file_hash(path: Path) -> str:

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.errors import UserError
+from hpc_train.plan.float8 import MULTIPLES, OFF, WHERE
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.optimizers import own_targets
 from hpc_train.plan.peak.sizes import trained_share
-
-WHERE = "precision.fp8"
-OFF = "precision.fp8=null"
-MULTIPLES = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of which both sizes of a matrix must be one
 
 
 def check_skip(precision: PrecisionConfig) -> None:

@@ -12,15 +12,17 @@ the casts move was counted in torchao 0.18 as the bytes that all kernels read an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hpc_train.config.extensions import LinearLayers, family_of
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.plan.counted import CountedModel, counted
+from hpc_train.plan.float8 import OFF, WHERE, Products
+from hpc_train.plan.float8_gpus import check_gpus
 from hpc_train.plan.layout import Layout
-from hpc_train.plan.number_formats import MULTIPLES, OFF, WHERE
 from hpc_train.planner.machine import Machine
 
 
@@ -73,54 +75,67 @@ IN_BF16 = Float8(0.0, 0.0, 0.0, (0, 0))
 
 
 def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
-    """Returns the products of a layer in fp8; none of them if the family of the model does not tell its matrices.
+    """Returns the products of the mean layer in fp8, or of the stem of a model without layers, which counts as a whole;
+    none of them if neither the family of the model nor its counts tell its linear layers.
 
     Args:
         tokens: the positions of a sample.
     """
-    recipe, known = config.precision.fp8, family_of(config.model).linear_layers
-    if recipe is None or known is None:
+    recipe = config.precision.fp8
+    if recipe is None:
         return IN_BF16
-    groups = known(config.model)
+    model: Any = counted(config).model
+    known = products_of(model, tokens)
+    if known is None:
+        return IN_BF16
+    layers = max(1, model.n_layers)
     casts = (COMPILED if config.train.compile else EAGER)[recipe]
-    rows, split = layout.micro_size * tokens / layout.cp, layout.tp
-    chosen = computed = forward = backward = 0.0
+    chosen = forward = backward = 0.0
     kernels = [0.0, 0.0]
-    for group in groups:
-        shares = _chosen_shares(config, group)
-        weights = [group.inputs * outputs for outputs in group.outputs]
-        in_fp8 = sum(share * weight for share, weight in zip(shares, weights, strict=True))
+    for group in known:
+        shares = [count / layers for count in group.chosen(config.precision)]
+        rows = layout.micro_size * group.rows / layout.cp
+        in_fp8 = sum(share * group.inputs * outputs for share, outputs in zip(shares, group.outputs, strict=True))
         # the compiler casts an input once that several products share
         inputs = rows * group.inputs * (max(shares) if config.train.compile else sum(shares))
         results = rows * sum(share * outputs for share, outputs in zip(shares, group.outputs, strict=True))
-        forward += casts.forward * (inputs + in_fp8) / split
-        backward += (casts.backward * (inputs + in_fp8) + casts.gradient * results) / split
+        forward += casts.forward * (inputs + in_fp8) / layout.tp
+        backward += (casts.backward * (inputs + in_fp8) + casts.gradient * results) / layout.tp
         kernels = [have + sum(shares) * more for have, more in zip(kernels, casts.kernels, strict=True)]
-        chosen += in_fp8
-        computed += sum(weights)
-    return Float8(chosen / computed, forward, backward, (round(kernels[0]), round(kernels[1])))
+        chosen += 2 * group.rows * in_fp8
+    share = chosen * layers / (_operations(model, known) or 1.0)
+    return Float8(share, forward, backward, (round(kernels[0]), round(kernels[1])))
 
 
-def _chosen_shares(config: Config, group: LinearLayers) -> list[float]:
-    """Returns in which share of the layers each linear layer of ``group`` computes in fp8."""
-    multiple, layers = MULTIPLES[str(config.precision.fp8)], config.model.n_layers
-    fits = [not (group.inputs % multiple or outputs % multiple) for outputs in group.outputs]
-    skipped = [_skipped_share(config.precision.fp8_skip, name, layers) for name in group.names]
-    return [(1.0 - skip) * fit for skip, fit in zip(skipped, fits, strict=True)]
+def products_of(model: Any, tokens: int) -> Sequence[Products] | None:
+    """Returns the linear layers of all layers of ``model``; None if they are unknown."""
+    if isinstance(model, CountedModel):
+        return model.counts.products
+    tell = family_of(model).linear_layers
+    groups = None if tell is None else tell(model)
+    if groups is None:
+        return None
+    numbers = range(model.n_layers)
+    found = list[Products]()
+    for group in groups:
+        names = tuple(tuple(f"{group.layer.format(number)}.{name}" for number in numbers) for name in group.names)
+        found.append(Products(names, group.inputs, group.outputs, tokens))
+    return found
 
 
-def _skipped_share(patterns: Sequence[str], name: str, layers: int) -> float:
-    if not patterns:
-        return 0.0
-    names = [f"layers.{number}.{name}" for number in range(layers)]
-    return sum(any(re.search(pattern, each) for pattern in patterns) for each in names) / max(1, layers)
+def _operations(model: Any, known: Sequence[Products]) -> float:
+    """Returns the operations of the forward of a sample in all products of the layers, with those that stay in bf16."""
+    if isinstance(model, CountedModel):
+        return sum(block.products for block in model.layers or model.counts.blocks[:1])
+    return sum(2 * group.rows * group.inputs * sum(group.outputs) * len(group.names[0]) for group in known)
 
 
 def check_float8_rate(config: Config, machine: Machine) -> None:
     """
     Raises:
-        UserError: the GPUs have no units for fp8. CPUs emulate it.
+        UserError: the GPUs have no units for this scaling, or their rate is unknown. CPUs emulate it.
     """
+    check_gpus(config, {machine.device})
     if config.precision.fp8 is None or machine.rates.cores or machine.rates.fp8_flops:
         return
     raise UserError(
@@ -136,6 +151,6 @@ def why_not_predicted(config: Config, machine: Machine) -> str | None:
         return None
     if machine.rates.cores:
         return "times are those of bf16: CPUs emulate fp8, which is slower"
-    if family_of(config.model).linear_layers is None:
-        return f"times are those of bf16: the matrices of model kind {config.model.kind} are unknown before it is built"
+    if products_of(counted(config).model, 1) is None:
+        return f"times are those of bf16: the linear layers of this model of kind {config.model.kind} are unknown"
     return None

@@ -52,6 +52,7 @@ class Passes:
         self.float8 = IN_BF16 if self.rates.cores else float8_of(config, layout, work.tokens)
         self.float8_per_s = self.rates.fp8_flops * self.rates.matmul_share * self.rates.fp8_share
         self.layers = {id(layer) for layer in work.blocks[1:-1]}
+        self.in_float8 = self.layers or {id(work.blocks[0])}  # a model without layers is in its stem
         self._known: dict[tuple[int, LayerMode | None], float] = {}  # by a block's id; ``work`` keeps the blocks
 
     def forward(self, block: Block) -> float:
@@ -115,7 +116,7 @@ class Passes:
         return (1 - share) * own / self.flops_per_s + in_fp8
 
     def _float8(self, block: Block) -> Float8:
-        return self.float8 if id(block) in self.layers else IN_BF16
+        return self.float8 if id(block) in self.in_float8 else IN_BF16
 
     def _cast(self, moved: float) -> float:
         return moved / self.rates.memory_bytes_per_s

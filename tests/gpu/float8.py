@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.precision.float8 import CAPABILITIES, check_device, use_float8
+from hpc_train.parallel.precision.float8 import check_device, use_float8
+from hpc_train.plan.float8_gpus import CAPABILITIES
 from tests.benchmarks.savers import measured, speed
 from tests.gpu.check import Probe
 from tests.gpu.speed import SMALL, for_this_gpu

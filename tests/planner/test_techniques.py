@@ -81,8 +81,14 @@ def test_only_matrices_in_fp8_are_credited() -> None:
 def test_fp8_is_refused_on_gpus_without_it_and_not_credited_where_it_is_unknown() -> None:
     config = config_of("precision=fp8")
     layout = resolve_layout(config, 1, 8)
-    with pytest.raises(UserError, match="no rate of fp8"):
+    with pytest.raises(UserError, match=r"compute capability 8\.0; tensorwise needs 8\.9"):
         predict_step(config, layout, read_machine("a100-80"))
+    with pytest.raises(UserError, match="no rate of fp8"):
+        predict_step(config, layout, replace(read_machine("a100-80"), device="another"))
+    blocks_of_32 = config_of("precision=fp8", "precision.fp8=mxfp8")
+    with pytest.raises(UserError, match=r"compute capability 9\.0; mxfp8 needs 10\.0"):
+        predict_step(blocks_of_32, layout, read_machine("h100"))
+    assert predict_step(blocks_of_32, layout, read_machine("b200")).step_s > 0
     assert why_not_predicted(config, read_machine("h100")) is None
     cpu = read_machine("cpu")
     assert "CPUs emulate fp8" in str(why_not_predicted(config, cpu))

@@ -164,6 +164,7 @@ HF_FAMILY = ModelFamily(
     trained_parameters=sizes.trained_parameters,
     layer_parameters=sizes.layer_parameters,
     stem_parameters=sizes.stem_parameters,
+    linear_layers=sizes.products,
     activations=sizes.activations,
     flops_per_sample=sizes.flops_per_sample,
     tensor_parallel=None,

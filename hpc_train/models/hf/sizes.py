@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.config import hf_config
-from hpc_train.config.extensions import Activations
+from hpc_train.config.extensions import Activations, LinearLayers
 from hpc_train.config.hf_config import DECODERS, ties
 from hpc_train.config.schema import HFModelConfig
 
@@ -105,6 +105,44 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def linear_layers(model: HFModelConfig) -> tuple[str, ...]:
     """Returns the names of the linear layers of a decoder of the table; empty for other models."""
     return _LINEAR if (values_of(model) or {}).get("model_type") in DECODERS else ()
+
+
+def products(model: HFModelConfig) -> tuple[LinearLayers, ...] | None:
+    """Returns the linear layers of a layer by their input; None if they are unknown or have adapters."""
+    found = sizes(model)
+    if found is None or model.lora.rank is not None:
+        return None
+    width, query, key_value, ffn = found.width, found.query, found.key_value, found.ffn
+    shapes = (
+        (width, (query, key_value, key_value)),
+        (query, (width,)),
+        (width, (ffn,) * (1 + found.gated)),
+        (ffn, (width,)),
+    )
+    kind = (values_of(model) or {})["model_type"]
+    layer, *groups = _NAMES.get(kind) or _NAMES["decoder" if model.task == "causal_lm" else "whole"]
+    return tuple(
+        LinearLayers(tuple(names.split()), inputs, outputs, layer)
+        for names, (inputs, outputs) in zip(groups, shapes, strict=True)
+    )
+
+
+_DECODER = (
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj mlp.up_proj",
+    "mlp.down_proj",
+)  # fmt: skip
+# the name of a layer, and of its linear layers by their input
+_NAMES = {
+    "decoder": ("layers.{}.block", *_DECODER),
+    "whole": ("model.layers.{}", *_DECODER),
+    "vit": (
+        "vit.layers.{}", "attention.q_proj attention.k_proj attention.v_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2",
+    ),
+    "bert": (
+        "bert.encoder.layer.{}", "attention.self.query attention.self.key attention.self.value",
+        "attention.output.dense", "intermediate.dense", "output.dense",
+    ),
+}  # fmt: skip
 
 
 def _with_adapters(found: Sizes | None, model: HFModelConfig) -> Sizes | None:

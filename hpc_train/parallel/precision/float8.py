@@ -17,7 +17,6 @@ together, since one scale would then serve three matrices.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,19 +30,16 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.config.source_check import how_to_install
 from hpc_train.errors import UserError
-from hpc_train.models.model import Model, canonical_name
+from hpc_train.models.linear_layers import linear_layers
 from hpc_train.models.projections import CASTS, cast_weight, product_dtype
-from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.precision.float8_shards import Shards, linear_of_shards, shards_of
-from hpc_train.plan.number_formats import MULTIPLES, OFF, WHERE
+from hpc_train.plan.float8 import MULTIPLES, OFF, WHERE, why_not_float8
+from hpc_train.plan.float8_gpus import check_architecture
 from hpc_train.plan.optimizers import shortened
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [n, in], weight [out, in]) -> [n, out]
 OPERANDS = torch.bfloat16  # the dtype of the operands before they are cast to fp8, and of the results
 ROWS = 32  # the number of rows is padded to a multiple of it
-# the least compute capability of NVIDIA's GPUs whose units and torch's kernels have this scaling
-CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
-AMD = ("gfx94", "gfx95")  # MI300 and MI350, which have fp8 with one scale per tensor or row
 
 
 class Float8Linear(nn.Linear):
@@ -94,40 +90,14 @@ class Matrices:
 
 def matrices(model: nn.Module, precision: PrecisionConfig) -> Matrices:
     """Returns which linear layers of ``model`` (whole or a stage) compute in fp8."""
-    inside = _inside_layers(model)
     chosen, skipped = list[str](), dict[str, str]()
-    for raw, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            name = canonical_name(raw)
-            reason = _why_not(name, module, precision, inside)
-            if reason:
-                skipped[name] = reason
-            else:
-                chosen.append(name)
+    for name, module, unfit in linear_layers(model, plain=(nn.Linear, Float8Linear)):
+        reason = unfit or why_not_float8(name, module.in_features, module.out_features, precision)
+        if reason:
+            skipped[name] = reason
+        else:
+            chosen.append(name)
     return Matrices(tuple(chosen), skipped)
-
-
-def _inside_layers(model: nn.Module) -> set[nn.Module] | None:
-    """Returns the modules of the layers or blocks of ``model``; None if it has neither."""
-    layers = layers_of(model)
-    if not layers and not isinstance(model, Model):
-        return None
-    return {inner for layer in layers for inner in layer.modules()}
-
-
-def _why_not(name: str, module: nn.Linear, precision: PrecisionConfig, inside: set[nn.Module] | None) -> str:
-    multiple = _multiple(precision)
-    if any(re.search(pattern, name) for pattern in precision.fp8_skip):
-        return "precision.fp8_skip"
-    if inside is not None and module not in inside:
-        return "not in a layer"
-    if type(module) not in (nn.Linear, Float8Linear):
-        return f"a {type(module).__name__}"
-    if not module.weight.requires_grad:
-        return "frozen"
-    if module.in_features % multiple or module.out_features % multiple:
-        return f"sizes that are not multiples of {multiple}"
-    return ""
 
 
 def use_float8(
@@ -166,7 +136,7 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
         raise UserError(
             f"precision.fp8 is {precision.fp8}, but no matrix of the model can be computed in fp8: {_reasons(found)}",
             where=WHERE,
-            fix=f"layers with linear layers whose sizes are multiples of {_multiple(precision)}, or {OFF}",
+            fix=f"layers with linear layers whose sizes are multiples of {MULTIPLES[str(precision.fp8)]}, or {OFF}",
         )
     check_device(precision.fp8, device)
     _try_product(precision.fp8, device)
@@ -175,10 +145,6 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
     total = len(found.chosen) + len(found.skipped)
     shown = f"fp8 ({precision.fp8}): {len(found.chosen)} of {total} matrices, {shortened([*found.chosen])}"
     return f"{shown}{f'; bf16: {_reasons(found)}' if found.skipped else ''}{note}"
-
-
-def _multiple(precision: PrecisionConfig) -> int:
-    return MULTIPLES[str(precision.fp8)]
 
 
 def _reasons(found: Matrices) -> str:
@@ -195,22 +161,11 @@ def check_device(recipe: str, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    shown = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
-        kind = torch.cuda.get_device_properties(device).gcnArchName
-        if recipe == "mxfp8" or not kind.startswith(AMD):
-            raise _unsupported(recipe, f"{shown} ({kind})", "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200")
-        return
-    have, needed = torch.cuda.get_device_capability(device), CAPABILITIES[recipe]
-    if have < needed:
-        needs = f"{recipe} needs {needed[0]}.{needed[1]} or later"
-        raise _unsupported(recipe, f"{shown}, of compute capability {have[0]}.{have[1]}", needs)
-
-
-def _unsupported(recipe: str, device: str, needs: str) -> UserError:
-    others = [name for name in CAPABILITIES if CAPABILITIES[name] < CAPABILITIES[recipe]]
-    fix = " or ".join([*(f"precision.fp8={name}" for name in others), OFF])
-    return UserError(f"precision.fp8 is {recipe}, but the device is a {device}; {needs}", where=WHERE, fix=fix)
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+    else:
+        architecture = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    check_architecture(recipe, torch.cuda.get_device_name(device), architecture)
 
 
 def _try_product(recipe: str, device: torch.device) -> None:

@@ -5,11 +5,20 @@ and of torch: a step keeps copies of the matrices in the compute type; the softm
 fp32, or a fused loss keeps the gradient of its matrix from the forward; a recomputed layer is whole for a moment; a
 gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time; ``allreduce`` sums
 copies of buckets.
+
+CUDA graphs (``train.cuda_graphs``) hold what the layers compute in a memory pool of their own, which all graphs of a
+device share. The blocks that one graph has freed serve the next, as in an ordinary step, but nothing else can use them
+(``CUDAGraphTreeManager`` in torch/_inductor/cudagraph_trees.py, torch 2.13). So a rank needs the peak of the pool and
+the peak of all else, even if they are at different moments. In the pool are the activations of the layers, the cast of
+one matrix at a time, since the step keeps none, all gradients of one layer, which its graph returns together, and
+copies of the inputs that are neither parameters nor results of a graph: the rotary tables, for each layer. The
+gradients of all parameters have memory outside from step to step. The warm-up allocates from the pool, too, and what
+it frees is used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hpc_train.config.values import LayerMode
@@ -27,6 +36,7 @@ class _Step:
     """Follows the passes of a rank.
 
     Attributes:
+        in_layer: whether to follow only what compiled layers hold, or only what they do not; None: everything.
         gathered: the stages whose parameters are whole.
         summed: the stages whose gradients have memory.
         left: the backwards that are left for each stage.
@@ -37,6 +47,7 @@ class _Step:
 
     sizes: Sizes
     rank: Rank
+    in_layer: bool | None = None
     gathered: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
     left: dict[int, int] = field(default_factory=dict)
@@ -45,7 +56,7 @@ class _Step:
 
     def run(self) -> Iterator[Passage]:
         """Returns the passes; those of a stage that begin alike are alike."""
-        yield passage(self._begin())
+        yield self._passage(self._begin())
         for work, stage, _ in self.rank.actions:
             if work in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 self.left[stage] = self.left.get(stage, 0) + 1
@@ -54,10 +65,13 @@ class _Step:
             self.left[stage] -= work in (FULL_BACKWARD, BACKWARD_WEIGHT)
             key = work, stage, stage in self.gathered, stage in self.summed, not self.left[stage]
             if key not in known:
-                known[key] = passage(self._pass(work, stage))
+                known[key] = self._passage(self._pass(work, stage))
             yield known[key]
             self._passed(work, stage)
-        yield passage(self._update())
+        yield self._passage(self._update())
+
+    def _passage(self, changes: Iterable[Change]) -> Passage:
+        return passage(each for each in changes if self.in_layer in (None, each.in_layer))
 
     def _pass(self, work: Work, stage: int) -> Iterator[Change]:
         if work == FORWARD:
@@ -91,16 +105,16 @@ class _Step:
         for stage in self.rank.stages.values():
             stem, layer, head = self._parameters(stage)
             count += stem + stage.layers * layer + head
-            cast += stage.layers * layer + (of.head + of.table if stage.last else 0.0)
+            cast += (0 if self.rank.captured else stage.layers * layer) + (of.head + of.table if stage.last else 0.0)
         yield Change("parameters", cast * per.cast)
         state: tuple[tuple[Part, float], ...] = (
             ("parameters", per.held), ("optimizer", per.optimizer), ("hooks", per.hooks),
         )  # fmt: skip
         for part, size in state:
             yield Change(part, count * size)
-        if self.rank.keeps_gradients:
+        if self.rank.keeps_gradients or self.rank.captured:
             yield Change("gradients", count * per.whole)
-            if self.rank.micro_batches < 2:  # else DDP sums the first ones outside its buckets
+            if self.rank.micro_batches < 2 or self.rank.captured:  # else DDP sums the first ones outside its buckets
                 self.summed |= {*self.rank.stages}
         messages = sum((not stage.first) + (not stage.last) for stage in self.rank.stages.values())
         yield Change("activations", messages * self.rank.micro_batches * self.sizes.activations.hidden)
@@ -133,7 +147,8 @@ class _Step:
         _, layer, _ = self._parameters(stage)
         yield from self._gather(number)
         for run in stage.runs:
-            yield Change("activations", run.layers * held.on_device(run.mode, run.moves))
+            kept = held.on_device(run.mode, run.moves) + self._tables
+            yield Change("activations", run.layers * kept, in_layer=True)
             yield from self._one_layer(layer)
         if stage.last:
             yield Change("activations", held.head)
@@ -181,12 +196,12 @@ class _Step:
         if stage.last:
             yield from self._head_backward(number, inputs_done)
         for mode, moves, count in reversed(stage.runs):
-            kept = held.on_device(mode, moves)
+            kept = held.on_device(mode, moves) + self._tables
             kept += held.products + held.restored(mode, moves) if inputs_done else 0.0
             # layers that follow each other are alike: the first and the last one tell the peak
             for several in (1, count - 2, 1) if count > 2 else (1,) * count:
                 yield from self._layer_backward(number, mode, layer, several)
-                yield Change("activations", -several * kept)
+                yield Change("activations", -several * kept, in_layer=True)
         yield Change("activations", -self._boundary(stage) - held.hidden * inputs_done)
         yield from self._end(number)
 
@@ -208,6 +223,10 @@ class _Step:
         yield Change("activations", -held.logits - held.logits * inputs_done)
 
     @property
+    def _tables(self) -> float:
+        return self.sizes.activations.tables if self.rank.captured else 0.0
+
+    @property
     def _shares(self) -> bool:
         """Returns whether ranks share gradients after they have reduced them."""
         return self.rank.reduces in ("each", "last")
@@ -225,14 +244,21 @@ class _Step:
         gathered = 2 * layer * per.gathered if self.rank.gathers == "layer" else 0.0
         # with ZeRO, that in which the gradients of the layer before are sent
         fresh = layer * per.whole if self._shares else matrix * self._copies(number)
-        yield Change("parameters", gathered)
-        yield Change("activations", recomputed)
-        yield Change("gradients", fresh)
-        yield Change("activations", held.gradients, moment=True)
-        yield Change("gradients", -fresh)
-        yield Change("activations", -recomputed)
-        yield Change("parameters", -gathered)
-        yield from self._gradient(number, several * layer, layer if self._shares else matrix)
+        cast = 0.0
+        if self.rank.captured:
+            fresh += (layer - matrix) * per.whole
+            cast = matrix * per.cast
+        yield Change("parameters", gathered + cast, in_layer=True)
+        yield Change("activations", recomputed, in_layer=True)
+        yield Change("gradients", fresh, in_layer=True)
+        yield Change("activations", held.gradients, moment=True, in_layer=True)
+        yield Change("gradients", -fresh, in_layer=True)
+        yield Change("activations", -recomputed, in_layer=True)
+        yield Change("parameters", -gathered - cast, in_layer=True)
+        if self.rank.captured:  # they are added to memory that exists
+            yield from self._copied(number, several * layer, matrix)
+        else:
+            yield from self._gradient(number, several * layer, layer if self._shares else matrix)
 
     def _copies(self, number: int) -> float:
         """Returns the bytes per parameter of a gradient while it is computed and added."""
@@ -304,9 +330,14 @@ class _Step:
 
 def peak_of(sizes: Sizes, rank: Rank) -> Memory:
     """Returns what ``rank`` holds at the peak of a step."""
-    return replay(_Step(sizes, rank).run())
+    if not rank.captured:
+        return replay(_Step(sizes, rank).run())
+    pool, outside = (replay(_Step(sizes, rank, in_layer).run()) for in_layer in (True, False))
+    return pool + outside
 
 
 def peak_exceeds(sizes: Sizes, rank: Rank, limit: float) -> bool:
     """Returns whether ``rank`` holds more than ``limit`` bytes at a moment of a step."""
+    if rank.captured:
+        return peak_of(sizes, rank).total > limit
     return exceeds(_Step(sizes, rank).run(), limit)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
 from hpc_train.plan.buckets import bucket_bytes
+from hpc_train.plan.compilation import CompilerMode, compiler_mode
 from hpc_train.plan.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape, Work
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.recomputation import recomputation_of
@@ -72,6 +73,7 @@ class Rank:
         bucket: the bytes of a bucket of gradients that is sent beside the backward if ``reduces`` is ``inside`` or
             ``after``; 0 where none is, and for DDP, which sends its gradients themselves.
         copied: the bytes of the copy that is sent for each byte of a gradient.
+        captured: whether its layers run as CUDA graphs.
     """
 
     stages: dict[int, Stage]
@@ -82,6 +84,7 @@ class Rank:
     keeps_gradients: bool
     bucket: float = 0.0
     copied: float = 1.0
+    captured: bool = False
 
 
 def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
@@ -98,6 +101,7 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
             if found.reduces == "after" and sends:
                 bucket, compressed = bucket_bytes(config.strategy), config.strategy.compression in ("bf16", "fp16")
                 found = replace(found, bucket=bucket, copied=0.5 if compressed else 1.0)
+            found = replace(found, captured=compiler_mode(config) == CompilerMode.CUDA_GRAPHS)
             yield replace(found, reduces="inside") if config.optim.in_backward else found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Literal, NamedTuple
 
 from hpc_train.units import format_bytes
@@ -17,11 +17,13 @@ class Change(NamedTuple):
     Attributes:
         size: bytes that are allocated, or freed if negative.
         moment: whether they are freed again before the next change.
+        in_layer: whether compiled layers hold them, and so the memory pool of their CUDA graphs if there are any.
     """
 
     part: Part
     size: float
     moment: bool = False
+    in_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class Memory:
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.hooks
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(*(own + theirs for own, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def largest(self) -> str:
@@ -71,7 +76,7 @@ def passage(changes: Iterable[Change]) -> Passage:
     held = [0.0] * len(PARTS)
     total = height = 0.0
     peak = tuple(held)
-    for part, size, moment in changes:
+    for part, size, moment, _ in changes:
         place = PARTS[part]
         total += size
         held[place] += size

@@ -6,14 +6,15 @@ that they replace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.extensions import Activations, family_of
-from hpc_train.config.schema import Config, ModelConfig
+from hpc_train.config.schema import Config, ModelConfig, PrecisionConfig
 from hpc_train.config.values import LayerMode
 from hpc_train.plan.activation_offload import moved_by_mode
+from hpc_train.plan.counted import CountedModel
 from hpc_train.plan.hooks import averages_of_weights
 from hpc_train.plan.loss_chunks import loss_form
 from hpc_train.plan.optimizers import held_whole, values_per_parameter
@@ -80,6 +81,7 @@ class PerMicroBatch:
         products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
             between.
         hidden: the hidden states between two layers.
+        tables: what all layers share, of which the CUDA graph of each keeps a copy.
         head: what the head keeps for its backward.
         forward, backward: what the head's forward and backward hold beside that for a moment.
         logits: the gradient of the logits in the compute type; 0 if the loss is fused with its gradients.
@@ -91,6 +93,7 @@ class PerMicroBatch:
     gradients: float
     products: float
     hidden: float
+    tables: float
     head: float
     forward: float
     backward: float
@@ -197,6 +200,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
         gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tp, tokens, kept),
         products=tokens * (kept.products * narrow / tp + 2 * hidden),
         hidden=tokens * hidden,
+        tables=4 * kept.tables * kept.tokens / layout.cp,
         head=tokens * head,
         forward=tokens * forward,
         backward=tokens * backward,
@@ -213,8 +217,19 @@ def _float8_bytes(config: Config, tp: int, tokens: float, kept: Activations) -> 
     if config.precision.fp8 is None or not kept.layer_input:
         return 0.0
     matrix = parameters_of(config, tp).matrix
-    rows = tokens * max(matrix / kept.layer_input, kept.layer_input)  # values of its result, or of its inputs
-    return 2 * rows + matrix + (0 if config.train.compile else 8 * max(rows, matrix))
+    products = [(matrix, tokens * max(matrix / kept.layer_input, kept.layer_input))]
+    if isinstance(config.model, CountedModel):
+        products = [*_counted_products(config.model, config.precision, tokens)]
+    eager = 0 if config.train.compile else 8
+    return max((2 * rows + matrix + eager * max(rows, matrix) for matrix, rows in products), default=0.0)
+
+
+def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: float) -> Iterator[tuple[float, float]]:
+    """Yields the values of each matrix that computes in fp8, and those of its results or inputs, whichever are more."""
+    for group in model.counts.products:
+        for count, outputs in zip(group.chosen(precision), group.outputs, strict=True):
+            if count:
+                yield group.inputs * outputs, samples * group.rows * max(group.inputs, outputs)
 
 
 def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
