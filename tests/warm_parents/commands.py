@@ -1,8 +1,8 @@
 """Runs commands of hpc_train in processes that are forked from one that has imported hpc_train.
 
-A command imports Hydra, rich and hpc_train for a second of CPU time, which is most of what it takes, and the tests run
-hundreds of commands. The server has imported these modules, and no torch; a second one, for the commands that need it,
-has imported torch too. For each request a server forks a process, which runs ``hpc_train/__main__.py`` as ``python -m
+A command imports Hydra, rich and hpc_train and registers the schema for a second of CPU time, which is most of what it
+takes, and the tests run hundreds of commands. The server has done this, and has imported no torch; a second one, for the
+commands that need it, has imported torch too. For each request a server forks a process, which runs ``hpc_train/__main__.py`` as ``python -m
 hpc_train`` does, in the directory and the environment of the request.
 
 ``run`` returns None where the server cannot reproduce a new process. The long forms start commands as users do.
@@ -33,7 +33,16 @@ from tests.warm_parents.server import become, close, receive
 from tests.warm_parents.sitecustomize import ALSO, SOCKET, surroundings
 
 REPOSITORY = Path(__file__).parents[2]
-IMPORTED = ("hpc_train.cli", "hpc_train.commands.train", "hpc_train.commands.batch", "hpc_train.commands.submitted")
+IMPORTED = (
+    "hpc_train.cli",
+    "hpc_train.commands.train",
+    "hpc_train.commands.batch",
+    "hpc_train.commands.submitted",
+    "hpc_train.commands.agent",
+    "hpc_train.elastic.agent",
+    "hpc_train.launch.executors.local",
+    "hydra._internal.logging_config",
+)
 NEED_TORCH = ("bench", "checkpoint", "evaluate", "generate")
 READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG")  # variables that Python reads when it starts
 BYTES = 8  # of each number that the server sends
@@ -162,6 +171,7 @@ def main(address: str, modules: str) -> None:
     for name in (*IMPORTED, *filter(None, modules.split(","))):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    fill_caches()
     assert modules or "torch" not in sys.modules
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
@@ -186,6 +196,15 @@ def main(address: str, modules: str) -> None:
     become(request, descriptors)
     sys.argv[:] = ["hpc_train", *request["arguments"]]
     runpy.run_module("hpc_train", run_name="__main__", alter_sys=True)
+
+
+def fill_caches() -> None:
+    """Registers the schema, and fills the caches of Hydra and OmegaConf; nothing in them depends on the environment."""
+    from hpc_train.config.compose import compose, typed
+    from hpc_train.launch.launcher import register_launcher
+
+    register_launcher()
+    typed(compose(["+strategy=dp", "data=synthetic", "optim.lr=1e-3", "run.name=name"]))
 
 
 def _fork_and_report(connection: socket.socket, descriptors: list[int]) -> None:
