@@ -133,7 +133,8 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
     model.write_text(MODEL)
     (tmp_path / ".gitignore").write_text("outputs/\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    own = replace(cluster, environment=cluster.environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    path = f"{tmp_path}{os.pathsep}{cluster.environment['PYTHONPATH']}"
+    own = replace(cluster, environment=cluster.environment | {"PYTHONPATH": path})
     case = [*FAULTY, *ONE_NODE, "model._target_=own_model.Table", "+model.args.wrong=true,false", "run.name=sweep"]
     done = own.hpc_train(*case, "-m", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -18,6 +18,7 @@ from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import ONE_NODE, SLOW, every_step, job_id, status, wait_for_step
 
+PACKAGES = "import hydra, importlib.util; assert importlib.util.find_spec('torch')"
 USER = "nobody"  # an ordinary user that every machine has
 SWEEP = [*SLOW, *ONE_NODE, "train.steps=15", "optim.lr=1e-3,3e-4", "run.name=sweep", "-m"]
 
@@ -60,7 +61,7 @@ def other(cluster: Cluster) -> Iterator[Other]:
         user = Other(home, python, environment)
         try:
             works = subprocess.run(
-                [python, "-c", "import torch, hydra"], env=environment, user=USER, group="nogroup", check=False
+                [python, "-c", PACKAGES], env=environment, user=USER, group="nogroup", check=False
             )
         except OSError:
             continue
