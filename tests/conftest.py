@@ -50,8 +50,8 @@ HEAVY = (
     "tests/measure/",
     "tests/config/",
 )
-# Read by OpenMP when torch is imported: threads that wait for each other sleep. Otherwise they spin, and the processes of
-# -n, which use all cores each, take several times the CPU time.
+# Read by OpenMP when torch is imported: threads that wait for each other sleep. Otherwise they spin, and processes that
+# share the cores, each with a thread per core, take several times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")
 LONG_FORMS = {  # the long forms that --long-share draws from, with the seconds that a case takes on two cores

@@ -1,9 +1,9 @@
 """Runs commands of hpc_train in processes that are forked from one that has imported hpc_train.
 
 A command imports Hydra, rich and hpc_train and registers the schema for a second of CPU time, which is most of what it
-takes, and the tests run hundreds of commands. The server has done this, and has imported no torch; a second one, for the
-commands that need it, has imported torch too. For each request a server forks a process, which runs ``hpc_train/__main__.py`` as ``python -m
-hpc_train`` does, in the directory and the environment of the request.
+takes, and the tests run hundreds of commands. The server has done this, and has imported no torch; a second one, for
+the commands that need it, has imported torch too. For each request a server forks a process, which runs
+``hpc_train/__main__.py`` as ``python -m hpc_train`` does, in the directory and the environment of the request.
 
 ``run`` returns None where the server cannot reproduce a new process. The long forms start commands as users do.
 """
