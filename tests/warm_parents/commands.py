@@ -120,7 +120,21 @@ def _request(cwd: Path, arguments: Sequence[str], environment: Mapping[str, str]
 
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    names = (name for name in environment if name.startswith(READ_AT_START) and name != "PYTHONPATH")
+    return {name: environment[name] for name in names}
+
+
+def added_paths(environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the directories that ``environment`` has before the PYTHONPATH of this process.
+
+    Returns None if its PYTHONPATH does not end with that of this process, or a directory replaces what it has imported.
+    """
+    path, own = environment.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
+    added = path.removesuffix(own).split(os.pathsep)
+    if not path.endswith(own) or added.pop():
+        return None
+    replaced = any(Path(each, name).exists() for each in added for name in ("hpc_train", "hydra_plugins"))
+    return None if replaced else added
 
 
 def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) -> int:
@@ -181,13 +195,16 @@ def main(address: str, modules: str) -> None:
         with connection, contextlib.suppress(OSError, EOFError):  # the test was killed meanwhile
             request, descriptors = receive(connection)
             same = (request["python"], request["surroundings"], request["at_start"]) == own
-            if not same:
+            added = added_paths(request["environment"])
+            if not same or added is None:
                 connection.sendall(bytes(BYTES))
             elif os.fork() == 0:
                 listener.close()
                 _fork_and_report(connection, descriptors)
                 connection.close()
-                request["search_path"] = [request["directory"], *search_path]
+                request["search_path"] = [request["directory"], *added, *search_path]
+                if any(Path(each, "sitecustomize.py").exists() for each in added):
+                    sys.modules.pop("sitecustomize", None)  # ``become`` imports the added one
                 break
             close(descriptors)
     else:
