@@ -50,6 +50,9 @@ HEAVY = (
     "tests/measure/",
     "tests/config/",
 )
+# Read by OpenMP when torch is imported: threads that wait for each other sleep. Otherwise they spin, and processes that
+# share the cores, each with a thread per core, take several times the CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")
 LONG_FORMS = {  # the long forms that --long-share draws from, with the seconds that a case takes on two cores
     "tests/faults/test_faults.py::test_twenty_trials[": 120,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import hpc_train
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.data.chats import write_chat_model
 from tests.doors.command import TINY, environment
 from tests.warm_parents import HUGGING_FACE, with_server
@@ -68,7 +69,11 @@ def test_a_submitted_run_is_read_back(
 
 @pytest.mark.parametrize(
     ("name", "steps", "export"),
-    [("fine_tuning", "train.epochs=0.03", "sums-model"), ("lora", "train.steps=2", "adapter")],
+    [
+        # the commands of docs/howto/huggingface.md fine-tune on answers as well
+        pytest.param("fine_tuning", "train.epochs=0.03", "sums-model", marks=IN_LONG_FORM),
+        ("lora", "train.steps=2", "adapter"),
+    ],
 )
 def test_the_examples_of_hugging_face_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: str, export: str

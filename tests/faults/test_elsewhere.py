@@ -32,6 +32,7 @@ from tests.faults.trial import (
     start,
     undisturbed,
 )
+from tests.warm_parents import with_server
 
 STEPS = 12
 LAST = f"step-{STEPS:08d}"
@@ -132,7 +133,7 @@ def test_an_agent_that_slept_while_another_did_its_work_changes_nothing(tmp_path
     until(lambda: happened(run.path, 0).exists())
     sleepers = processes(run)
     until(lambda: sum(process_state(pid) == "T" for pid in sleepers) == len(sleepers) - 2)  # unshare and sh wait
-    again = Surroundings(variables={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    again = Surroundings(variables=with_server(os.environ) | {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
     other = finish(run, start(run, around=again))
     assert other.code == 0, other.error
     assert_same_bits(run.checkpoints / LAST, whole)

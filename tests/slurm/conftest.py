@@ -19,13 +19,13 @@ from tests.slurm.cluster import Cluster, link, side_by_side
 CLUSTERS: dict[str, tuple[str, ...]] = {  # options of each cluster
     "cluster": (),
     "plain": ("--no-accounting",),
-    "contended": ("--no-accounting",),  # a test may remove the nodes of its own jobs, but not those of other jobs
-    "quiet": ("--no-accounting",),  # has the jobs of one test only
+    "contended": ("--no-accounting",),  # has the jobs of one test at a time, which may take all nodes or remove one
     "network": ("--network", "--no-accounting"),  # its nodes are connected by a network
     "uneven": ("--network", "--no-accounting"),  # likewise; the link of its node n2 is slow
 }
 if LONG:
     CLUSTERS["limited"] = ("--no-accounting", "--limit-memory")  # kills steps that exceed their memory
+    CLUSTERS["quiet"] = ("--no-accounting",)  # has the jobs of one test only
 
 
 @pytest.fixture(scope="session")
@@ -99,19 +99,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    """Starts the tests that run in parallel with the others, in one thread for each file and cluster."""
+    """Starts the tests that run in parallel with the others, in one thread for each file and cluster, or for all files
+    of ``contended``.
+    """
     results = Beside()
     tmp_path_factory.getbasetemp()  # created here, because pytest's factory is not thread-safe
-    marked = [item for item in request.session.items if isinstance(item, pytest.Function) and is_beside(item)]
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    marked = [item for item in functions if is_beside(item) and not _is_skipped(item)]
     shared: dict[str, Any] = {}
     for name in {*CLUSTERS, "local_losses"} & {used for item in marked for used in item.fixturenames}:
         with suppress(pytest.skip.Exception):  # pytest later skips each test that needs this fixture
             shared[name] = request.getfixturevalue(name)
-    for name, path in dict.fromkeys((_cluster_of(item), item.path) for item in marked):
-        items = [item for item in marked if (_cluster_of(item), item.path) == (name, path)]
+    for name, path in dict.fromkeys(map(_thread_of, marked)):
+        items = [item for item in marked if _thread_of(item) == (name, path)]
         if name in shared:
             results.start(items, shared[name], shared, lambda test: tmp_path_factory.mktemp(test[:30].rstrip("]")))
     return results
+
+
+def _is_skipped(item: pytest.Function) -> bool:
+    return any(mark.args[0] for mark in item.iter_markers("skipif"))
+
+
+def _thread_of(item: pytest.Function) -> tuple[str, Path | None]:
+    cluster = _cluster_of(item)
+    return cluster, None if cluster == "contended" else item.path
 
 
 def _cluster_of(item: pytest.Function) -> str:

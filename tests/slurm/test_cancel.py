@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import ONE_NODE, SLOW, events, wait_for_step, wait_for_submission
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("phase", ["pending", "running", "saving", "requeued"])
+@pytest.mark.parametrize("phase", ["pending", pytest.param("running", marks=IN_LONG_FORM), "saving", "requeued"])
 def test_a_cancelled_job_never_comes_back(cluster: Cluster, tmp_path: Path, phase: str) -> None:
     never_comes_back(cluster, tmp_path, phase)
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("phase", ["running", "requeued"])
+@pytest.mark.parametrize("phase", ["running", pytest.param("requeued", marks=IN_LONG_FORM)])
 def test_it_does_not_without_accounting_either(plain: Cluster, tmp_path: Path, phase: str) -> None:
     never_comes_back(plain, tmp_path, phase)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import (
@@ -133,7 +133,8 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
     model.write_text(MODEL)
     (tmp_path / ".gitignore").write_text("outputs/\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    own = replace(cluster, environment=cluster.environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    path = f"{tmp_path}{os.pathsep}{cluster.environment['PYTHONPATH']}"
+    own = replace(cluster, environment=cluster.environment | {"PYTHONPATH": path})
     case = [*FAULTY, *ONE_NODE, "model._target_=own_model.Table", "+model.args.wrong=true,false", "run.name=sweep"]
     done = own.hpc_train(*case, "-m", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -158,7 +159,7 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=IN_LONG_FORM)])
 def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     cluster: Cluster, tmp_path: Path, how: signal.Signals
 ) -> None:

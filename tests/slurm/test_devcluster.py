@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors import command
 from tests.slurm.cluster import DEVCLUSTER, Cluster, running
 
@@ -34,6 +35,7 @@ def left_of(state: Path) -> list[str]:
     return found + [line for line in Path("/etc/hosts").read_text().splitlines() if line.endswith(f" {state}")]
 
 
+@IN_LONG_FORM  # two more clusters
 def test_the_next_run_stops_what_a_killed_one_left(plain: Cluster) -> None:
     same_folder = command.environment(TMPDIR=tempfile.gettempdir())
     owner = subprocess.Popen([sys.executable, "-c", OWNER], env=same_folder, stdout=subprocess.PIPE, text=True)

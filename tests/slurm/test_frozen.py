@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -33,20 +34,25 @@ BROKEN = "raise SystemExit('edited while the job waited')\n"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's git work tree that holds hpc_train itself, a model and a config directory."""
+    """A user's git work tree that holds a model."""
     root = tmp_path / "project"
     root.mkdir()
-    for name in ("hpc_train", "hydra_plugins", "conf"):
-        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "own_model.py").write_text(MODEL)
     (root / ".gitignore").write_text("outputs/\n__pycache__/\n")
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     return root
 
 
+def with_project(cluster: Cluster, project: Path) -> Cluster:
+    path = f"{project}{os.pathsep}{cluster.environment['PYTHONPATH']}"
+    return replace(cluster, environment={**cluster.environment, "PYTHONPATH": path})
+
+
 @pytest.fixture
 def shell(cluster: Cluster, project: Path) -> Cluster:
-    """The cluster with the project's own hpc_train."""
+    """The cluster with an hpc_train and a config directory in the project, with their bytecode."""
+    for name in ("hpc_train", "hydra_plugins", "conf"):
+        shutil.copytree(REPOSITORY / name, project / name)
     return replace(cluster, environment={**cluster.environment, "PYTHONPATH": str(project)})
 
 
@@ -63,7 +69,7 @@ def arguments(project: Path) -> list[str]:
 
 
 def test_edits_while_a_job_waits_have_no_effect(shell: Cluster, project: Path) -> None:
-    options = ["cluster=slurm", "cluster.begin=now+3600", "cluster.nodes=2", "launch.detach=true", "-m"]
+    options = ["cluster=slurm", "cluster.begin=now+3600", "cluster.nodes=1", "launch.detach=true", "-m"]
     submitted = shell.hpc_train(*arguments(project), "run.name=run", *options, cwd=project)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     run = RunDirectory(project / "outputs" / "run")
@@ -81,7 +87,8 @@ def test_edits_while_a_job_waits_have_no_effect(shell: Cluster, project: Path) -
     assert max(line["lr"] for line in run.read_metrics()) <= rate < 1000
 
 
-def test_a_sweep_shares_one_snapshot(shell: Cluster, project: Path) -> None:
+def test_a_sweep_shares_one_snapshot(cluster: Cluster, project: Path) -> None:
+    shell = with_project(cluster, project)
     options = ["cluster=slurm", "cluster.begin=now+3600", "launch.detach=true", "optim.lr=1e-3,2e-3,3e-3", "-m"]
     submitted = shell.hpc_train(*arguments(project), "run.name=sweep", *options, cwd=project)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr

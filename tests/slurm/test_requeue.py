@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import ONE_NODE, SLOW, detail, events, every_step, job_id, status, wait_for_step
 
@@ -26,6 +27,7 @@ def test_one_task_of_an_array_is_requeued_alone(plain: Cluster, tmp_path: Path) 
     assert len(events(other, "started")) == 1
 
 
+@IN_LONG_FORM  # tests/doors has a restart that finds them gone
 @pytest.mark.beside
 def test_a_requeued_job_that_finds_its_checkpoints_gone_is_refused(plain: Cluster, tmp_path: Path) -> None:
     process = plain.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)

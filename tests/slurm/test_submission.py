@@ -15,9 +15,12 @@ from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import status
+from tests.warm_parents.sitecustomize import SOCKET
 
 WORKERS = ["cluster.cpu_workers=2", "batch.global_size=24"]
 HYBRID = ["+strategy=hybrid", *TINY, *WORKERS]
+# The variables with which the agents of a job get a warm parent from the tests, if the job has no others.
+FOR_WARM_PARENTS = (SOCKET, "PYTHONPATH", "OMP_WAIT_POLICY")
 REFUSED = [
     (["cluster.partition=gpuu"], "did you mean gpu?"),
     (["cluster.nodes=5"], "partition cpu has 4"),
@@ -100,6 +103,7 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
     environment = cluster.environment | {"SBATCH_PARTITION": "nowhere", "SBATCH_NODES": "4", "SBATCH_TIMELIMIT": "1"}
     shared = ["strategy=hybrid", "cluster=slurm", "cluster.partition=cpu", "+cluster.extra.export=NONE", *TINY]
+    shared += [f"+cluster.env.{name}={environment[name]}" for name in FOR_WARM_PARENTS if name in environment]
     sweep = ["-cd", str(tmp_path), "+experiment=wide,narrow", "train.seed=0,1", "run.name=sweep", "-m"]
     here = Cluster(environment)
     done = here.hpc_train(*shared, *sweep, cwd=tmp_path)

@@ -16,10 +16,19 @@ import pytest
 
 from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import ONE_NODE, SLOW, every_step, job_id, status, wait_for_step
+from tests.slurm.runs import SLOW, every_step, job_id, status, wait_for_step
 
+PACKAGES = "import hydra, importlib.util; assert importlib.util.find_spec('torch')"
 USER = "nobody"  # an ordinary user that every machine has
-SWEEP = [*SLOW, *ONE_NODE, "train.steps=15", "optim.lr=1e-3,3e-4", "run.name=sweep", "-m"]
+SWEEP = [
+    *SLOW,
+    "cluster.nodes=1",
+    "cluster.cpu_workers=1",
+    "train.steps=15",
+    "optim.lr=1e-3,3e-4",
+    "run.name=sweep",
+    "-m",
+]
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,7 @@ def other(cluster: Cluster) -> Iterator[Other]:
     for python in filter(None, (sys.executable, same)):
         user = Other(home, python, environment)
         try:
-            works = subprocess.run(
-                [python, "-c", "import torch, hydra"], env=environment, user=USER, group="nogroup", check=False
-            )
+            works = subprocess.run([python, "-c", PACKAGES], env=environment, user=USER, group="nogroup", check=False)
         except OSError:
             continue
         if works.returncode == 0:

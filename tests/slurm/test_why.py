@@ -14,28 +14,30 @@ GROWS = "import time; held = b'x' * (500 << 20); time.sleep(600)"
 
 
 @pytest.mark.beside
-def test_a_job_that_waits_for_nodes(quiet: Cluster, tmp_path: Path) -> None:
-    busy = quiet.call("sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+def test_a_job_that_waits_for_nodes(contended: Cluster, tmp_path: Path) -> None:
+    busy = contended.call("sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     other = busy.stdout.strip()
     try:
-        quiet.wait_for_state(other, "RUNNING")
+        contended.wait_for_state(other, "RUNNING")
         case = ["cluster.nodes=2", "cluster.cpu_workers=1", "launch.detach=true", "run.name=run"]
-        submitted = quiet.hpc_train(*FAULTY, *case, "-m", cwd=tmp_path)
+        submitted = contended.hpc_train(*FAULTY, *case, "-m", cwd=tmp_path)
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        wait_for("a reason", lambda: why(quiet, tmp_path)["waiting"]["reason"] in ("Resources", "Priority"), 90)
+        wait_for("a reason", lambda: why(contended, tmp_path)["waiting"]["reason"] in ("Resources", "Priority"), 90)
         fewer = "cluster.nodes=1-2: 1 of the "
-        wait_for(fewer, lambda: any(one.startswith(fewer) for one in why(quiet, tmp_path)["waiting"]["sooner"]), 200)
-        found = why(quiet, tmp_path)
+        wait_for(
+            fewer, lambda: any(one.startswith(fewer) for one in why(contended, tmp_path)["waiting"]["sooner"]), 200
+        )
+        found = why(contended, tmp_path)
         assert "nodes" in found["waiting"]["words"]
         assert found["ledger"]["queue_s"] > 0
-        held = quiet.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
+        held = contended.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
         assert held.returncode == 0, held.stderr
-        waiting = why(quiet, tmp_path)["waiting"]
+        waiting = why(contended, tmp_path)["waiting"]
         assert waiting["reason"] == "JobHeldUser"
         assert waiting["fix"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')}"
     finally:
-        quiet.call("scancel", other)
-        quiet.call("scancel", "--name=hpc_train-run")
+        contended.call("scancel", other)
+        contended.call("scancel", "--name=hpc_train-run")
 
 
 def submit_command(cluster: Cluster, cwd: Path, command: str, *arguments: str) -> str:

@@ -1,9 +1,9 @@
 """Runs commands of hpc_train in processes that are forked from one that has imported hpc_train.
 
-A command imports Hydra, rich and hpc_train for a second of CPU time, which is most of what it takes, and the tests run
-hundreds of commands. The server has imported these modules, and no torch; a second one, for the commands that need it,
-has imported torch too. For each request a server forks a process, which runs ``hpc_train/__main__.py`` as ``python -m
-hpc_train`` does, in the directory and the environment of the request.
+A command imports Hydra, rich and hpc_train and registers the schema for a second of CPU time, which is most of what it
+takes, and the tests run hundreds of commands. The server has done this, and has imported no torch; a second one, for
+the commands that need it, has imported torch too. For each request a server forks a process, which runs
+``hpc_train/__main__.py`` as ``python -m hpc_train`` does, in the directory and the environment of the request.
 
 ``run`` returns None where the server cannot reproduce a new process. The long forms start commands as users do.
 """
@@ -33,7 +33,16 @@ from tests.warm_parents.server import become, close, receive
 from tests.warm_parents.sitecustomize import ALSO, SOCKET, surroundings
 
 REPOSITORY = Path(__file__).parents[2]
-IMPORTED = ("hpc_train.cli", "hpc_train.commands.train", "hpc_train.commands.batch", "hpc_train.commands.submitted")
+IMPORTED = (
+    "hpc_train.cli",
+    "hpc_train.commands.train",
+    "hpc_train.commands.batch",
+    "hpc_train.commands.submitted",
+    "hpc_train.commands.agent",
+    "hpc_train.elastic.agent",
+    "hpc_train.launch.executors.local",
+    "hydra._internal.logging_config",
+)
 NEED_TORCH = ("bench", "checkpoint", "evaluate", "generate")
 READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG")  # variables that Python reads when it starts
 BYTES = 8  # of each number that the server sends
@@ -111,7 +120,21 @@ def _request(cwd: Path, arguments: Sequence[str], environment: Mapping[str, str]
 
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    names = (name for name in environment if name.startswith(READ_AT_START) and name != "PYTHONPATH")
+    return {name: environment[name] for name in names}
+
+
+def added_paths(environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the directories that ``environment`` has before the PYTHONPATH of this process.
+
+    Returns None if its PYTHONPATH does not end with that of this process, or a directory replaces what it has imported.
+    """
+    path, own = environment.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
+    added = path.removesuffix(own).split(os.pathsep)
+    if not path.endswith(own) or added.pop():
+        return None
+    replaced = any(Path(each, name).exists() for each in added for name in ("hpc_train", "hydra_plugins"))
+    return None if replaced else added
 
 
 def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) -> int:
@@ -162,6 +185,7 @@ def main(address: str, modules: str) -> None:
     for name in (*IMPORTED, *filter(None, modules.split(","))):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    fill_caches()
     assert modules or "torch" not in sys.modules
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
@@ -171,13 +195,16 @@ def main(address: str, modules: str) -> None:
         with connection, contextlib.suppress(OSError, EOFError):  # the test was killed meanwhile
             request, descriptors = receive(connection)
             same = (request["python"], request["surroundings"], request["at_start"]) == own
-            if not same:
+            added = added_paths(request["environment"])
+            if not same or added is None:
                 connection.sendall(bytes(BYTES))
             elif os.fork() == 0:
                 listener.close()
                 _fork_and_report(connection, descriptors)
                 connection.close()
-                request["search_path"] = [request["directory"], *search_path]
+                request["search_path"] = [request["directory"], *added, *search_path]
+                if any(Path(each, "sitecustomize.py").exists() for each in added):
+                    sys.modules.pop("sitecustomize", None)  # ``become`` imports the added one
                 break
             close(descriptors)
     else:
@@ -186,6 +213,15 @@ def main(address: str, modules: str) -> None:
     become(request, descriptors)
     sys.argv[:] = ["hpc_train", *request["arguments"]]
     runpy.run_module("hpc_train", run_name="__main__", alter_sys=True)
+
+
+def fill_caches() -> None:
+    """Registers the schema, and fills the caches of Hydra and OmegaConf; nothing in them depends on the environment."""
+    from hpc_train.config.compose import compose, typed
+    from hpc_train.launch.launcher import register_launcher
+
+    register_launcher()
+    typed(compose(["+strategy=dp", "data=synthetic", "optim.lr=1e-3", "run.name=name"]))
 
 
 def _fork_and_report(connection: socket.socket, descriptors: list[int]) -> None:
