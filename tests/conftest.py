@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import pytest
 
 from hpc_train import cli
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
 
 # The tests of these files and folders run first, in this order: the files of more than 40 seconds, so that no process
@@ -54,7 +56,9 @@ HEAVY = (
 # share the cores, each with a thread per core, take several times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")
-LONG_FORMS = {  # the long forms that --long-share draws from, with the seconds that a case takes on two cores
+# The long forms that --long-share draws from besides the cases with the mark long_form, with the seconds that a case
+# takes on two cores.
+LONG_FORMS = {
     "tests/faults/test_faults.py::test_twenty_trials[": 120,
     "tests/faults/test_nodes.py::": 90,
     "tests/faults/test_slurm.py::": 100,
@@ -62,7 +66,7 @@ LONG_FORMS = {  # the long forms that --long-share draws from, with the seconds 
     "tests/checkpoint/test_errors.py::": 120,
 }
 # A share has a planned time, a time after which no case starts, and a maximum time for each case.
-SHARE_S, BEGINS_S, CASE_S = 420, 480, 240
+SHARE_S, BEGINS_S, CASE_S = 480, 480, 240
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,8 +120,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the longest files first, so that with ``-n`` no process runs one of them alone at the end."""
+    """Puts the longest files first, so that with ``-n`` no process runs one of them alone at the end, and skips the
+    cases of the long form in the short one."""
     items.sort(key=_place)
+    for item in items:
+        if not LONG and item.get_closest_marker("long_form"):
+            item.add_marker(IN_LONG_FORM)
     if config.getoption("--long-share") is not None:
         items[:] = _long_share(items, config.getoption("--long-share"))
         print("\nlong forms of this share:", *(item.nodeid for item in items), sep="\n  ")
@@ -133,16 +141,25 @@ KEEPS_NO_BYTECODE = pytest.StashKey[bool]()
 
 
 def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
-    """Returns the cases that ``seed`` draws until they fill SHARE_S; the same code gives the same cases."""
-    cost = {item: next((s for head, s in LONG_FORMS.items() if item.nodeid.startswith(head)), 0) for item in items}
-    drawn = random.Random(seed).sample(among := [item for item in items if cost[item]], len(among))
+    """Returns the cases that ``seed`` draws, in turn from each folder, until they fill SHARE_S; the same code gives the
+    same cases."""
+    cost = {item: _seconds(item) for item in items}
+    folders: dict[Path, list[pytest.Item]] = {}
+    for item in random.Random(seed).sample(among := [item for item in items if cost[item]], len(among)):
+        folders.setdefault(item.path.parent, []).append(item)
     chosen, left = [], SHARE_S
-    for item in drawn:
-        if cost[item] <= left:
+    for item in filter(None, chain(*zip_longest(*folders.values()))):
+        if cost[item] <= min(left, CASE_S):
             item.add_marker(pytest.mark.timeout(CASE_S))
             chosen.append(item)
             left -= cost[item]
     return chosen
+
+
+def _seconds(item: pytest.Item) -> int:
+    """Returns the seconds that a case of a long form takes on two cores, and 0 for other cases."""
+    mark = item.get_closest_marker("long_form")
+    return next((s for head, s in LONG_FORMS.items() if item.nodeid.startswith(head)), mark.args[0] if mark else 0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -150,6 +150,11 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
     return allowed, refused
 
 
+def more(short: Sequence[Cell], every: Sequence[Cell]) -> list[Cell]:
+    """Returns the cells of the long form: those of ``every`` that the short form does not have."""
+    return [cell for cell in every if cell not in short]
+
+
 def in_turn(cells: Sequence[Cell]) -> list[Cell]:
     """Returns one cell per strategy, batch and precision, with alternating models; all cells in the long form."""
     if LONG:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +25,9 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        # By storage. The last tensor of a storage takes its Python object along, which calls the weak reference.
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,14 +36,19 @@ class Allocations(TorchDispatchMode):
         for tensor in _tensors(made):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:  # the tensor is not a view
-                self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._add(storage)
                 self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
         return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._references[key] = weakref.ref(storage, lambda _: self._sizes.pop(key, None))
+        self._sizes[key] = storage.nbytes()
 
     @property
     def alive(self) -> int:
         """Returns the number of bytes of the created tensors that still exist."""
-        return sum(size for reference, size in self._sizes.values() if not reference.expired())
+        return sum(self._sizes.values())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -53,25 +60,41 @@ class PeakMemory(Allocations):
     """Also observes the peak.
 
     Attributes:
-        peak: the largest number of bytes that the created tensors held at the same time, with the size that each
-            storage had then: FSDP frees and fills the storages of gathered parameters without creating tensors.
+        peak: the largest number of bytes that the created tensors held at the same time, without those on ``meta``,
+            with the size that each storage had then: FSDP frees and fills the storages of gathered parameters without
+            creating tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
 
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+            return found
+
+        self._watch = patch.object(torch.UntypedStorage, "resize_", resized)
+        self._watch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watch.stop()
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak = max(self.peak, self.held)
+        self.peak = max(self.peak, self.alive)
         return made
 
-    @property
-    def held(self) -> int:
-        """Returns the bytes that the created tensors hold now, without those on ``meta``."""
-        self._sizes = {key: known for key, known in self._sizes.items() if not known[0].expired()}
-        alive = (torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference, _ in self._sizes.values())
-        return sum(storage.nbytes() for storage in alive if storage is not None and storage.device.type != "meta")
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            super()._add(storage)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -123,8 +123,12 @@ def compare_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome
 
 
 def mesh_of(cell: Cell, rank: int) -> Mesh:
-    """Returns the mesh of ``cell``; cells of one shape share their process groups, which have threads. Collective."""
-    layout = cell.layout()
+    """Returns the mesh of ``cell``; see ``kept_mesh``."""
+    return kept_mesh(cell.layout(), rank)
+
+
+def kept_mesh(layout: Layout, rank: int) -> Mesh:
+    """Returns the mesh of ``layout``; those of one shape share their process groups, which have threads. Collective."""
     shape = (layout.dp, layout.pp, layout.cp, layout.tp, layout.shard)
     mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
     return replace(mesh, layout=layout)

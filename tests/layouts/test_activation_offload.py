@@ -32,7 +32,6 @@ from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.recomputation import kept_by_layers
 from hpc_train.plan.techniques import KINDS, SCHEDULES
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.layouts.cells import Cell
 from tests.layouts.memory import Allocations, PeakMemory, norms_of_gpus
 from tests.layouts.oracle import check_cells
@@ -69,7 +68,7 @@ def test_offload_goes_with_activation_checkpointing(record: Callable[..., None])
     record(check_cells(cells), [])
 
 
-@IN_LONG_FORM  # minutes of the C++ compiler
+@pytest.mark.long_form(200)  # minutes of the C++ compiler
 def test_offload_goes_with_compiled_layers(record: Callable[..., None]) -> None:
     cells = [offloading(2, checkpointing=mode, dp=2, data_parallel="zero3") for mode in ("none", "full")]
     cells += [offloading(2, "gpt-tied", dp=2), offloading(2, **pipeline("1f1b"))]
@@ -91,7 +90,7 @@ def moved_by_compiled_layers(rank: int, world_size: int, config: Config) -> tupl
     return waiting, host.alive
 
 
-@IN_LONG_FORM
+@pytest.mark.long_form(60)
 def test_compiled_layers_move_less_since_they_save_less() -> None:
     config = config_of("none", "fp32")
     config = replace(config, train=replace(config.train, compile=True))

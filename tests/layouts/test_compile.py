@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import codecache
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.compiler._cache import CacheArtifactManager
@@ -35,8 +34,8 @@ from hpc_train.parallel.compile import (
     kept_artifacts,
 )
 from hpc_train.parallel.graph_keys import stable_keys
-from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.layouts.cells import VOCABULARY, Cell
+from tests.layouts.graphs import run_graphs_as_cut
 from tests.layouts.oracle import (
     TOLERANCE,
     Outcome,
@@ -78,10 +77,8 @@ def test_a_layer_is_one_graph_under_ddp() -> None:
 
 
 def without_inductor(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome]:
-    """Compares ``cells`` with one process; their graphs run as AOTAutograd has cut them, without generated code."""
-    import torch._inductor.compile_fx as inductor
-
-    inductor.compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)  # type: ignore[assignment]
+    """Compares ``cells`` with one process, without generated code."""
+    run_graphs_as_cut()
     found = []
     for cell in cells:
         found += compare_cells(rank, world_size, [cell])
@@ -96,62 +93,91 @@ def check_graphs(cells: list[Cell]) -> list[Outcome]:
     return outcomes
 
 
-def test_tensor_parallel_layers_are_compiled(record: Callable[..., None]) -> None:
-    """With each way to keep less for the backward pass; ``selective`` has layers of two kinds, with and without.
-
-    The long form has the attention of ``gpt-options`` too, which is not fused.
-    """
-    trains: list[tuple[str, dict[str, Any]]] = [
-        ("vit", {"activation_checkpointing": "full", "activation_offload": "0.1KiB"}),
-        ("gpt-windows", {"activation_checkpointing": "ops", "loss_chunks": 3}),
-        ("gpt-tied", {"activation_checkpointing": "selective:3"}),
-    ]
-    if LONG:
-        trains.append(("gpt-options", {"loss_chunks": 3}))
-    chosen = [
-        Cell(2, model, strategy={"tp": 2}, batch={"micro_batches": 2}, train={"compile": True} | train)
-        for model, train in trains
-    ]
-    record(check_graphs(chosen), [])
+def in_pairs(mode: str, split: dict[str, Any]) -> list[Cell]:
+    """Returns a cell of tensor parallelism beside another axis."""
+    train = {"compile": True, "activation_checkpointing": mode}
+    return [Cell(4, "gpt-tied", strategy=split | {"tp": 2}, batch={"micro_batches": 4}, train=train)]
 
 
-def test_tensor_parallel_layers_are_compiled_beside_another_axis(record: Callable[..., None]) -> None:
-    """The short form has the axes that change what is compiled: parameters of two meshes, and stages."""
-    splits: list[tuple[str, dict[str, Any]]] = [
-        ("full", {"dp": 2, "data_parallel": "zero3"}),
-        ("ops", {"pp": 2, "schedule": "1f1b"}),
-    ]
-    if LONG:
-        splits += [
-            ("ops", {"dp": 2, "data_parallel": "allreduce"}),
-            ("none", {"dp": 2, "data_parallel": "zero1"}),
-            ("full", {"pp": 2, "schedule": "1f1b"}),
-            ("none", {"cp": 2, "data_parallel": "allreduce"}),
-        ]
-    chosen = [
-        Cell(
-            4,
-            "gpt-tied",
-            strategy=split | {"tp": 2},
-            batch={"micro_batches": 4},
-            train={"compile": True, "activation_checkpointing": mode},
-        )
-        for mode, split in splits
-    ]
-    record(check_graphs(chosen), [])
+def alone(model: str, **train: Any) -> list[Cell]:
+    return [Cell(2, model, strategy={"tp": 2}, batch={"micro_batches": 2}, train={"compile": True} | train)]
 
 
-def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(record: Callable[..., None]) -> None:
-    """The fused loss with whole and sharded parameters, the loss that is computed again, a ViT, and split tokens."""
-    fused = {"dp": 2, "data_parallel": "zero3"}
-    chosen = [
-        Cell(2, "gpt-options", strategy=fused, train={"compile": True, "loss_chunks": 3, "z_loss": 0.01}),
-        Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
-             train={"compile": True, "loss_chunks": 2}),
-        Cell(2, "vit", strategy={"dp": 2, "data_parallel": "ddp"}, train={"compile": True}),
-        Cell(2, "gpt", strategy={"cp": 2}, batch={"micro_batches": 2}, train={"compile": True}),
-    ]  # fmt: skip
-    record(check_graphs(chosen), [])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param(alone("gpt-tied", activation_checkpointing="ops", loss_chunks=4), id="ops"),
+        pytest.param(  # layers of two kinds, with and without a window
+            alone("gpt-windows", activation_checkpointing="ops", loss_chunks=3),
+            id="windows",
+            marks=pytest.mark.long_form(20),
+        ),
+        pytest.param(
+            alone("vit", activation_checkpointing="full", activation_offload="0.1KiB"),
+            id="offload",
+            marks=pytest.mark.long_form(20),
+        ),
+        pytest.param(  # layers of two kinds, with and without recomputation
+            alone("gpt-tied", activation_checkpointing="selective:3"), id="selective", marks=pytest.mark.long_form(20)
+        ),
+        pytest.param(  # whose attention is not fused
+            alone("gpt-options", loss_chunks=3), id="options", marks=pytest.mark.long_form(20)
+        ),
+    ],
+)
+def test_tensor_parallel_layers_are_compiled(cells: list[Cell], record: Callable[..., None]) -> None:
+    record(check_graphs(cells), [])
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param(in_pairs("full", {"dp": 2, "data_parallel": "zero3"}), id="zero3"),  # parameters of two meshes
+        *(
+            pytest.param(in_pairs(mode, split), id=name, marks=pytest.mark.long_form(40))
+            for name, mode, split in (
+                ("stages", "ops", {"pp": 2, "schedule": "1f1b"}),
+                ("stages-full", "full", {"pp": 2, "schedule": "1f1b"}),
+                ("allreduce", "ops", {"dp": 2, "data_parallel": "allreduce"}),
+                ("zero1", "none", {"dp": 2, "data_parallel": "zero1"}),
+                ("context", "none", {"cp": 2, "data_parallel": "allreduce"}),
+            )
+        ),
+    ],
+)
+def test_tensor_parallel_layers_are_compiled_beside_another_axis(
+    cells: list[Cell], record: Callable[..., None]
+) -> None:
+    record(check_graphs(cells), [])
+
+
+FUSED = {"compile": True, "loss_chunks": 4, "z_loss": 0.01}
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [
+            Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED),
+            Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
+                 train={"compile": True, "loss_chunks": 2}),
+            Cell(2, "gpt", strategy={"cp": 2}, batch={"micro_batches": 2}, train={"compile": True}),
+        ],
+        pytest.param(
+            [
+                Cell(2, "gpt-options", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED | {"loss_chunks": 3}),
+                Cell(2, "vit", strategy={"dp": 2, "data_parallel": "ddp"}, train={"compile": True}),
+            ],
+            marks=pytest.mark.long_form(30),
+        ),
+    ],
+    ids=["short", "more"],
+)  # fmt: skip
+def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(
+    cells: list[Cell], record: Callable[..., None]
+) -> None:
+    """The fused loss with sharded parameters, the loss that is computed again in a stage, a ViT, and split tokens."""
+    record(check_graphs(cells), [])
 
 
 def test_a_loss_of_ones_own_is_not_compiled() -> None:
@@ -188,10 +214,10 @@ def test_the_form_of_the_loss_for_compilers_computes_the_same(
             compilable_chunk_loss(other, targets, kind)
 
 
-@IN_LONG_FORM  # minutes of the C++ compiler
-def test_generated_code_of_tensor_parallel_layers(record: Callable[..., None]) -> None:
-    chosen = [Cell(2, model, strategy={"tp": 2}, train={"compile": True}) for model in ("gpt-options", "vit")]
-    record(check_cells(chosen, timeout=600), [])
+@pytest.mark.long_form(200)  # minutes of the C++ compiler
+@pytest.mark.parametrize("model", ["gpt-options", "vit"])
+def test_generated_code_of_tensor_parallel_layers(model: str, record: Callable[..., None]) -> None:
+    record(check_cells([Cell(2, model, strategy={"tp": 2}, train={"compile": True})], timeout=600), [])
 
 
 def attempt(cache: Path, kept: Path) -> tuple[bool, int, int, list[str]]:

@@ -17,18 +17,16 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
-from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.recomputation import layer_bytes
 from hpc_train.plan.techniques import KINDS
 from hpc_train.plan.validate import validate
-from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.memory import Allocations, norms_of_gpus
-from tests.layouts.oracle import check_cells, local_batch, mesh_of
-from tests.ranks import run_on_world, run_ranks
+from tests.layouts.oracle import check_cells, kept_mesh, local_batch, mesh_of
+from tests.ranks import run_on_world
 
 CPU = torch.device("cpu")
 
@@ -40,33 +38,50 @@ def cell(ranks: int, model: str = "gpt", train: dict[str, Any] | None = None, **
 
 TWO = [
     *(cell(2, model, cp=2, data_parallel=kind) for kind, model in zip(KINDS, ("gpt", "gpt-tied") * 3, strict=False)),
-    *(cell(2, "gpt-options", cp=2, data_parallel=kind) for kind in ("ddp", "zero3")),
+    cell(2, "gpt-options", cp=2, data_parallel="zero3"),
     cell(2, "gpt-windows", cp=2),
-    *(cell(2, cp=2, train={"activation_checkpointing": mode, "loss_chunks": 2}) for mode in ("full", "ops")),
+    cell(2, cp=2, train={"activation_checkpointing": "ops", "loss_chunks": 2}),
     cell(2, cp=2, data_parallel="zero3", offload="all", train={"activation_checkpointing": "selective"}),
     cell(2, cp=2, compression="topk", compression_share=1.0),  # it omits no element
     replace(cell(2, cp=2), loss_scale=1024.0),
 ]
+TWO_MORE = [
+    cell(2, "gpt-options", cp=2, data_parallel="ddp"),
+    cell(2, cp=2, train={"activation_checkpointing": "full", "loss_chunks": 2}),
+]
 FOUR = [
     cell(4, cp=4),  # two heads of keys and values, each for two ranks
-    cell(4, "gpt-options", cp=4, data_parallel="zero2"),
-    *(cell(4, "gpt-tied", dp=2, cp=2, data_parallel=kind) for kind in KINDS),
-    *(cell(4, dp=2, cp=2, data_parallel=kind, shard=2) for kind in ("zero2", "zero3")),
-    *([cell(4, cp=2, tp=2, data_parallel="allreduce")] if LONG else []),  # test_packing has it with documents
+    *(cell(4, "gpt-tied", dp=2, cp=2, data_parallel=kind) for kind in ("ddp", "zero3")),
+    cell(4, dp=2, cp=2, data_parallel="zero3", shard=2),
     cell(4, "gpt-options", cp=2, tp=2, data_parallel="zero3"),
     cell(4, "gpt-tied", cp=2, pp=2, schedule="1f1b"),
+    cell(4, "gpt-tied", cp=2, pp=2, schedule="zbv", stages_per_rank=2, data_parallel="allreduce"),
+]
+FOUR_MORE = [
+    cell(4, "gpt-options", cp=4, data_parallel="zero2"),
+    *(cell(4, "gpt-tied", dp=2, cp=2, data_parallel=kind) for kind in ("allreduce", "zero1", "zero2")),
+    cell(4, dp=2, cp=2, data_parallel="zero2", shard=2),
+    cell(4, cp=2, tp=2, data_parallel="allreduce"),
     cell(4, "gpt-options", cp=2, pp=2, schedule="gpipe", data_parallel="zero3"),
     cell(4, cp=2, pp=2, schedule="interleaved_1f1b", stages_per_rank=2, data_parallel="zero2"),
-    cell(4, "gpt-tied", cp=2, pp=2, schedule="zbv", stages_per_rank=2, data_parallel="allreduce"),
 ]
 
 
-@pytest.mark.parametrize("cells", [TWO, FOUR], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param(TWO, id="2"),
+        pytest.param(FOUR, id="4"),
+        pytest.param(TWO_MORE, id="2-more", marks=pytest.mark.long_form(10)),
+        pytest.param(FOUR_MORE, id="4-more", marks=pytest.mark.long_form(40)),
+    ],
+)
 def test_a_split_sequence_trains_as_a_whole_one_does(cells: list[Cell], record: Callable[..., None]) -> None:
+    """The short form has every data parallelism on two ranks, and each other axis beside this one."""
     record(check_cells(cells, timeout=280), [])
 
 
-@IN_LONG_FORM  # most of a minute of the C++ compiler; test_compile has the graphs
+@pytest.mark.long_form(60)  # most of a minute of the C++ compiler; test_compile has the graphs
 def test_compiled_layers_exchange_heads(record: Callable[..., None]) -> None:
     record(check_cells([cell(2, cp=2, train={"compile": True})], timeout=280), [])
 
@@ -189,7 +204,7 @@ def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, An
     found = []
     for layers, mode, options in cases:
         config = memory_config(layers, mode, options, world_size)
-        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, CPU)
+        mesh = kept_mesh(resolve_layout(config, 1, world_size), rank)
         model: Any = build_engine(config, mesh).parts[0]
         hidden: Tensor = torch.randn(2, TOKENS // world_size, DIM, requires_grad=True)
         with norms_of_gpus(), Allocations() as allocations:
@@ -209,7 +224,13 @@ def settled(allocations: Allocations) -> int:
     return now
 
 
-@pytest.mark.parametrize("options", [{}, {"n_kv_heads": 4, "qk_norm": True}], ids=["plain", "grouped"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.long_form(15)),
+        pytest.param({"n_kv_heads": 4, "qk_norm": True}, id="grouped"),
+    ],
+)
 def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -> None:
     kept = {ranks: _kept_by_layers(ranks, options) for ranks in (1, 2, 4)}
     for ranks, by_mode in kept.items():
@@ -233,7 +254,7 @@ MODES: tuple[LayerMode, ...] = ("none", "full", "ops")
 def _kept_by_layers(ranks: int, options: dict[str, Any]) -> dict[LayerMode, int]:
     """Returns what further layers keep on the first rank, by what they recompute."""
     cases = [(layers, mode, options) for mode in MODES for layers in (LAYERS, 4 * LAYERS)]
-    found = run_ranks(ranks, kept_by, cases)[0]
+    found = run_on_world(ranks, kept_by, cases)[0]
     return {mode: found[2 * at + 1] - found[2 * at] for at, mode in enumerate(MODES)}
 
 

@@ -21,7 +21,6 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.techniques import KINDS
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import local_batch, mesh_of, train_plainly, whole
 from tests.ranks import run_on_world, run_ranks
@@ -207,7 +206,7 @@ def compiled(rank: int, world_size: int, cells: list[Cell], cache: str) -> list[
     return found
 
 
-@IN_LONG_FORM  # most of a minute of the C++ compiler
+@pytest.mark.long_form(60)  # most of a minute of the C++ compiler
 def test_compiled_layers_keep_names_and_gradients_and_are_compiled_by_one_rank(tmp_path: Path) -> None:
     train = {"compile": True, "activation_checkpointing": "ops"}
     chosen = [Cell(2, "gpt", "fp32", {"dp": 2, "data_parallel": "zero2"}, train=train)]

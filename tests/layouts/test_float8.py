@@ -104,8 +104,14 @@ def differences(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> 
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", ["gpt", "vit"])
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        *(("gpt", recipe) for recipe in RECIPES),
+        ("vit", "rowwise"),
+        *(pytest.param("vit", recipe, marks=pytest.mark.long_form(15)) for recipe in ("tensorwise", "mxfp8")),
+    ],
+)
 def test_fp8_is_the_same_under_every_strategy(model: str, recipe: str) -> None:
     chosen = [cell_of(model, split) for split in SPLITS.values()]
     for ranks in run_on_world(2, differences, chosen, recipe):

@@ -22,6 +22,7 @@ from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.step import TrainStep
 from tests.layouts.cells import Cell
+from tests.layouts.graphs import run_graphs_as_cut
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, relative
 from tests.ranks import run_on_world, run_ranks
 
@@ -171,8 +172,15 @@ def test_every_optimizer_leaves_the_bits_of_the_ordinary_step() -> None:
     run_on_world(2, against_the_ordinary_step, cells)
 
 
-def test_a_compiled_layer_leaves_the_bits_of_the_ordinary_step() -> None:
-    run_ranks(1, against_the_ordinary_step, [cell_of(1, "gpt", precision="fp32", train={"compile": True})], timeout=300)
+def compiled(rank: int, world_size: int, generates_code: bool) -> None:
+    if not generates_code:
+        run_graphs_as_cut()
+    against_the_ordinary_step(rank, world_size, [cell_of(1, "gpt", precision="fp32", train={"compile": True})])
+
+
+@pytest.mark.parametrize("generates_code", [False, pytest.param(True, marks=pytest.mark.long_form(80))])
+def test_a_compiled_layer_leaves_the_bits_of_the_ordinary_step(generates_code: bool) -> None:
+    run_ranks(1, compiled, generates_code, timeout=300)
 
 
 def overflow_in_the_first_layer(rank: int, world_size: int, cell: Cell) -> tuple[list[str], list[str], list[float]]:

@@ -87,27 +87,38 @@ def test_what_saves_memory_or_time_changes_no_gradient(
     assert all(any(reason in entry.reason for reason in REASONS) for entry in refused), {r.reason for r in refused}
 
 
-def test_chunks_of_the_loss_under_several_axes(record: Callable[..., None]) -> None:
+ZBV: dict[str, Any] = {"schedule": "zbv", "stages_per_rank": 2}
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [
+            ("gpt-options", {"dp": 2, "tp": 2, "data_parallel": "zero3"}),
+            ("gpt-tied", {"pp": 2, "tp": 2} | ZBV),
+            ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero3", "schedule": "1f1b"}),
+            ("gpt-tied", {"pp": 2, "dp": 2, "data_parallel": "allreduce"} | ZBV),
+        ],
+        pytest.param(
+            [
+                ("gpt-tied", {"dp": 2, "tp": 2, "data_parallel": "zero2"}),
+                ("gpt-tied", {"pp": 2, "tp": 2, "schedule": "1f1b"}),
+                ("gpt-options", {"pp": 2, "tp": 2, "schedule": "gpipe"}),
+                ("gpt-options", {"pp": 2, "tp": 2} | ZBV),
+                ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero2"} | ZBV),
+            ],
+            marks=pytest.mark.long_form(30),
+        ),
+    ],
+    ids=["short", "more"],
+)
+def test_chunks_of_the_loss_under_several_axes(
+    splits: list[tuple[str, dict[str, Any]]], record: Callable[..., None]
+) -> None:
     """The head's gradients wait for a reduction, a tied copy on another stage or the other half of a backward pass.
 
-    With tensor parallelism, the short form has one data parallelism that shards and one schedule of each kind of
-    backward pass. All cells have micro-batches of two samples, so that they share the sharding decisions of DTensor.
+    All cells have micro-batches of two samples, so that they share the sharding decisions of DTensor.
     """
-    v: dict[str, Any] = {"schedule": "zbv", "stages_per_rank": 2}
-    splits: list[tuple[str, dict[str, Any]]] = [
-        ("gpt-options", {"dp": 2, "tp": 2, "data_parallel": "zero3"}),
-        ("gpt-tied", {"pp": 2, "tp": 2, "schedule": "1f1b"}),
-        ("gpt-tied", {"pp": 2, "tp": 2} | v),
-        ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero3", "schedule": "1f1b"}),
-        ("gpt-tied", {"pp": 2, "dp": 2, "data_parallel": "allreduce"} | v),
-        ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero2"} | v),
-    ]
-    if LONG:
-        splits += [
-            ("gpt-tied", {"dp": 2, "tp": 2, "data_parallel": "zero2"}),
-            ("gpt-options", {"pp": 2, "tp": 2, "schedule": "gpipe"}),
-            ("gpt-options", {"pp": 2, "tp": 2} | v),
-        ]
     chosen = [
         Cell(
             4,

@@ -110,7 +110,7 @@ def bytes_of_loss(rank: int, world_size: int, chunks: list[int]) -> list[tuple[i
         hidden = torch.randn(MICRO, SEQUENCE // 2, DIM, requires_grad=True)
         with PeakMemory() as memory:
             loss: Tensor = head.loss(hidden, tokens)[0]
-            kept = memory.held
+            kept = memory.alive
             loss.backward()
         found.append((kept, memory.peak, training.largest, evaluation.largest))
     return found

@@ -18,8 +18,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.plan.mixing import check_mixing
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.train.evaluation import evaluate
-from tests.checkpoint.progress import LONG
-from tests.layouts.cells import Cell, Refused
+from tests.layouts.cells import Cell, Refused, more
 from tests.layouts.oracle import check_cells, global_batch, mesh_of
 from tests.ranks import run_on_world
 
@@ -42,10 +41,10 @@ def replicas(world_size: int) -> list[dict[str, Any]]:
     return splits
 
 
-def pipelines(world_size: int) -> list[dict[str, Any]]:
+def pipelines(world_size: int, every: bool = False) -> list[dict[str, Any]]:
     """Every schedule on two ranks; on four, every pair with two replicas in the long form."""
     pairs = [(schedule, kind) for schedule, row in SCHEDULES.items() for kind in row.data_parallel]
-    if not LONG:
+    if not every:
         pairs = [("1f1b", "zero3"), ("zbv", "allreduce")]
     if world_size == 2:
         pairs = [(schedule, "ddp") for schedule in SCHEDULES]
@@ -61,8 +60,8 @@ def pipelines(world_size: int) -> list[dict[str, Any]]:
     ]
 
 
-def sums(world_size: int) -> list[Cell]:
-    """Two models of each strategy on two ranks and the third on four; all on both in the long form."""
+def sums(world_size: int, every: bool) -> list[Cell]:
+    """Two models of each strategy on two ranks, and one under each strategy that needs four; all in the long form."""
     batches = (AT_ONCE, ACCUMULATED)
     if world_size == 1:
         return [Cell(1, model, batch=batch) for model in SUMS for batch in batches]
@@ -70,32 +69,45 @@ def sums(world_size: int) -> list[Cell]:
         Cell(world_size, model, strategy=split, batch=batches[(number + place) % 2])
         for number, split in enumerate(replicas(world_size))
         for place, model in enumerate(SUMS)
-        if LONG or ((number + place) % 3 == 0) == (world_size == 4)
+        if every or (("shard" in split and (number + place) % 3 == 0) if world_size == 4 else (number + place) % 3 > 0)
     ]
     if world_size == 2:
         chosen += [Cell(2, model, strategy={"dp": 2}, **REPRODUCIBLE) for model in SUMS[1:]]
         chosen += [Cell(2, "custom-heads", strategy=COMPRESSED, batch=ACCUMULATED)]
         chosen += [Cell(2, "custom-vae", strategy={"dp": 2}, loss_scale=1024.0)]
-    return chosen + [Cell(world_size, "gpt-heads", strategy=split) for split in pipelines(world_size)]
+    return chosen + [Cell(world_size, "gpt-heads", strategy=split) for split in pipelines(world_size, every)]
 
 
-def contrastive(world_size: int) -> list[Cell]:
+def contrastive(world_size: int, every: bool) -> list[Cell]:
     if world_size == 1:
         return [Cell(1, model, batch=AT_ONCE) for model in CONTRASTIVE]
     chosen = [
         Cell(world_size, model, strategy=split, batch=AT_ONCE)
         for number, split in enumerate(replicas(world_size))
         for place, model in enumerate(CONTRASTIVE)
-        if LONG or ((number + place) % 2 == 0) == (world_size == 4)
+        if every or ((number + place) % 2 == 0) == (world_size == 4)
     ]
     static = {"dp": world_size, "data_parallel": "ddp", "static_graph": True}
     return [*chosen, Cell(world_size, "custom-contrastive", strategy=static, loss_scale=1024.0)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4] if LONG else [2, 4])
-def test_own_losses_train_as_in_one_process(world_size: int, record: Callable[..., None]) -> None:
+def cells(world_size: int, every: bool) -> list[Cell]:
+    return [*sums(world_size, every), *contrastive(world_size, every)]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param(cells(2, False), id="2"),
+        pytest.param(cells(4, False), id="4"),
+        pytest.param(cells(1, True), id="1", marks=pytest.mark.long_form(10)),
+        pytest.param(more(cells(2, False), cells(2, True)), id="2-more", marks=pytest.mark.long_form(15)),
+        pytest.param(more(cells(4, False), cells(4, True)), id="4-more", marks=pytest.mark.long_form(60)),
+    ],
+)
+def test_own_losses_train_as_in_one_process(cells: list[Cell], record: Callable[..., None]) -> None:
     """Ten samples are unevenly divided among four ranks, and ignored ones leave ranks different numbers of rows."""
-    record(check_cells([*sums(world_size), *contrastive(world_size)], timeout=280), [])
+    record(check_cells(cells, timeout=280), [])
 
 
 def evaluations(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float]]:

@@ -19,7 +19,6 @@ from hpc_train.models.packed_attention import VARLEN
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
-from tests.checkpoint.progress import LONG
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, mesh_of, whole
 from tests.models.varlen import kernels_in_plain_torch
@@ -29,36 +28,52 @@ LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence 
 UNEVEN = [[3, 17, 1, 9, 3, 17, 1, 9]]  # few lengths: DTensor plans each operator for each shape
 
 ALONE = {"tp", "cp", "data_parallel"}
-CELLS: dict[int, list[Cell]] = {
-    2: [
+CELLS: dict[str, list[Cell]] = {
+    "2": [
         Cell(2, strategy={"dp": 2}),
         Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}),
-        *([Cell(2, strategy={"tp": 2})] if LONG else []),
         Cell(2, "gpt-windows", strategy={"tp": 2}),
         Cell(2, "gpt-windows", strategy={"pp": 2, "schedule": "1f1b"}),
-        Cell(2, strategy={"pp": 2, "schedule": "gpipe"}),
-        Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
         Cell(2, strategy={"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
-        Cell(2, strategy={"dp": 2}, train={"activation_checkpointing": "full"}),
-        Cell(2, strategy={"cp": 2}),
-        Cell(2, strategy={"cp": 2}, train={"z_loss": 0.3}),
-        Cell(2, "gpt-windows", strategy={"tp": 2}, train={"z_loss": 0.3, "loss_chunks": 2}),
         Cell(2, "gpt-windows", strategy={"cp": 2, "data_parallel": "zero3"}),
+        Cell(2, "gpt-windows", strategy={"tp": 2}, train={"z_loss": 0.3, "loss_chunks": 2}),
     ],
-    4: [
-        Cell(4, strategy={"dp": 2, "pp": 2, "data_parallel": "zero2"}),
+    "4": [
         Cell(4, strategy={"pp": 2, "tp": 2}),
-        Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "allreduce"}),
         Cell(4, strategy={"cp": 2, "tp": 2, "data_parallel": "allreduce"}),
         Cell(4, "gpt-windows", strategy={"cp": 2, "pp": 2, "schedule": "1f1b"}),
         Cell(4, strategy={"dp": 2, "cp": 2, "data_parallel": "zero2"}),
     ],
+    "2-more": [
+        Cell(2, strategy={"tp": 2}),
+        Cell(2, strategy={"pp": 2, "schedule": "gpipe"}),
+        Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+        Cell(2, strategy={"dp": 2}, train={"activation_checkpointing": "full"}),
+        Cell(2, strategy={"cp": 2}),
+        Cell(2, strategy={"cp": 2}, train={"z_loss": 0.3}),
+    ],
+    "4-more": [
+        Cell(4, strategy={"dp": 2, "pp": 2, "data_parallel": "zero2"}),
+        Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "allreduce"}),
+    ],
 }
+FORMS = ["2", "4", *(pytest.param(form, marks=pytest.mark.long_form(20)) for form in ("2-more", "4-more"))]
 
 
-@pytest.mark.parametrize("world_size", CELLS)
-def test_packed_documents_train_as_single_ones_do(world_size: int) -> None:
-    run_on_world(world_size, _compare, CELLS[world_size], timeout=280)
+def padded(form: str) -> list[Cell]:
+    """Returns the cells for samples of uneven length. Recomputation and z-loss see no padding.
+
+    With tensor parallelism the short forms have it alone and beside a split of the sequence, which pads further.
+    """
+    short = form.removesuffix("-more")
+    seen = [one for one in CELLS[short] if "tp" not in one.strategy or (one.strategy.keys() <= ALONE and not one.train)]
+    return seen if form == short else [*(one for one in CELLS[short] if one not in seen), *CELLS[form]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_train_as_single_ones_do(form: str) -> None:
+    cells = CELLS[form]
+    run_on_world(cells[0].world_size, _compare, cells, timeout=280)
 
 
 def _compare(rank: int, _: int, cells: list[Cell]) -> None:
@@ -99,17 +114,10 @@ class _Documents(Dataset):
         return Sample(tokens.numpy(), wanted.numpy(), {"positions": np.arange(len(tokens))})
 
 
-@pytest.mark.parametrize("world_size", CELLS)
-def test_samples_of_uneven_length_train_as_single_ones_do(world_size: int) -> None:
-    """In the short form without recomputation and z-loss, which see no padding, and with tensor parallelism alone and
-    beside a split of the sequence, which pads further.
-    """
-    cells = CELLS[world_size]
-    if not LONG:
-        cells = [
-            cell for cell in cells if "tp" not in cell.strategy or (cell.strategy.keys() <= ALONE and not cell.train)
-        ]
-    run_on_world(world_size, _compare_uneven, cells, timeout=280)
+@pytest.mark.parametrize("form", FORMS)
+def test_samples_of_uneven_length_train_as_single_ones_do(form: str) -> None:
+    cells = padded(form)
+    run_on_world(cells[0].world_size, _compare_uneven, cells, timeout=280)
 
 
 def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:

@@ -19,7 +19,6 @@ from hpc_train.config.schema import (
 )
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.peak.program import peak_of
@@ -29,7 +28,8 @@ from hpc_train.plan.techniques import SCHEDULES
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.layouts.memory import PeakMemory, norms_of_gpus
-from tests.ranks import run_ranks
+from tests.layouts.oracle import kept_mesh
+from tests.ranks import run_on_world
 
 LENGTH = 64
 Case = dict[str, Any]  # keys of the strategy, and those of ``config_of``
@@ -72,13 +72,12 @@ def config_of(
 
 def peaks(rank: int, world_size: int, cases: list[Case]) -> list[int]:
     """Returns the most bytes that this rank holds in the second step of each case."""
-    torch.set_num_threads(1)
     return [_peak(rank, world_size, config_of(**case)) for case in cases]
 
 
 def _peak(rank: int, world_size: int, config: Config) -> int:
-    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
-    layout = mesh.layout
+    layout = resolve_layout(config, 1, world_size)
+    mesh = kept_mesh(layout, rank)
     tokens = torch.arange(LENGTH).expand(layout.micro_size, -1).contiguous()
     targets = config.batch.global_size * LENGTH
     batch = StepBatch((Batch(tokens, tokens.clone()),) * layout.micro_batches, targets)
@@ -162,12 +161,12 @@ def check(cases: list[Case], found: list[list[int]]) -> None:
 
 
 def test_the_peak_of_one_rank() -> None:
-    check(ALONE, run_ranks(1, peaks, ALONE, timeout=300))
+    check(ALONE, run_on_world(1, peaks, ALONE, timeout=300))
 
 
 @pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "inside", "copies", "context"])
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
-    check(cases, run_ranks(2, peaks, cases, timeout=300))
+    check(cases, run_on_world(2, peaks, cases, timeout=300))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

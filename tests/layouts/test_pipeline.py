@@ -22,7 +22,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.plan.techniques import KINDS, SCHEDULES
-from tests.checkpoint.progress import IN_LONG_FORM, LONG
+from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell, cells, in_turn, one_in
 from tests.layouts.oracle import check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
@@ -58,14 +58,22 @@ def test_every_pipeline_trains_as_one_process_does(
         assert {kind for _, kind in pairs} == set(KINDS)
 
 
-def test_three_dimensions(record: Callable[..., None]) -> None:
-    splits = [
+@pytest.mark.parametrize(
+    "split",
+    [
         pipeline("zbv", dp=2, tp=2, data_parallel="zero2"),
-        pipeline("interleaved_1f1b", dp=4, data_parallel="zero2", shard=2),
-    ]
-    if LONG:  # in the short form pp=2 with tp=2, and each with replicas, on four ranks
-        splits += [pipeline("1f1b", dp=2, tp=2, data_parallel=kind) for kind in ("allreduce", "zero3")]
-    record(check_cells([Cell(8, "gpt-tied", strategy=split) for split in splits], timeout=250), [])
+        pytest.param(
+            pipeline("interleaved_1f1b", dp=4, data_parallel="zero2", shard=2), marks=pytest.mark.long_form(15)
+        ),
+        *(
+            pytest.param(pipeline("1f1b", dp=2, tp=2, data_parallel=kind), marks=pytest.mark.long_form(20))
+            for kind in ("allreduce", "zero3")
+        ),
+    ],
+    ids=lambda split: " ".join(f"{key}={value}" for key, value in split.items()),
+)
+def test_three_dimensions(split: dict[str, Any], record: Callable[..., None]) -> None:
+    record(check_cells([Cell(8, "gpt-tied", strategy=split)], timeout=250), [])
 
 
 def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., None]) -> None:
@@ -187,7 +195,7 @@ def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:
         Cell(2, strategy={"pp": 2, "schedule": "auto", "stages_per_rank": 2}, batch={"micro_batches": 5}).layout()
 
 
-@IN_LONG_FORM  # most of a minute of the C++ compiler
+@pytest.mark.long_form(60)  # most of a minute of the C++ compiler
 def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells([Cell(2, strategy=pipeline("1f1b"), train={"compile": True})], timeout=250), [])
 

@@ -57,17 +57,27 @@ def test_every_pipeline_schedule(record: Callable[..., None]) -> None:
     record(check_cells(cells(2, splits), timeout=250), [])
 
 
-def test_several_axes(record: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [
+            {"pp": 2, "dp": 2, "data_parallel": "zero2", "schedule": "gpipe"},
+            {"pp": 2, "tp": 2, "schedule": "1f1b"},
+            {"dp": 2, "cp": 2, "data_parallel": "zero2"},
+        ],
+        pytest.param(
+            [
+                {"pp": 2, "cp": 2, "schedule": "1f1b"},
+                {"dp": 2, "tp": 2, "data_parallel": "zero3"},
+                {"cp": 2, "tp": 2, "data_parallel": "allreduce"},
+            ],
+            marks=pytest.mark.long_form(30),
+        ),
+    ],
+    ids=["short", "more"],
+)
+def test_several_axes(splits: list[dict[str, Any]], record: Callable[..., None]) -> None:
     """Also recomputed chunks: a stage of gpipe keeps several micro-batches."""
-    splits: list[dict[str, Any]] = [
-        {"dp": 2, "tp": 2, "data_parallel": "zero3"},
-        {"pp": 2, "tp": 2, "schedule": "1f1b"},
-        {"pp": 2, "cp": 2, "schedule": "1f1b"},
-        {"pp": 2, "dp": 2, "data_parallel": "zero2", "schedule": "gpipe"},
-        {"dp": 2, "cp": 2, "data_parallel": "zero2"},
-    ]
-    if LONG:  # the short form has each of the two axes on two ranks
-        splits.append({"cp": 2, "tp": 2, "data_parallel": "allreduce"})
     record(check_cells(cells(4, splits), timeout=250), [])
 
 

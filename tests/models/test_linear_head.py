@@ -223,7 +223,7 @@ def kept_and_peak(form: LossForm | None, dtype: torch.dtype = torch.float32) -> 
             loss, _ = plain(hidden, weight, targets, None)
         else:
             loss, _ = linear_cross_entropy(hidden, weight, targets, form.chunks)
-        kept = memory.held
+        kept = memory.alive
         (loss / TOKENS).backward()
     return kept, memory.peak
 

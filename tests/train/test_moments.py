@@ -176,9 +176,16 @@ def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDire
             assert torch.equal(whole(value), whole(theirs[name])), name
 
 
-def test_steps_on_the_host_are_the_same_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("dp", "optimizer"), ("zero2", "optimizer"), ("zero3", "all")],
+        pytest.param([("tp", "optimizer"), ("zero2", "all")], marks=pytest.mark.long_form(15)),
+    ],
+    ids=["short", "more"],
+)
+def test_steps_on_the_host_are_the_same_steps(tmp_path: Path, kinds: list[tuple[str, str]]) -> None:
     """On the CPU the copy is a copy all the same; FSDP's own offload does nothing there but take the same road."""
-    kinds = [("dp", "optimizer"), ("zero2", "optimizer"), ("tp", "optimizer"), ("zero2", "all"), ("zero3", "all")]
     runs = []
     for strategy, offload in kinds:
         common = (

@@ -12,7 +12,6 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -37,11 +36,11 @@ CASES = [  # in the short form each kind of state: of replicas, shards, stages, 
     pytest.param(2, ["+strategy=zero3", "precision=bf16", "train.activation_checkpointing=full"], id="zero3-bf16"),
     pytest.param(4, ["+strategy=hsdp", "strategy.shard=2"], id="hsdp"),
     pytest.param(2, ["+strategy=pp", "model.tied_embeddings=true"], id="pp"),
-    pytest.param(2, ["+strategy=model_parallel"], id="model_parallel", marks=IN_LONG_FORM),
+    pytest.param(2, ["+strategy=model_parallel"], id="model_parallel", marks=pytest.mark.long_form(15)),
     pytest.param(2, ["+strategy=tp"], id="tp"),
     pytest.param(2, ["+strategy=dp", "strategy.bucket_cap_mb=0.001", "optim.in_backward=true", "optim.clip_norm=0"],
                  id="in-backward"),
-    pytest.param(4, ["+strategy=hybrid"], id="hybrid", marks=IN_LONG_FORM),
+    pytest.param(4, ["+strategy=hybrid"], id="hybrid", marks=pytest.mark.long_form(15)),
     pytest.param(
         2,
         ["+strategy=dp", "strategy.compression=topk", "strategy.compression_share=0.1", "optim=sgd",
@@ -58,7 +57,7 @@ CASES = [  # in the short form each kind of state: of replicas, shards, stages, 
         4,
         ["+strategy=hybrid", "strategy.data_parallel=zero2", "precision=fp16"],
         id="hybrid-zero2-fp16",
-        marks=IN_LONG_FORM,
+        marks=pytest.mark.long_form(15),
     ),
 ]  # fmt: skip
 

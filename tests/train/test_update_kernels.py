@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.train.compact_adamw import LARGE, CompactAdamW
-from tests.checkpoint.progress import IN_LONG_FORM
 from tests.ranks import run_on_world, run_ranks
 
 LAYER = [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (64, 128), (128, 64), (64,), (64,)]
@@ -141,7 +140,7 @@ def compiled(rank: int, world_size: int, moments: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "moments", [pytest.param(one, marks=IN_LONG_FORM if one == "8bit" else ()) for one in MOST_KERNELS]
+    "moments", [pytest.param(one, marks=pytest.mark.long_form(20) if one == "8bit" else ()) for one in MOST_KERNELS]
 )
 def test_a_compiled_update_is_one_graph_for_each_size_and_survives_a_new_learning_rate(moments: str) -> None:
     ((graphs, calls),) = run_ranks(1, compiled, moments)
@@ -199,7 +198,7 @@ def by_inductor(rank: int, world_size: int, moments: str) -> int:
     return metrics.generated_kernel_count
 
 
-@IN_LONG_FORM  # a minute of the C++ compiler
+@pytest.mark.long_form(60)  # a minute of the C++ compiler
 @pytest.mark.parametrize("moments", MOST_KERNELS)
 def test_inductor_computes_the_update_up_to_rounding(moments: str) -> None:
     (kernels,) = run_ranks(1, by_inductor, moments, timeout=300)
