@@ -88,7 +88,10 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     assert environment["GLOO_SOCKET_IFNAME"]["value"] == "lo"
     assert [row["name"] for row in run.record()["not_set"]] == ["NCCL_*"]
     (machine,) = read_json(run.fabric)["machines"]
-    assert [setting["name"] for setting in machine["facts"]["settings"]] == ["OMP_NUM_THREADS"]
+    assert [setting["name"] for setting in machine["facts"]["settings"]] == [
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    ]  # tests/conftest.py
     assert len(machine["bindings"]) == 3
 
 

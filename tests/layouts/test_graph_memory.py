@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
@@ -57,23 +56,22 @@ class PooledMemory(PeakMemory):
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that exist already."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self._add(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {key: known[0] for key, known in self._sizes.items()}
+        before = {key: self._references[key] for key in self._sizes}
         made = super().__torch_dispatch__(func, types, args, kwargs)
-        for key, (reference, _) in self._sizes.items():
-            if self.compiled and before.get(key) is not reference:
-                self._pool[key] = reference
-        pooled = sum(size for key, (reference, size) in self._sizes.items() if self._pool.get(key) is reference)
+        for key in self._sizes:
+            if self.compiled and before.get(key) is not self._references[key]:
+                self._pool[key] = self._references[key]
+        pooled = sum(size for key, size in self._sizes.items() if self._pool.get(key) is self._references[key])
         self.pool_peak = max(self.pool_peak, pooled)
-        self.rest_peak = max(self.rest_peak, self.held - pooled)
+        self.rest_peak = max(self.rest_peak, self.alive - pooled)
         return made
 
     def in_pool(self, tensor: Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
-        return key in self._pool and key in self._sizes and self._pool[key] is self._sizes[key][0]
+        return key in self._sizes and self._pool.get(key) is self._references[key]
 
 
 def pooled(memory: PooledMemory, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:

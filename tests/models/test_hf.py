@@ -272,7 +272,8 @@ def test_the_estimate_is_that_of_the_native_model_with_what_its_norms_keep(tmp_p
         layout = validate(ours, 1, 2)
         kept, less = (sizes_of(each, layout).activations for each in (ours, theirs))
         results = layout.micro_size * ours.data.sequence_length * 2 * 64 * 4
-        assert kept == replace(less, kept={**less.kept, "none": less.kept["none"] + results})
+        # rotary tables are counted for the native model only
+        assert kept == replace(less, kept={**less.kept, "none": less.kept["none"] + results}, tables=0.0)
         assert sizes_of(ours, layout).parameters == sizes_of(theirs, layout).parameters
     assert sizes.flops_per_sample(ours.model, (8,)) == pytest.approx(
         build_model(native, 0).flops_per_sample(torch.empty(1, 8, device="meta")), rel=1e-3  # type: ignore[operator]
