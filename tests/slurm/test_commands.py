@@ -94,7 +94,7 @@ def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path
 @pytest.mark.beside
 def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """Though its job has not left yet, and the command that submitted it still waits in another terminal."""
-    case = [*SLOW, *ONE_NODE, "train.steps=40", "checkpoint.every=5", "run.name=run", "-m"]
+    case = [*SLOW, *ONE_NODE, "train.steps=80", "checkpoint.every=5", "run.name=run", "-m"]
     waiting = cluster.start(*case, cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     wait_for_step(run, 7)
@@ -105,7 +105,7 @@ def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_pat
     assert {"run": str(run), "state": "done", "exit_code": 0}.items() <= json.loads(resumed.stdout).items()
     assert job_id(run) != first
     assert cluster.state(first) == "CANCELLED"
-    assert steps(run) == list(range(1, 41))
+    assert steps(run) == list(range(1, 81))
     waiting.communicate(timeout=120)
 
 
