@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
 
 from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
 from hpc_train.config.compose import typed
@@ -83,7 +84,12 @@ class Asked:
         """Returns the config with each strategy by its name, or as it is if the user has named one."""
         if "strategy" in self.kept:
             return {"": self.config}
-        return {name: typed(self._compose([*self.line.overrides, f"{self._strategy}={name}"])) for name in STRATEGIES}
+        return {name: typed(self._with(name)) for name in STRATEGIES}
+
+    def _with(self, strategy: str) -> DictConfig:
+        if self.line.directories or self._strategy != "+strategy":  # the files of the package are not the last word
+            return self._compose([*self.line.overrides, f"{self._strategy}={strategy}"])
+        return self._compose.with_packaged(self.line.overrides, "strategy", strategy)
 
 
 def without_auto(line: CommandLine) -> CommandLine:
