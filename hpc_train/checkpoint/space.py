@@ -80,8 +80,8 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
     save_s = _slowest_save(run)
     if save_s is not None:
         step_s = _newest_step_s(run)
-        reason = f"{TIMES} x the slowest save so far ({save_s:.3g} s) plus two steps ({step_s:.3g} s each)"
-        return StopTime(_rounded(TIMES * save_s + 2 * step_s + LEAVING_S), reason)
+        reason = f"{TIMES} x the slowest save so far ({save_s:.3g} s) plus a step ({step_s:.3g} s)"
+        return StopTime(_rounded(TIMES * save_s + step_s + LEAVING_S), reason)
     size = state_bytes(config)
     if size is None:
         return StopTime(UNKNOWN_S, "no save was timed yet, and the size of a custom model is unknown")

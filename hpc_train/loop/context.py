@@ -218,7 +218,7 @@ class Context:
         """Returns what the ranks agreed on one step ago, after this rank has posted its message for the next one."""
         if not self._pending:
             self._control.post(self._stop.requested, 0, self._schedule.ask())
-        agreement = self._control.read()
+        agreement = self._control.read(self._stop)
         self._control.post(self._stop.requested, 0, self._schedule.ask())
         self._pending = True
         self._heartbeat.arrive(self.step)

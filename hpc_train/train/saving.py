@@ -9,6 +9,7 @@ the disk. Rank 0 decides for all ranks whether to retry.
 from __future__ import annotations
 
 import errno
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from hpc_train.run.exits import FILE_SYSTEM, Failure
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.report import Report
 from hpc_train.train.step import Control
+from hpc_train.units import format_duration
 
 FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
 _FAILURE_EVENTS = ("node_lost", "hang_detected", "worker_failed")
@@ -138,6 +140,25 @@ class LastSave:
     report: Report
     wait_s: float
     stop_grace_s: float
+    _has_warned: bool = field(default=False, init=False)
+
+    def warn_of_slow_steps(self, step: int, step_s: float) -> None:
+        """Warns once if there is no time for a whole step of ``step_s`` seconds after a stop request."""
+        left = self.stop_grace_s - self._leaving_s
+        if step_s <= left or self._has_warned:
+            return
+        self._has_warned = True
+        needed = math.ceil(2 * step_s + LEAVING_S)
+        message = (
+            f"a step takes {format_duration(step_s)}, but a stop request leaves {format_duration(left)} for the "
+            "current step and a save, and would lose the steps since the newest checkpoint: set elastic.stop_grace_s, "
+            f"which is {self.stop_grace_s:g} s, to {needed} or more"
+        )
+        self.report.warning(step, message)
+
+    @property
+    def _leaving_s(self) -> float:
+        return min(LEAVING_S, self.stop_grace_s / 4)
 
     def run(self, save: Callable[[bool], None], step: int) -> None:
         """Calls ``save`` until it succeeds or the time is over.
@@ -172,8 +193,7 @@ class LastSave:
         deadline = began + self.wait_s
         if not self.stop.requested:
             return deadline
-        leaving = min(LEAVING_S, self.stop_grace_s / 4)
-        return min(deadline, self.stop.since + self.stop_grace_s - leaving)
+        return min(deadline, self.stop.since + self.stop_grace_s - self._leaving_s)
 
     def _agree(self, retry: bool) -> bool:
         """Returns rank 0's ``retry`` on every rank."""

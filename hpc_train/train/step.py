@@ -6,11 +6,13 @@ arXiv:1710.03740). The global gradient norm decides, so all ranks take the same 
 
 Once per step all ranks agree on a stop, a save, the end of the run, and the number of targets in the next batch. The
 agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next one, so
-no rank waits for it, and all ranks see a stop request at the same step.
+no rank waits for it, and all ranks see a stop request at the same step. A request that comes later than the message
+would be seen one step later still; after slow steps the ranks therefore ask once more before they begin another one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,7 @@ from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import StepBatch
 from hpc_train.parallel.engine import Engine, StepResult, seed_step
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.requests import StopFlag
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.learning_rate import learning_rates
 
@@ -164,6 +167,9 @@ class Agreement:
     end: bool
 
 
+SLOW_S = 5.0  # between two messages; a synchronous all-reduce of the hosts costs little in comparison
+
+
 class Control:
     """Posts and reads the message of each step. Each ``post`` is followed by one ``read`` on every rank."""
 
@@ -171,6 +177,7 @@ class Control:
         self._group = mesh.control
         self._counts = mesh.pp_rank == mesh.cp_rank == mesh.tp_rank == 0  # one rank per replica reports its targets
         self._pending: tuple[Tensor, dist.Work] | None = None
+        self._posted: float | None = None  # time.monotonic() of the newest message
 
     def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False) -> None:
         """Starts the agreement without blocking.
@@ -182,16 +189,27 @@ class Control:
             end: whether a hook of this rank asks to end the run.
         """
         assert self._pending is None, "the previous message was not read"
-        message = torch.tensor([int(stop), local_count if self._counts else 0, int(save), int(end)])
+        now = time.monotonic()
+        is_slow = self._posted is not None and now - self._posted > SLOW_S
+        self._posted = now
+        message = torch.tensor([int(stop), local_count if self._counts else 0, int(save), int(end), int(is_slow)])
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._pending = message, work
 
-    def read(self) -> Agreement:
-        """Returns the agreement; waits for the slowest rank's ``post``."""
+    def read(self, flag: StopFlag | None = None) -> Agreement:
+        """Returns the agreement; waits for the slowest rank's ``post``.
+
+        Args:
+            flag: the stop flag of this rank, which is read again after a slow step; None on all ranks or on none.
+        """
         assert self._pending is not None, "nothing was posted"
         message, work = self._pending
         self._pending = None
         work.wait()
-        stop, target_count, save, end = message.tolist()
+        stop, target_count, save, end, slow = message.tolist()
+        if flag is not None and slow and not stop:
+            late = torch.tensor(int(flag.requested))
+            dist.all_reduce(late, group=self._group)
+            stop = late.item()
         return Agreement(stop > 0, target_count, save > 0, end > 0)

@@ -138,7 +138,7 @@ class Trainer:
             self.heartbeat.enter(phase, self.step)
             phase = Phase.STEP
             self.profiler.begin(self.step + 1, self.meter.waited_s)
-            agreement = self._control.read()
+            agreement = self._control.read(self.stop)
             self.checkpoints.poll()
             self._save_due |= agreement.save
             if agreement.stop:
@@ -319,6 +319,8 @@ class Trainer:
         divergence = self.watch.check(step, loss, skipped.in_a_row)
         self._divergence = None if divergence is None else (step, divergence)
         line |= self.meter.read()
+        if step > 1:  # the first step may compile
+            self.last_save.warn_of_slow_steps(step, line["step_s"])
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
             self._evaluate(line, skipped)

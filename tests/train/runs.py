@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.compose import compose, typed
 from hpc_train.elastic.rendezvous.store import serve
 from hpc_train.plan.layout import resolve_layout
@@ -58,7 +59,8 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
     Raises:
         AssertionError: a rank failed; the message contains its traceback.
     """
-    layout = resolve_layout(load(run), 1, workers)
+    config = load(run)
+    layout, grace_s = resolve_layout(config, 1, workers), stop_time(config, run, 1).seconds
     attempt = run.claim_attempt()
     store = serve(socket.create_server(("127.0.0.1", 0)))
     specs = [
@@ -76,6 +78,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             store_prefix="random",
             gpus_per_node=0,
             threads=1,
+            stop_grace_s=grace_s,
         )
         for rank in range(layout.world_size)
     ]

@@ -108,6 +108,13 @@ def stop_in_the_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
     _stop_in(9, spec, stop)
 
 
+def stop_in_a_slow_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train import step
+
+    step.SLOW_S = 0.0
+    _stop_in(3, spec, stop)
+
+
 def stop_in_an_evaluation(spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.train import evaluation
 
@@ -181,7 +188,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.mark.parametrize(
     ("prepare", "code", "saved_at"),
-    [(stop_at_start, Exit.STOPPED, 0), (stop_in_step_three, Exit.STOPPED, 5), (stop_in_the_last_step, Exit.DONE, 10)],
+    [
+        (stop_at_start, Exit.STOPPED, 0),
+        (stop_in_step_three, Exit.STOPPED, 5),
+        (stop_in_a_slow_step_three, Exit.STOPPED, 4),
+        (stop_in_the_last_step, Exit.DONE, 10),
+    ],
 )
 def test_a_stop_request_loses_no_step(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, saved_at: int

@@ -102,3 +102,13 @@ def test_the_best_one_and_every_second_one_stay(tmp_path: Path) -> None:
     best = min(losses, key=lambda step: (losses[step], -step))
     kept = {int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")}
     assert kept == {best, 4, 6}
+
+
+def test_a_stop_request_that_leaves_no_time_for_a_step_is_announced_once(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=4", "elastic.stop_grace_s=0.001")
+    assert run_attempt(run, 2) == [0, 0]
+    (warning,) = [event for event in run.read_events() if event["event"] == "warning"]
+    assert warning["step"] == 2 and "elastic.stop_grace_s, which is 0.001 s" in warning["message"]
+    roomy = frozen(tmp_path / "roomy", "+strategy=dp", "train.steps=4")
+    assert run_attempt(roomy, 2) == [0, 0]
+    assert not [event for event in roomy.read_events() if event["event"] == "warning"]

@@ -85,7 +85,7 @@ class ElasticConfig:
     stop_grace_s: float | int | str = key(
         "auto",
         "The time between a stop request and the kill of the workers. A job is asked to stop this long before its "
-        "time limit. auto derives it from the duration of a save.",
+        "time limit. auto derives it from the durations of a save and a step.",
         choices=("auto",),
         above=0,
         unit="seconds",
