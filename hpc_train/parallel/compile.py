@@ -21,7 +21,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -35,6 +35,7 @@ from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
@@ -45,6 +46,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.plan.compilation import CompilerMode
 
+IS_BEFORE_2_13 = torch.__version__.startswith(("2.11.", "2.12."))
 MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
 
 
@@ -143,8 +145,19 @@ def compile_in_turns(
         with stable_keys(), nullcontext() if has_mesh else _turn(_device(inputs)):
             return compile_fx_inner(graph, inputs, *args, **kwargs)
 
-    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
+    with _attention(inputs):
+        compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
     return compiled
+
+
+def _attention(inputs: Sequence[Any]) -> AbstractContextManager[None]:
+    """Encloses the compilation of a graph in which attention must not become the fused kernel of CPUs.
+
+    Before 2.13 torch takes what this kernel keeps of fp64 for fp32, and the backward pass of the code fails.
+    """
+    in_fp64 = any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in inputs)
+    on_cpu = _device(inputs).type == "cpu"
+    return sdpa_kernel(SDPBackend.MATH) if IS_BEFORE_2_13 and in_fp64 and on_cpu else nullcontext()
 
 
 BACKENDS: dict[CompilerMode, Callable[..., Any]] = {

@@ -111,7 +111,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         values, weight, inverse = context.saved_tensors
         (gradient,) = gradients
         normalised = (values * inverse).to(values.dtype)
-        of_weight = (gradient * normalised).sum(tuple(range(gradient.dim() - 1)))
+        of_weight = (gradient * normalised).sum((*range(gradient.ndim - 1),))
         scaled = gradient * weight
         mean = (scaled * normalised).mean(-1, keepdim=True)
         return (inverse * (scaled - normalised * mean)).to(values.dtype), of_weight, None

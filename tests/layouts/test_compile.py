@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch._inductor import codecache
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.compiler._cache import CacheArtifactManager
@@ -178,6 +179,20 @@ def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(
 ) -> None:
     """The fused loss with sharded parameters, the loss that is computed again in a stage, a ViT, and split tokens."""
     record(check_graphs(cells), [])
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.long_form(70)  # measured on a busy machine
+def test_generated_code_of_attention_in_fp64() -> None:
+    """Before 2.13 torch takes what the fused kernel of CPUs keeps for fp32."""
+    inputs = torch.randn(3, 2, 2, 8, 8, dtype=torch.float64).requires_grad_()
+    results = causal(*inputs), torch.compile(causal, backend=compile_in_turns)(*inputs)
+    (expected,), (found,) = (torch.autograd.grad(result.square().sum(), inputs) for result in results)
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_loss_of_ones_own_is_not_compiled() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-KEEPS_NODES = not torch.__version__.startswith(("2.11.", "2.12."))  # 2.12 was not tried
+KEEPS_NODES = not torch.__version__.startswith(("2.11.", "2.12."))
 
 
 class Products(Protocol):
@@ -52,8 +52,8 @@ def multiply(products: Products, splits_backward: bool, rows: Tensor, weight: Te
 def _join(result: Tensor, nothing: Tensor) -> Tensor:
     """Returns ``result`` from the node at which a schedule splits the backward; its gradient goes to both nodes.
 
-    Torch 2.11 frees a Python function's node that only a schedule still refers to. Adding zeros has a node in C++, and
-    costs one pass over the result.
+    Torch before 2.13 frees a Python function's node that only a schedule still refers to. Adding zeros has a node in
+    C++, and costs one pass over the result.
     """
     return _apply(_Joined, result, nothing) if KEEPS_NODES else result.add_(nothing)
 
