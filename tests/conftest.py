@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import random
 import shutil
@@ -112,11 +113,17 @@ def pytest_configure(config: pytest.Config) -> None:
         if sys.dont_write_bytecode:  # otherwise the first process keeps what it compiles
             for folder in SOURCES:
                 compileall.compile_dir(REPOSITORY / folder, quiet=2)
+    gc.disable()  # until all tests are collected
     config.stash[KEEPS_NO_BYTECODE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Stops keeping bytecode: that of the test modules, whose assertions pytest rewrites, is kept."""
+    """Stops keeping bytecode: that of the test modules, whose assertions pytest rewrites, is kept.
+
+    What the collection has made stays to the end, and the collector leaves it alone from now on.
+    """
+    gc.freeze()
+    gc.enable()
     sys.dont_write_bytecode = session.config.stash[KEEPS_NO_BYTECODE]
 
 
