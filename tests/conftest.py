@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ import pytest
 from hpc_train import cli
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
+from tests.warm_parents import shared
 
 # The tests of these files and folders run first, in this order: the files of more than 40 seconds, so that no process
 # runs one of them alone at the end, then the folders whose files take several seconds.
@@ -106,15 +108,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if TEMPORARY not in os.environ:  # the processes of -n inherit it
         os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="hpc_train-")
         Path(os.environ[TEMPORARY]).chmod(0o1777)
+        config.add_cleanup(partial(os.close, shared.begin()))
         config.add_cleanup(partial(shutil.rmtree, os.environ[TEMPORARY], ignore_errors=True))
         if sys.dont_write_bytecode:  # otherwise the first process keeps what it compiles
             for folder in SOURCES:
                 compileall.compile_dir(REPOSITORY / folder, quiet=2)
+    gc.disable()  # until all tests are collected
     config.stash[KEEPS_NO_BYTECODE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Stops keeping bytecode: that of the test modules, whose assertions pytest rewrites, is kept."""
+    """Stops keeping bytecode: that of the test modules, whose assertions pytest rewrites, is kept.
+
+    What the collection has made stays to the end, and the collector leaves it alone from now on.
+    """
+    gc.freeze()
+    gc.enable()
     sys.dont_write_bytecode = session.config.stash[KEEPS_NO_BYTECODE]
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
 
 
 def config_directory() -> Path:
@@ -11,6 +16,13 @@ def config_directory() -> Path:
     package = Path(__file__).resolve().parents[1]
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+@cache
+def packaged(name: str) -> Mapping[str, Any]:
+    """Returns the content of a file of the package, such as ``strategy/dp``, as it is; Hydra reads it otherwise."""
+    text = (config_directory() / f"{name}.yaml").read_text(encoding="utf-8")
+    return MappingProxyType(yaml.safe_load(text))
 
 
 def config_groups(own: Iterable[Path] = ()) -> dict[str, list[str]]:

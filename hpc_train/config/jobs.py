@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
@@ -30,7 +30,6 @@ from hpc_train.config.compose import (
     typed,
 )
 from hpc_train.config.extensions import load_source
-from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import contains_secret, leaves
 from hpc_train.config.values import absolute, for_debugging
@@ -58,35 +57,20 @@ class JobComposer:
         Raises:
             hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
         """
-        config = self._merged(overrides)
-        return self.compose(list(overrides)) if config is None else config  # raises Hydra's own error
-
-    def with_packaged(self, overrides: Sequence[str], group: str, name: str) -> DictConfig:
-        """Returns what the overrides and ``+group=name`` compose, without reading all the other files again.
-
-        Requires that the option is a file of the package without a Defaults List, which no directory of the user hides.
-        """
-        file = OmegaConf.load(config_directory() / group / f"{name}.yaml")
-        config = self._merged(overrides, {group: file})
-        return self([*overrides, f"+{group}={name}"]) if config is None else config
-
-    def _merged(self, overrides: Sequence[str], last_file: Mapping[str, Any] | None = None) -> DictConfig | None:
-        """Merges the file that comes last, then the values, into what the choices compose; None if Hydra must do it."""
         parsed = [parsed_override(text) for text in overrides]
         choices = [override for override in parsed if is_choice(override)]
         values = [override for override in parsed if not is_choice(override)]
         if not all(_is_plain(override) for override in values):
-            return None
+            return self.compose(list(overrides))
         key = tuple(override.input_line or "" for override in choices)
         if key not in self._composed:
             self._composed[key] = pickle.dumps(self.compose(list(key)))
         config: DictConfig = pickle.loads(self._composed[key])
-        merged = [*(last_file or {}).items(), *((override.key_or_group, override.value()) for override in values)]
         try:
-            for name, value in merged:
-                OmegaConf.update(config, name, value, merge=True)
+            for override in values:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException:
-            return None
+            return self.compose(list(overrides))  # raises Hydra's own error
         return config
 
 

@@ -57,15 +57,18 @@ class Demand:
         return needed_bytes(held, self.rates.allocator_share, self.rates.reserved_bytes)
 
     def fits(self, factor: float) -> bool:
-        """Returns whether a device has ``factor`` times the memory, beside what is reserved.
+        """Returns whether a device has ``factor`` times the memory, beside what is reserved."""
+        if factor not in self._found:
+            self._found[factor] = not self.exceeds(self.rates.memory_bytes, factor)
+        return self._found[factor]
+
+    def exceeds(self, device_bytes: float, factor: float) -> bool:
+        """Returns whether a device of ``device_bytes`` lacks ``factor`` times the memory, beside what is reserved.
 
         The replay ends where a rank holds too much, which in most layouts that do not fit is before a backward.
         """
-        if factor not in self._found:
-            rates = self.rates
-            limit = (rates.memory_bytes - rates.reserved_bytes) / factor / (1 + rates.allocator_share)
-            self._found[factor] = not exceeds(self.config, self.layout, limit)
-        return self._found[factor]
+        limit = (device_bytes - self.rates.reserved_bytes) / factor / (1 + self.rates.allocator_share)
+        return exceeds(self.config, self.layout, limit)
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,10 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.demand.fits(self.memory_factor)
+
+    def needs_more_than(self, other: Prediction) -> bool:
+        """Returns whether it needs more memory than ``other``, in less time than ``needed_bytes`` takes."""
+        return self.demand.exceeds(other.needed_bytes, self.memory_factor)
 
 
 def predict_step(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_train.commands.plan.asked import STRATEGIES
 from hpc_train.config import jobs
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
@@ -55,19 +53,6 @@ def _text(config_of: Callable[[Sequence[str]], Config], overrides: Sequence[str]
         return text_of(config_of(overrides))
     except Exception as error:  # also Hydra's
         return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.parametrize(
-    "words", ["", "strategy.tp=2 model=gpt_124m optim.lr=1", "+experiment=open", "+cluster.env.A=1"]
-)
-def test_an_option_of_the_package_is_merged_as_hydra_does(words: str, tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "open.yaml").write_text("# @package _global_\nstrategy:\n  pp: 2\n  bucket_cap_mb: 3\n")
-    line = CommandLine.parse(with_right_plus([*words.split(), "-cd", str(tmp_path)]))
-    with line.composer() as compose:
-        for name in STRATEGIES:
-            merged = typed(compose.with_packaged(line.overrides, "strategy", name))
-            assert text_of(merged) == text_of(typed(compose.compose([*line.overrides, f"+strategy={name}"]))), name
 
 
 def test_a_secret_among_the_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,23 +13,19 @@ The long forms, and the tests that inject faults into an agent and its processes
 
 from __future__ import annotations
 
-import functools
 import os
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.warm_parents.sitecustomize import ALSO, SOCKET
+from tests.warm_parents import shared
+from tests.warm_parents.sitecustomize import SOCKET
 
 HERE = Path(__file__).parent
 HUGGING_FACE = ("transformers.models.llama.modeling_llama", "peft")
 
 
 def with_server(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
-    """Returns ``environment`` for agents that use a server of this process, which the first call starts.
+    """Returns ``environment`` for agents that use the server of this session, which the first call starts.
 
     Args:
         also: modules that the server imports besides, if they are installed.
@@ -37,20 +33,6 @@ def with_server(environment: Mapping[str, str], also: Sequence[str] = ()) -> dic
     if os.environ.get("HPC_TRAIN_LONG"):
         return dict(environment)
     path = os.pathsep.join([str(HERE), environment["PYTHONPATH"]] if "PYTHONPATH" in environment else [str(HERE)])
-    with _STARTING:
-        address, _ = _server(",".join(also))
-    return {**environment, "PYTHONPATH": path, SOCKET: address, ALSO: ",".join(also)}
-
-
-_STARTING = threading.Lock()  # clusters are started in threads
-
-
-@functools.cache
-def _server(also: str) -> tuple[str, subprocess.Popen[bytes]]:
-    """Starts the server; returns the address of its socket and the process, which ends with this one."""
-    address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/warm_parents"
-    command = [sys.executable, "-m", "tests.warm_parents.server", address, also]
-    room = {**os.environ, "TESTS_ROOM": "." * 65536}  # for the environments of the processes that it forks
-    return address, subprocess.Popen(
-        command, cwd=HERE.parents[1], env=room, stdin=subprocess.PIPE, start_new_session=True
-    )
+    room = {**os.environ, "TESTS_ROOM": "." * 65536}  # for the environments of the processes that the server forks
+    address = shared.address("server", ",".join(also), room)
+    return {**environment, "PYTHONPATH": path, SOCKET: address}

@@ -22,17 +22,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.warm_parents import shared
 from tests.warm_parents.server import become, close, receive
-from tests.warm_parents.sitecustomize import ALSO, SOCKET, surroundings
+from tests.warm_parents.shared import REPOSITORY
+from tests.warm_parents.sitecustomize import SOCKET, surroundings
 
-REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
     "hpc_train.cli",
     "hpc_train.commands.train",
@@ -152,26 +152,12 @@ def _ask(connection: socket.socket, request: dict[str, Any], writes: list[int]) 
         os.close(nothing)
 
 
-_STARTING = threading.Lock()
-_SERVERS: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # by the modules that it imports besides
-
-
 def _address(environment: Mapping[str, str], command_name: Sequence[str]) -> str:
-    """Returns the address of the server for a command, which the first call starts. It ends with this process."""
-    need_torch = {*command_name} & {*NEED_TORCH}
-    modules = f"torch.distributed.checkpoint,{environment[ALSO]}" if need_torch else ""
-    with _STARTING:
-        if modules not in _SERVERS:
-            address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/commands"
-            command = [sys.executable, "-m", "tests.warm_parents.commands", address, modules]
-            own = {name: value for name, value in environment.items() if name != "SLURM_CONF"}
-            server = subprocess.Popen(
-                command, cwd=REPOSITORY, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            assert server.stdout is not None
-            server.stdout.readline()  # it listens
-            _SERVERS[modules] = address, server
-        return _SERVERS[modules][0]
+    """Returns the address of the server for a command, which the first call starts. It ends with the session."""
+    common = {name: value for name, value in environment.items() if not name.startswith((*READ_AT_START, "SLURM_CONF"))}
+    path = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
+    modules = "torch.distributed.checkpoint" if {*command_name} & {*NEED_TORCH} else ""
+    return shared.address("commands", modules, common | _at_start(os.environ) | {"PYTHONPATH": path})
 
 
 def main(address: str, modules: str) -> None:
@@ -208,7 +194,7 @@ def main(address: str, modules: str) -> None:
                 break
             close(descriptors)
     else:
-        shutil.rmtree(Path(address).parent)
+        shutil.rmtree(Path(address).parent, ignore_errors=True)  # another server may have done it
         return
     become(request, descriptors)
     sys.argv[:] = ["hpc_train", *request["arguments"]]

@@ -29,6 +29,7 @@ def main(address: str, also: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
+    print(flush=True)
     own = sys.executable, surroundings()
     import_modules(also)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
@@ -37,7 +38,7 @@ def main(address: str, also: str) -> None:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError, EOFError):  # the agent was killed meanwhile
             answer(connection, listener, own)
-    shutil.rmtree(Path(address).parent)
+    shutil.rmtree(Path(address).parent, ignore_errors=True)  # another server may have done it
 
 
 def import_modules(also: str) -> None:

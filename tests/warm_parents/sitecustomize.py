@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 SOCKET = "TESTS_WARM_PARENTS"
-ALSO = "TESTS_WARM_ALSO"  # the modules that the servers have imported besides
 READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHASHSEED")
 # A worker sets its number of threads before its first operation, and torch looks for the folder when it compiles.
 SET_LATER = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")

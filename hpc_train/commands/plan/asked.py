@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
 
 from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
 from hpc_train.config.compose import typed
+from hpc_train.config.groups import packaged
 from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -24,6 +24,7 @@ from hpc_train.planner.candidates import Candidate, with_values
 from hpc_train.planner.machine import Machine
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "hsdp", "tp", "hybrid", "hybrid3d")  # the simplest first
+_SCHEMA = "/schema/model/"
 _RECOMPUTED = "train.activation_checkpointing"
 _OF_LAYOUT = ("strategy.", "batch.")  # groups whose keys make up the layout, but for those below
 _BESIDE_LAYOUT = ("strategy.offload", "strategy.compression")
@@ -55,7 +56,10 @@ class Asked:
     def with_models(self) -> Iterator[Asked]:
         """Yields this training with each model of ``conf/model`` that is of the same kind."""
         others = [override for override in self.line.overrides if not override.lstrip("+").startswith("model=")]
-        for name in GlobalHydra.instance().config_loader().get_group_options("model"):
+        loader = GlobalHydra.instance().config_loader()
+        for name in loader.get_group_options("model"):
+            if not self.line.directories and not _may_be(self.config.model.kind, name):
+                continue
             try:
                 found = Asked(
                     replace(self.line, overrides=(f"model={name}", *others)), self._compose, self._strategy, name
@@ -71,31 +75,46 @@ class Asked:
         values = {**candidate.values, "cluster.nodes": candidate.nodes}
         if not machine.rates.cores and workers < machine.devices_per_node:
             values["cluster.gpus_per_node"] = workers
-        chosen = {name: value for name, value in values.items() if name not in self.kept}
-        counts = {name: len(_different(chosen, base)) for name, base in self._bases.items()}
+        chosen = _without(values, self.kept)
+        counts = {name: len(_different(chosen, base)) for name, base in self.with_strategies.items()}
         strategy = min(counts, key=lambda name: counts[name])
-        base = self._bases[strategy]
+        base = self.with_strategies[strategy]
         needed = _needed(base, _different(chosen, base), candidate.layout, (candidate.nodes, workers))
         named = [f"{self._strategy}={strategy}"] if strategy else []
         return [*named, *(f"{name}={value}" for name, value in needed.items())]
 
     @cached_property
-    def _bases(self) -> Mapping[str, Config]:
-        """Returns the config with each strategy by its name, or as it is if the user has named one."""
+    def with_strategies(self) -> Mapping[str, Config]:
+        """Returns the config with each strategy by its name, or as it is if the user has named one.
+
+        The files of the package set only keys of ``strategy``, which need no composition of all files: unless an
+        interpolation of the user may refer to them, or a directory of the user may hide them, they replace the values.
+        """
         if "strategy" in self.kept:
             return {"": self.config}
-        return {name: typed(self._with(name)) for name in STRATEGIES}
-
-    def _with(self, strategy: str) -> DictConfig:
-        if self.line.directories or self._strategy != "+strategy":  # the files of the package are not the last word
-            return self._compose([*self.line.overrides, f"{self._strategy}={strategy}"])
-        return self._compose.with_packaged(self.line.overrides, "strategy", strategy)
+        simple = self._strategy == "+strategy" and not self.line.directories
+        if not simple or any("${" in override for override in self.line.overrides):
+            words = self.line.overrides
+            return {name: typed(self._compose([*words, f"{self._strategy}={name}"])) for name in STRATEGIES}
+        files = {name: packaged(f"strategy/{name}").items() for name in STRATEGIES}
+        values = {name: {f"strategy.{key}": value for key, value in file} for name, file in files.items()}
+        return {name: with_values(self.config, _without(values[name], self.kept)) for name in STRATEGIES}
 
 
 def without_auto(line: CommandLine) -> CommandLine:
     """Returns ``line`` without ``strategy=auto``, since a plan compares all strategies unless one is named."""
     kept = (text for text in line.overrides if _key(text) != "strategy" or text.partition("=")[2] != NAME)
     return replace(line, overrides=tuple(kept))
+
+
+def _may_be(kind: str, model: str) -> bool:
+    """Returns whether the packaged file of ``model`` may be of ``kind``, which is the schema that it names."""
+    schemas = [each for each in packaged(f"model/{model}").get("defaults", []) if str(each).startswith(_SCHEMA)]
+    return not schemas or f"{_SCHEMA}{kind}@_here_" in schemas
+
+
+def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _key(override: str) -> str:

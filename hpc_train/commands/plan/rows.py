@@ -155,13 +155,22 @@ def _of(found: Sequence[Candidate], devices: int) -> list[Candidate]:
     return [each for each in found if each.devices == devices]
 
 
+def nearest(found: Sequence[Candidate]) -> Candidate:
+    """Returns the first of those that need the least memory."""
+    least = found[0]
+    for each in found[1:]:
+        if not each.prediction.needs_more_than(least.prediction):
+            least = min(least, each, key=lambda one: one.prediction.needed_bytes)
+    return least
+
+
 def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
-    nearest = min(found, key=lambda each: each.prediction.needed_bytes)
-    needed = format_bytes(nearest.prediction.needed_bytes)
-    offloads = nearest.values.get(_OFFLOAD, "none") != "none"
+    least = nearest(found)
+    needed = format_bytes(least.prediction.needed_bytes)
+    offloads = least.values.get(_OFFLOAD, "none") != "none"
     return UserError(
-        f"no layout fits: {nearest.layout}{' with its optimizer state in host memory' if offloads else ''} needs the "
-        f"least memory, {needed} of the {format_bytes(nearest.prediction.device_bytes)} of a GPU ({machine.device})",
+        f"no layout fits: {least.layout}{' with its optimizer state in host memory' if offloads else ''} needs the "
+        f"least memory, {needed} of the {format_bytes(least.prediction.device_bytes)} of a GPU ({machine.device})",
         where="--gpus, --machine",
         fix="more GPUs, a machine with more memory, or a shorter data.sequence_length",
     )

@@ -81,8 +81,12 @@ def _bare(config: HFModelConfig, whole: Any) -> Any:
 
 
 def architecture(config: HFModelConfig) -> str:
-    """Returns the name of transformers' class."""
-    return type(skeleton(config)).__name__
+    """Returns the name of transformers' class, without importing the class and its quantizers if one is possible."""
+    from transformers.models.auto import modeling_auto
+
+    names = getattr(modeling_auto, f"MODEL_FOR_{config.task.upper()}_MAPPING_NAMES")
+    name = names.get(hf_config(config).model_type)
+    return name if isinstance(name, str) else type(skeleton(config)).__name__
 
 
 def skeleton(config: HFModelConfig) -> Any:
