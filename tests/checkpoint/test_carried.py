@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.state import compression_state
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.training import Training, join
+from tests.config.composing import compose
 from tests.ranks import run_ranks
 from tests.train.runs import TINY
 

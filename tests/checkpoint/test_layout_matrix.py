@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.checkpoint.store import Checkpoint
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.tiny import LIMIT_S
 from tests.checkpoint.training import Training, join_again
+from tests.config.composing import compose
 from tests.layouts.oracle import error, relative, whole
 from tests.ranks import run_on_world
 from tests.train.runs import TINY

@@ -20,13 +20,14 @@ from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.cluster.host_memory import NODE, FreeMemory
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import Training, join, make_manager
+from tests.config.composing import compose
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 

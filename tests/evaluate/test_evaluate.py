@@ -11,11 +11,12 @@ import pytest
 
 from hpc_train.checkpoint.listing import choose_by_name
 from hpc_train.commands.checkpoints import checkpoint
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import LOWEST_LOSS as VAL_LOSS
 from hpc_train.errors import UserError
 from hpc_train.evaluate.config import evaluation_config
 from hpc_train.run.directory import RunDirectory
+from tests.config.composing import compose
 from tests.doors.command import TINY, hpc_train
 
 ASKED = [*TINY, "cluster=local", "cluster.cpu_workers=2", "precision=fp64", "train.eval_every=2", "optim.lr=0.1"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.commands.checkpoints import generate
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, SFTDataConfig, TokensDataConfig
 from hpc_train.decoding.loop import Decoder, choose
 from hpc_train.decoding.sampling import Sampling
@@ -29,6 +29,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import join_again
+from tests.config.composing import compose
 from tests.doors.command import hpc_train
 from tests.ranks import run_on_world
 from tests.train.runs import TINY, frozen, run_attempt

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.state import HOOKS
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed
@@ -22,6 +22,7 @@ from hpc_train.train.evaluation import evaluate
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import Training, join_again
+from tests.config.composing import compose
 from tests.layouts.oracle import error, whole
 from tests.ranks import run_on_world
 from tests.train.runs import TINY

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.identity import check_identity
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.plan.validate import validate
 from tests.checkpoint.progress import LONG
+from tests.config.composing import compose
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import check_cells, mesh_of
 from tests.ranks import run_on_world

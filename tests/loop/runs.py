@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from tests import warm_parents
+from tests.config.composing import compose
 
 LOCAL = [
     "+strategy=dp",

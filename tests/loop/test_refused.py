@@ -8,12 +8,11 @@ import pytest
 
 from hpc_train.api import _own_code
 from hpc_train.config.arguments import override_value
-from hpc_train.config.compose import compose
 from hpc_train.config.identity import check_identity
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 from hpc_train.run.snapshot import snapshot_code
-from tests.config.composing import config_of
+from tests.config.composing import compose, config_of
 from tests.loop.functions import trains
 from tests.loop.test_command import git
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hpc_train.bench.step import report
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.measure import step_gap
 from hpc_train.measure.step_gap import COMMUNICATION, PRODUCTS, RECOMPUTED, WAITING, kind_of, losses, seconds_by_kind
+from tests.config.composing import compose
 from tests.doors.command import TINY, hpc_train
 
 # as torch.profiler names them on A100, H100 and MI250

@@ -9,12 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import GPTConfig, ViTConfig
 from hpc_train.models.build import build_model
 from hpc_train.models.gpt_sizes import gpt_flops_per_sample
 from hpc_train.models.model import Model
+from tests.config.composing import compose
 from tests.models.models import TINY_GPT, TINY_VIT, with_values
 
 LLAMA = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_train.commands import plan
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.planner.calibration import (
@@ -26,6 +26,7 @@ from hpc_train.planner.calibration import (
 from hpc_train.planner.gpu_types import recognised
 from hpc_train.planner.machine import read_machine
 from hpc_train.planner.prediction import Prediction, predict_step
+from tests.config.composing import compose
 
 SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=256"]
 MACHINE = read_machine("h100")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.submission import prepare
@@ -25,6 +25,7 @@ from hpc_train.planner.passes import Passes
 from hpc_train.planner.traced import count_model
 from hpc_train.planner.work import count_work
 from hpc_train.run.directory import RunDirectory
+from tests.config.composing import compose
 
 OWN = """
 import torch

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.planner.collectives import gather, group_of
@@ -14,6 +14,7 @@ from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.prediction import predict_step
 from hpc_train.planner.work import count_work
+from tests.config.composing import compose
 
 SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.micro_size=2"]
 

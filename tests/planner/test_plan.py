@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hpc_train.commands import plan
 from hpc_train.commands.plan.printed import COLUMNS, FOLDED, LEAST_NEEDED, WHY, print_fitting
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
@@ -23,6 +23,7 @@ from hpc_train.planner.prediction import Prediction, predict_step
 from hpc_train.planner.shared_cores import pipeline_seconds
 from hpc_train.planner.work import count_work
 from tests.checkpoint.progress import LONG
+from tests.config.composing import compose
 
 TINY = ["data=synthetic", "model=gpt_tiny", "batch.global_size=64"]
 SEVEN = ["model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=256"]

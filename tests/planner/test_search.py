@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.plan.memory import estimate, exceeds, needed_bytes
 from hpc_train.planner.candidates import (
     SIMULATED,
@@ -19,6 +19,7 @@ from hpc_train.planner.candidates import (
 )
 from hpc_train.planner.machine import read_machine
 from hpc_train.planner.prediction import predict_step
+from tests.config.composing import compose
 
 LONG = ["data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=64"]
 ASKED = [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
@@ -20,6 +20,7 @@ from hpc_train.planner.machine import read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.prediction import predict_step
 from hpc_train.planner.work import Block
+from tests.config.composing import compose
 from tests.planner.test_passes import ONLY_PRODUCTS, changed, config_of, passes
 
 ROWS = 2 * 4096  # of a micro-batch

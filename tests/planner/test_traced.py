@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpc_train.commands import plan
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -25,6 +25,7 @@ from hpc_train.plan.memory import estimate, parameter_count, state_bytes
 from hpc_train.planner import traced
 from hpc_train.planner.traced import count_model
 from hpc_train.planner.work import count_work
+from tests.config.composing import compose
 
 BUILT_IN = (  # one of each structure; test_sizes.py has the parameters of all
     "gpt_tiny", "llama_7b", "mistral_7b", "qwen2_7b", "qwen3_8b", "gemma_7b", "gemma2_9b", "gemma3_1b", "vit_tiny",

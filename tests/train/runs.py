@@ -11,13 +11,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hpc_train.checkpoint.space import stop_time
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.elastic.rendezvous.store import serve
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from hpc_train.run.requests import StopFlag
+from tests.config.composing import compose
 from tests.ranks import CONTEXT, collect
 
 TINY = [

@@ -13,7 +13,7 @@ import torch
 from hpc_train.checkpoint.listing import choose
 from hpc_train.checkpoint.transfer import export
 from hpc_train.commands import why
-from hpc_train.config.compose import compose, typed
+from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import eval_set_configs
 from hpc_train.config.schema import TargetConfig
 from hpc_train.errors import UserError
@@ -25,6 +25,7 @@ from hpc_train.plan.validate import validate
 from hpc_train.run.events import EVENTS
 from hpc_train.run.exits import Failure, classify
 from hpc_train.telemetry.progress import is_done, summary
+from tests.config.composing import compose
 from tests.train.runs import TINY, frozen, run_attempt
 
 ALL = (

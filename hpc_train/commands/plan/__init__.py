@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hpc_train.commands.plan.asked import Asked, strategy_key, without_auto
 from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_of, with_figures
 from hpc_train.commands.plan.printed import as_json, print_commands, print_parts, print_table
-from hpc_train.commands.plan.rows import Row, Search, in_time, total_steps
+from hpc_train.commands.plan.rows import Row, Search, in_time, total_steps, unknown_end
 from hpc_train.commands.plan.simulated import simulate
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
@@ -32,6 +32,8 @@ def main(arguments: list[str]) -> int:
         machine = with_figures(machine_of(options, asked.config, asked.kept), options)
         if options.simulate is not None:
             return simulate(asked, machine, gpus_of(options, machine), options)
+        if options.deadline is not None and total_steps(asked.config) is None:
+            raise unknown_end()
         sort = options.sort or ("time" if options.deadline is None else "gpus")
         prices = prices_of(options, asked.config)
         search = Search(machine, gpus_of(options, machine), prices, options.rows, sort, options.also)

@@ -176,6 +176,14 @@ def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
     )
 
 
+def unknown_end() -> UserError:
+    return UserError(
+        "plan cannot tell when the training is done: its number of steps, or its start, is unknown",
+        where="train.epochs, --by, --within",
+        fix="train.steps=N instead of train.epochs, and a queue that responds",
+    )
+
+
 def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
     """Returns the rows that are done by ``deadline``, in seconds since 1970; without a queue they start now.
 
@@ -184,11 +192,7 @@ def in_time(rows: Sequence[Row], deadline: float) -> list[Row]:
     """
     ends = [_end(row) for row in rows]
     if all(end is None for end in ends):
-        raise UserError(
-            "plan cannot tell when the training is done: its number of steps, or its start, is unknown",
-            where="train.epochs, --by, --within",
-            fix="train.steps=N instead of train.epochs, and a queue that responds",
-        )
+        raise unknown_end()
     kept = [row for row, end in zip(rows, ends, strict=True) if end is not None and end <= deadline]
     if kept:
         return kept
