@@ -20,7 +20,7 @@ def config_directory() -> Path:
 
 @cache
 def packaged(name: str) -> Mapping[str, Any]:
-    """Returns the content of a file of the package, such as ``strategy/dp``, as it is; Hydra reads it otherwise."""
+    """Returns the content of a file of the package, such as ``strategy/dp``, without composing it."""
     text = (config_directory() / f"{name}.yaml").read_text(encoding="utf-8")
     return MappingProxyType(yaml.safe_load(text))
 

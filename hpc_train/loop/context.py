@@ -206,7 +206,9 @@ class Context:
         head = {"time": time.time(), "step": step, "attempt": self.attempt, "world_size": self.world_size}
         own = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._logged = own
-        self._report.metrics.write(head | own | self._timer.read(step))
+        times = self._timer.read(step)
+        self._report.metrics.write(head | own | times)
+        self._last_save.warn_of_slow_steps(step, times["step_s"])
         total = "" if self._total is None else f"/{self._total}"
         print("  ".join([f"step {step}{total}", *(f"{name} {value:.4g}" for name, value in own.items())]), flush=True)
 

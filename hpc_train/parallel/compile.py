@@ -46,7 +46,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.plan.compilation import CompilerMode
 
-IS_BEFORE_2_13 = torch.__version__.startswith(("2.11.", "2.12."))
+FUSES_FP64 = not torch.__version__.startswith(("2.11.", "2.12."))  # compiled attention on CPUs
 MOST_SHAPES = 32  # graphs of a layer: 8 widths of a batch (``data/sampler.py``) and others, with and without gradients
 
 
@@ -151,13 +151,13 @@ def compile_in_turns(
 
 
 def _attention(inputs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Encloses the compilation of a graph in which attention must not become the fused kernel of CPUs.
+    """Encloses the compilation of a graph, in which attention in fp64 on CPUs takes the kernel that works.
 
-    Before 2.13 torch takes what this kernel keeps of fp64 for fp32, and the backward pass of the code fails.
+    Before 2.13 the compiler expects fp32 where the fused kernel keeps fp64, and the backward pass of its code fails.
     """
     in_fp64 = any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in inputs)
     on_cpu = _device(inputs).type == "cpu"
-    return sdpa_kernel(SDPBackend.MATH) if IS_BEFORE_2_13 and in_fp64 and on_cpu else nullcontext()
+    return sdpa_kernel(SDPBackend.MATH) if in_fp64 and on_cpu and not FUSES_FP64 else nullcontext()
 
 
 BACKENDS: dict[CompilerMode, Callable[..., Any]] = {

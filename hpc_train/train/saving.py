@@ -140,12 +140,19 @@ class LastSave:
     report: Report
     wait_s: float
     stop_grace_s: float
+    _begun: bool = field(default=False, init=False)  # the time of a step was told
     _has_warned: bool = field(default=False, init=False)
 
     def warn_of_slow_steps(self, step: int, step_s: float) -> None:
-        """Warns once if there is no time for a whole step of ``step_s`` seconds after a stop request."""
+        """Warns once if there is no time for a whole step after a stop request.
+
+        Args:
+            step_s: seconds per step since the last call. Those of the first call may include a compilation and do not
+                count.
+        """
         left = self.stop_grace_s - self._leaving_s
-        if step_s <= left or self._has_warned:
+        first, self._begun = not self._begun, True
+        if first or step_s <= left or self._has_warned:
             return
         self._has_warned = True
         needed = math.ceil(2 * step_s + LEAVING_S)

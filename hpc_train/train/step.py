@@ -6,13 +6,14 @@ arXiv:1710.03740). The global gradient norm decides, so all ranks take the same 
 
 Once per step all ranks agree on a stop, a save, the end of the run, and the number of targets in the next batch. The
 agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next one, so
-no rank waits for it, and all ranks see a stop request at the same step. A request that comes later than the message
-would be seen one step later still; after slow steps the ranks therefore ask once more before they begin another one.
+no rank waits for it, and all ranks see a stop request at the same step. A request that comes after the message of its
+rank would wait for a second step. After a slow step the ranks therefore agree once more, before the next one begins.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +168,7 @@ class Agreement:
     end: bool
 
 
-SLOW_S = 5.0  # between two messages; a synchronous all-reduce of the hosts costs little in comparison
+SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce of the hosts takes a small part of them
 
 
 class Control:
@@ -177,7 +178,7 @@ class Control:
         self._group = mesh.control
         self._counts = mesh.pp_rank == mesh.cp_rank == mesh.tp_rank == 0  # one rank per replica reports its targets
         self._pending: tuple[Tensor, dist.Work] | None = None
-        self._posted: float | None = None  # time.monotonic() of the newest message
+        self._posted = deque[float](maxlen=2)  # time.monotonic() of the newest messages
 
     def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False) -> None:
         """Starts the agreement without blocking.
@@ -190,8 +191,9 @@ class Control:
         """
         assert self._pending is None, "the previous message was not read"
         now = time.monotonic()
-        is_slow = self._posted is not None and now - self._posted > SLOW_S
-        self._posted = now
+        # the first two messages precede the end of the first step: how long steps take is unknown
+        is_slow = len(self._posted) < 2 or now - self._posted[-1] > SLOW_S
+        self._posted.append(now)
         message = torch.tensor([int(stop), local_count if self._counts else 0, int(save), int(end), int(is_slow)])
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
@@ -201,7 +203,8 @@ class Control:
         """Returns the agreement; waits for the slowest rank's ``post``.
 
         Args:
-            flag: the stop flag of this rank, which is read again after a slow step; None on all ranks or on none.
+            flag: the stop flag of this rank, which is read again after a slow step and after the first one; None on all
+                ranks or on none.
         """
         assert self._pending is not None, "nothing was posted"
         message, work = self._pending

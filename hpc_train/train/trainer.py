@@ -319,8 +319,7 @@ class Trainer:
         divergence = self.watch.check(step, loss, skipped.in_a_row)
         self._divergence = None if divergence is None else (step, divergence)
         line |= self.meter.read()
-        if step > 1:  # the first step may compile
-            self.last_save.warn_of_slow_steps(step, line["step_s"])
+        self.last_save.warn_of_slow_steps(step, line["step_s"])
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
             self._evaluate(line, skipped)

@@ -187,7 +187,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.mark.long_form(70)  # measured on a busy machine
 def test_generated_code_of_attention_in_fp64() -> None:
-    """Before 2.13 torch takes what the fused kernel of CPUs keeps for fp32."""
+    """The fused kernel of CPUs fails in the code of torch before 2.13."""
     inputs = torch.randn(3, 2, 2, 8, 8, dtype=torch.float64).requires_grad_()
     results = causal(*inputs), torch.compile(causal, backend=compile_in_turns)(*inputs)
     (expected,), (found,) = (torch.autograd.grad(result.square().sum(), inputs) for result in results)

@@ -59,10 +59,12 @@ def test_a_loop_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path) ->
 
 
 def test_a_function_that_leaves_early_is_done_and_its_last_state_is_saved(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "run.entry=tests.loop.functions:leaves_early")
+    run = frozen(tmp_path / "run", "run.entry=tests.loop.functions:leaves_early", "elastic.stop_grace_s=1e-6")
     assert run_attempt(run, 1) == [0]
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000005"]
     (left,) = [event for event in run.read_events() if event["event"] == "loop"]
     assert (left["name"], left["rank"], left["step"], left["done"]) == ("left", 0, 5, 5)
     assert [line["loss"] for line in run.read_metrics()] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
     assert run.record()["result"]["steps"] == 5
+    (warning,) = [event for event in run.read_events() if event["event"] == "warning"]
+    assert warning["step"] == 2 and "set elastic.stop_grace_s" in warning["message"]

@@ -108,6 +108,11 @@ def stop_in_the_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
     _stop_in(9, spec, stop)
 
 
+def stop_in_the_first_step(spec: WorkerSpec, stop: StopFlag) -> None:
+    """It takes less than SLOW_S, but nobody knows that before its end."""
+    _stop_in(0, spec, stop)
+
+
 def stop_in_a_slow_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.train import step
 
@@ -190,6 +195,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     ("prepare", "code", "saved_at"),
     [
         (stop_at_start, Exit.STOPPED, 0),
+        (stop_in_the_first_step, Exit.STOPPED, 1),
         (stop_in_step_three, Exit.STOPPED, 5),
         (stop_in_a_slow_step_three, Exit.STOPPED, 4),
         (stop_in_the_last_step, Exit.DONE, 10),

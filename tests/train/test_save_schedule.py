@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
+from hpc_train.run.requests import StopFlag
 from hpc_train.train.saving import FIRST_S, SaveSchedule, failure_rate
 from tests.train.runs import frozen, run_attempt
 
@@ -112,3 +115,27 @@ def test_a_stop_request_that_leaves_no_time_for_a_step_is_announced_once(tmp_pat
     roomy = frozen(tmp_path / "roomy", "+strategy=dp", "train.steps=4")
     assert run_attempt(roomy, 2) == [0, 0]
     assert not [event for event in roomy.read_events() if event["event"] == "warning"]
+
+
+def wait_in_the_first_step(spec: WorkerSpec, stop: StopFlag) -> None:
+    """As if it compiled."""
+    from hpc_train.train.step import TrainStep
+
+    take = TrainStep.__call__
+
+    def first(self, index, batch):  # type: ignore[no-untyped-def]
+        TrainStep.__call__ = take  # type: ignore[method-assign]
+        time.sleep(4)
+        return take(self, index, batch)
+
+    TrainStep.__call__ = first  # type: ignore[method-assign]
+
+
+def test_the_first_step_of_an_attempt_is_no_slow_step(tmp_path: Path) -> None:
+    options = "+strategy=single", "elastic.stop_grace_s=4"
+    run = frozen(tmp_path / "run", *options, "train.steps=2")
+    assert run_attempt(run, 1) == [0]
+    frozen(run.path, *options, "train.steps=4")
+    assert run_attempt(run, 1, wait_in_the_first_step) == [0]
+    assert max(line["step_s"] for line in run.read_metrics()) > 3, "longer than what a stop request leaves"
+    assert not [event for event in run.read_events() if "stop request" in event.get("message", "")]

@@ -1,4 +1,5 @@
-"""What a plan is asked for: a composed config, the keys that the user has set, and commands for chosen values."""
+"""Holds what a plan is asked for: a composed config and the keys that the user has set. It writes the commands for
+chosen values."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _of(found: Sequence[Candidate], devices: int) -> list[Candidate]:
 
 
 def nearest(found: Sequence[Candidate]) -> Candidate:
-    """Returns the first of those that need the least memory."""
+    """Returns the first of the candidates that need the least memory."""
     least = found[0]
     for each in found[1:]:
         if not each.prediction.needs_more_than(least.prediction):
@@ -177,6 +177,7 @@ def _does_not_fit(found: Sequence[Candidate], machine: Machine) -> UserError:
 
 
 def unknown_end() -> UserError:
+    """Returns the error for a deadline that cannot be compared with the end of the training."""
     return UserError(
         "plan cannot tell when the training is done: its number of steps, or its start, is unknown",
         where="train.epochs, --by, --within",

@@ -81,7 +81,7 @@ def _bare(config: HFModelConfig, whole: Any) -> Any:
 
 
 def architecture(config: HFModelConfig) -> str:
-    """Returns the name of transformers' class, without importing the class and its quantizers if one is possible."""
+    """Returns the name of transformers' class. It is read from a table if it is there, as building a model is slow."""
     from transformers.models.auto import modeling_auto
 
     names = getattr(modeling_auto, f"MODEL_FOR_{config.task.upper()}_MAPPING_NAMES")
