@@ -42,7 +42,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """Lists what is measured.
 
     Attributes:
         square: the rows of the largest matrix products.

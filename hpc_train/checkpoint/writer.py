@@ -69,7 +69,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank says after its write.
+    """Holds what a rank tells the others after its write.
 
     Attributes:
         files: its files by name.

@@ -137,7 +137,7 @@ def warn_of_late_signal(config: Config, run: RunDirectory) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a frozen run will train: nodes without spares, and per node GPUs and workers.
+    """Describes where a frozen run will train: nodes without spares, and GPUs and workers per node.
 
     Attributes:
         device_bytes: the memory of a GPU; None if unknown.

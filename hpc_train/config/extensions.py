@@ -44,7 +44,7 @@ _MISSING: Any = object()  # the default of a fact that must be stated, if only a
 
 @dataclass(frozen=True)
 class Activations:
-    """What a model keeps for the backward pass, in elements.
+    """Counts what a model keeps for the backward pass, in elements.
 
     Attributes:
         tokens: positions per sample, to which the other numbers refer.

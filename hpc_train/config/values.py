@@ -244,7 +244,7 @@ LayerMode: TypeAlias = Literal["none", "ops", "full"]
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What layers recompute of their forward in the backward pass (``train.activation_checkpointing``).
+    """Lists what layers can recompute of their forward in the backward pass (``train.activation_checkpointing``).
 
     Attributes:
         every: every ``every``-th layer recomputes, by global number; 0 means no layer.
@@ -268,7 +268,7 @@ class Recomputation:
 
     @property
     def recomputes(self) -> bool:
-        """Whether some layer may recompute something."""
+        """Tells whether some layer may recompute something."""
         return self.every > 0 or any(mode != "none" for mode in self.chosen)
 
 

@@ -1,4 +1,4 @@
-"""What the GPUs of a node report after an error of a worker, and the wait until their memory is free.
+"""Reads what the GPUs of a node report after an error of a worker, and waits until their memory is free.
 
 An error message of CUDA or HIP rarely shows whether the program or the GPU is at fault. The driver knows more: NVML
 counts memory errors, remapped rows and lost GPUs, and the kernel log, where it may be read, has Xid errors (AMD: the

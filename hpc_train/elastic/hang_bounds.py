@@ -58,7 +58,7 @@ def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> flo
 
 
 class Stage(Enum):
-    """What a silence calls for."""
+    """Lists the responses to a silence."""
 
     SLOW = "slow"  # the first look at the ranks
     STILL_SLOW = "still slow"  # the second look

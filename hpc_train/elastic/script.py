@@ -202,7 +202,7 @@ class StepLog:
 
 
 class ScriptProgress:
-    """What the agent sees of a script, in place of the shared memory of a worker (``run/agent_worker.SharedBlock``).
+    """Shows the agent a script, in place of the shared memory of a worker (``run/agent_worker.SharedBlock``).
 
     Args:
         metrics: gets the numbers that the script writes into its file; None on other ranks than 0.

@@ -271,7 +271,7 @@ class NodeFacts:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """What ``machines.once_per_machine`` has computed; nodes of the same machine share it."""
+        """Holds what ``machines.once_per_machine`` has computed; nodes of the same machine share it."""
         return {}
 
     @cached_property

@@ -44,7 +44,7 @@ class Defect:
 
 
 class Kind(Enum):
-    """What an error requires: the level of its finding, and what the staff should do."""
+    """Describes what an error requires: the level of its finding, and what the staff should do."""
 
     PROGRAM = (OK, "the program caused it; the GPU is healthy")
     HANDLED = (OK, "the driver has handled it")

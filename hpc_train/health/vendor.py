@@ -1,4 +1,4 @@
-"""What the checks of all vendors share: where a node shows its devices, their result, and a call that may hang."""
+"""Holds what all vendors' checks share: where a node shows its devices, their result, and a call that may hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_train.health.kernel_log import Defect, GpuError
 
 @dataclass(frozen=True)
 class Paths:
-    """Where a node shows its devices; a test sets other directories."""
+    """Holds the paths where a node shows its devices; a test sets other directories."""
 
     pci: Path = Path("/sys/bus/pci/devices")
     driver: Path = Path("/proc/driver/nvidia/gpus")

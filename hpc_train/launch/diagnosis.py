@@ -72,7 +72,7 @@ class FailureCause:
 
     @property
     def nccl_problem(self) -> NcclProblem | None:
-        """What NCCL's messages mean; None without a known one."""
+        """Returns what NCCL's messages mean; None without a known one."""
         return explain_nccl("\n".join((*self.nccl, self.message, self.traceback)))
 
     @property

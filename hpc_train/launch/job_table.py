@@ -32,7 +32,7 @@ ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
 
 
 class TableRow(Protocol):
-    """What the table shows of a job besides its view."""
+    """Holds what the table shows of a job besides its view."""
 
     @property
     def number(self) -> int: ...

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass
 class Ended:
-    """What the jobs of one command came to. Hydra's task function holds it as ``ended``, and the launcher fills it."""
+    """Holds how the jobs of one command ended. It is ``ended`` of Hydra's task function; the launcher fills it."""
 
     runs: list[tuple[RunDirectory, View]] = field(default_factory=list)
     trials: Trials | None = None  # of a sweeper that searches

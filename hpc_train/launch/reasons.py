@@ -232,7 +232,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task.
+    """Holds what Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task.
 
     ``use`` is what the site's monitoring has measured (see ``slurm.jobstats``).
     """

@@ -1,4 +1,4 @@
-"""What a loop of the user's own gets from hpc_train: its ranks, its state in checkpoints, stop requests and metrics."""
+"""Defines what a user's own loop gets: its ranks, its state in checkpoints, stop requests and metrics."""
 
 from __future__ import annotations
 

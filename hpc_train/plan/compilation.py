@@ -23,7 +23,7 @@ _GRAPHS, _ASYNC = "train.cuda_graphs", "strategy.async_tp"
 
 
 class CompilerMode(StrEnum):
-    """What compiled code does besides computing; the layouts of the two options exclude each other."""
+    """Lists what compiled code may do besides computing; the layouts of the two options exclude each other."""
 
     PLAIN = "plain"
     CUDA_GRAPHS = "cuda_graphs"

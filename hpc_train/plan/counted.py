@@ -33,7 +33,7 @@ _SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # ke
 
 @dataclass(frozen=True)
 class Block:
-    """What the stem, a layer or the head computes and keeps for one sample.
+    """Counts what the stem, a layer or the head computes and keeps for one sample.
 
     Attributes:
         parameters, trained: the number of parameters, and of those that train.

@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of inputs and of weights are computed at different times."""
+        """Tells whether the gradients of inputs and of weights are computed at different times."""
         return self.pp > 1 and self.pipeline.splits_backward
 
     @property

@@ -27,7 +27,7 @@ class PipelineShape(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What a rank computes: a pass of one stage for one micro-batch."""
+    """Describes what a rank computes: a pass of one stage for one micro-batch."""
 
     work: Work
     stage: int

@@ -154,7 +154,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the newest runs of one kind tell, the newest last.
+    """Holds what the newest runs of one kind tell, the newest last.
 
     Attributes:
         pairs: predicted and measured values of each run.
@@ -181,7 +181,7 @@ class Calibration:
 
     @cached_property
     def factors(self) -> dict[str, float]:
-        """By what each part is multiplied, so that the step is right in the median. A part that too few runs have
+        """Returns the factor of each part with which the step is right in the median. A part that too few runs have
         measured shares the factor of the step.
         """
         if self.step is None or not self.step.is_known:

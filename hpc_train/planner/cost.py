@@ -1,4 +1,4 @@
-"""What a GPU-hour costs, rented or on GPUs of your own, and from when buying is cheaper than renting.
+"""Computes what a GPU-hour costs, rented or on GPUs of your own, and from when buying is cheaper than renting.
 
 The prices are those of ``cluster.price``. The sums leave out interest and what the GPUs are sold for in the end.
 """

@@ -56,7 +56,7 @@ def between_failures(failures_per_gpu_hour: float, gpus: int) -> float:
 
 @dataclass(frozen=True)
 class Saves:
-    """What saving and restarting take, in seconds.
+    """Holds what saving and restarting take, in seconds.
 
     Attributes:
         every_s: useful work between the begins of two saves.

@@ -28,7 +28,7 @@ from hpc_train.planner.machine import Machine
 
 @dataclass(frozen=True)
 class Casts:
-    """What the casts of one product move, in bytes per value, and the kernels that they take.
+    """Counts what the casts of one product move, in bytes per value, and the kernels that they take.
 
     Attributes:
         forward, backward: of the input and of the weight, in each pass.

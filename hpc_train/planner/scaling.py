@@ -52,7 +52,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is assumed about failures and the file system.
+    """Holds what is assumed about failures and the file system.
 
     Attributes:
         failures_per_gpu_hour: from few to many.

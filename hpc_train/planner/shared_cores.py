@@ -1,4 +1,4 @@
-"""What differs on CPUs, whose cores run the kernels themselves, start them, and move the bytes of collectives.
+"""Models what differs on CPUs, whose cores run the kernels themselves, start them, and move the bytes of collectives.
 
 Nothing of it overlaps: the times of a rank add up. Imports no torch.
 """

@@ -27,7 +27,7 @@ FUSED_TOUCHES = 2.5  # a fused kernel writes a result that the next operation wo
 
 @dataclass(frozen=True)
 class Block:
-    """What a block computes for one sample.
+    """Counts what a block computes for one sample.
 
     Attributes:
         products: operations of the forward in matrix products with weights; the backward takes twice as many.
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model computes.
+    """Counts what a model computes.
 
     Attributes:
         blocks: the stem, the layers and the head.

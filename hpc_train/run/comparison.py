@@ -19,7 +19,7 @@ DEFAULT = "default"  # the value in a table of a key that another run overrides
 
 
 class View(Protocol):
-    """What is compared of a run: its newest logged step, and its exit code, None while it has not ended."""
+    """Holds what is compared of a run: its newest logged step, and its exit code, None while it has not ended."""
 
     @property
     def metrics(self) -> dict[str, Any]: ...

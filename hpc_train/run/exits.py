@@ -51,7 +51,7 @@ class Failure(StrEnum):
 
 
 class Action(StrEnum):
-    """What the agent does when an attempt has ended."""
+    """Lists what the agent does when an attempt has ended."""
 
     FINISH = "finish"  # the run is complete
     STOP = "stop"  # a stop was requested

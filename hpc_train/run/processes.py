@@ -85,8 +85,11 @@ def _children(pid: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Activity:
-    """What the threads of a process and its children do: ``ready`` if one runs or waits for a processor, and ``cpu_s``,
-    the processor time of all of them.
+    """Describes the threads of a process and its children.
+
+    Attributes:
+        ready: whether one of them runs or waits for a processor.
+        cpu_s: the processor time of all of them, in seconds.
     """
 
     ready: bool

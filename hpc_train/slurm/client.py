@@ -300,7 +300,7 @@ ESTIMATE = re.compile(r"sbatch: Job \S+ to start at (\S+)")
 
 @dataclass(frozen=True)
 class Check:
-    """What ``sbatch --test-only`` answers for a job that the controller would take.
+    """Holds what ``sbatch --test-only`` answers for a job that the controller would take.
 
     Attributes:
         lines: what sbatch and the submit plugins of the site print, without the expected start.

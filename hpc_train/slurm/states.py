@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What Slurm does with a job while it is in a state."""
+    """Describes what Slurm does with a job while it is in a state."""
 
     PENDING = "pending"  # waits for nodes and has no processes
     STARTING = "starting"  # has nodes, which are being prepared

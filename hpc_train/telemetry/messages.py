@@ -51,7 +51,7 @@ Post = Callable[[str, Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Message:
-    """What a webhook is told; ``kind`` is one of ``config.services.KINDS``."""
+    """Holds what a webhook is told; ``kind`` is one of ``config.services.KINDS``."""
 
     kind: str
     run: str

@@ -139,7 +139,7 @@ class Progress:
 
     @property
     def _state(self) -> tuple[Any, ...]:
-        """What distinguishes the line that is shown from the one before."""
+        """Returns what distinguishes the line that is shown from the one before."""
         return self._recent[-1]["attempt"], self._recent[-1]["step"], self._evaluating
 
     def _say(self, text: str) -> None:

@@ -52,7 +52,7 @@ class Row:
 
     @property
     def refused(self) -> bool:
-        """Whether Slurm refuses the job."""
+        """Tells whether Slurm refuses the job."""
         return self.start is not None and bool(self.start.refusal)
 
     @property

@@ -86,7 +86,7 @@ class PriceConfig:
 
 @dataclass
 class ClusterConfig:
-    """Where a run is executed."""
+    """Describes where a run is executed."""
 
     kind: str = key(
         "auto",

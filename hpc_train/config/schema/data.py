@@ -15,7 +15,7 @@ _PACKING = (
 
 @dataclass
 class DataKeys:
-    """What every data config has. A source of your own derives its dataclass from this one."""
+    """Holds the keys that every data config has. A source of your own derives its dataclass from this one."""
 
     kind: str = required("The data source: one of the built-in names, custom, or package.module:NAME of your own.")
     _: KW_ONLY
@@ -82,7 +82,7 @@ class SFTDataConfig(DataKeys):
 
 @dataclass
 class ImageKeys(DataKeys):
-    """What every source of image files has."""
+    """Holds the keys that every source of image files has."""
 
     path: str = required("The directory with the images.")
     image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
@@ -136,7 +136,7 @@ class SyntheticDataConfig(DataKeys):
 
 @dataclass
 class OwnKeys(DataKeys):
-    """What every source with items of a user's class has."""
+    """Holds the keys that every source with items of a user's class has."""
 
     _target_: str = required("The class or function that returns the dataset: package.module.Name.")
     args: dict[str, Any] = key({}, "The keyword arguments of _target_.")

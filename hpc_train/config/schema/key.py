@@ -1,4 +1,4 @@
-"""What is known about one config key: its meaning, its default, and the values that it accepts.
+"""Describes one config key: its meaning, its default, and the values that it accepts.
 
 Each key of the schema is a dataclass field made by ``key``. The checks and the config reference read the same metadata,
 so a choice or a range is written down once.

@@ -18,7 +18,10 @@ WRAP = (
 
 @dataclass
 class ModelKeys:
-    """What every model config has. A family of your own derives its dataclass from this one and adds ``n_layers``."""
+    """Holds the keys that every model config has.
+
+    A family of your own derives its dataclass from this one and adds ``n_layers``.
+    """
 
     kind: str = required("The model family: gpt, vit, custom, or package.module:NAME of a family of your own.")
 
@@ -173,7 +176,7 @@ class HFModelConfig(ModelKeys):
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether the output projection of a language model shares the embedding table."""
+        """Tells whether the output projection of a language model shares the embedding table."""
         return hf_config.ties(self._values())
 
     def _values(self) -> Mapping[str, Any] | None:

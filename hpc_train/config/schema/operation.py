@@ -227,7 +227,7 @@ class PrometheusConfig:
 
 @dataclass
 class TelemetryConfig:
-    """What is measured and where it is reported."""
+    """Sets what is measured and where it is reported."""
 
     log_every: int = key(10, "Steps between two log lines.", at_least=1, unit="steps", when=NOT_DEBUGGED)
     wandb: WandbConfig = group(WandbConfig)

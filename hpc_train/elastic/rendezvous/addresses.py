@@ -30,7 +30,7 @@ BACKLOG = 16384  # all agents of a job may connect at once; the kernel lowers it
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """What all agents of an attempt must agree on, as recorded in ``attempts/NNN.json``.
+    """Holds what all agents of an attempt must agree on, as recorded in ``attempts/NNN.json``.
 
     ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers. The keys of
     the ranks in the store begin with ``store_prefix``, which is random and not recorded. ``checked``: a

@@ -1,4 +1,4 @@
-"""What the coordinator orders the agents to do, and what they report to it."""
+"""Defines what the coordinator orders the agents to do, and what they report to it."""
 
 from __future__ import annotations
 

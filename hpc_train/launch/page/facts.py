@@ -90,7 +90,7 @@ class RunFacts:
 
     @cached_property
     def lost(self) -> list[bool]:
-        """Whether the work of each of ``lines`` was done again, or has to be."""
+        """Tells whether the work of each of ``lines`` was done again, or has to be."""
         begins = [(stretch.time, stretch.step) for attempt in self.attempts for stretch in attempt.stretches]
         if self.diagnosis.exit_code is not None and not (self.attempts and self.attempts[-1].closed):
             begins.append((float("inf"), self._newest_checkpoint()))

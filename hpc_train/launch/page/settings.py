@@ -1,4 +1,4 @@
-"""What the config of a run changes compared with that of its parent, and the commands that reproduce the run."""
+"""Shows what the config of a run changes compared with that of its parent, and the commands that reproduce the run."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class _Copy:
 
 
 class _SavedLayer:
-    """What one forward pass of a layer has saved. It refers weakly to the copies, which would otherwise outlive them.
+    """Holds weak references to the copies that one forward pass of a layer has saved; autograd owns them.
 
     Attributes:
         below: the layer before, whose backward pass comes after that of this one.
@@ -194,7 +194,7 @@ class _SavedLayer:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What autograd holds instead of a tensor that stays on the device."""
+    """Stands in autograd for a tensor that stays on the device."""
 
     layer: _SavedLayer
     tensor: Tensor
@@ -206,7 +206,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd holds instead of another tensor: a copy of its storage, its place there, and a DTensor's spec."""
+    """Stands in autograd for another tensor: a copy of its storage, its place there, and a DTensor's spec."""
 
     layer: _SavedLayer
     copy: _Copy

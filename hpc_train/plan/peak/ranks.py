@@ -60,7 +60,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one pipeline rank does in a step.
+    """Describes what one pipeline rank does in a step.
 
     Attributes:
         stages: its stages by number.

@@ -58,7 +58,7 @@ PARTS = {field.name: place for place, field in enumerate(fields(Memory))}
 
 
 class Passage(NamedTuple):
-    """What a pass does to the memory of a rank, in bytes; the tuples have one number for each part.
+    """Describes what a pass does to the memory of a rank, in bytes; the tuples have one number for each part.
 
     Attributes:
         net: what it leaves more than there was before.

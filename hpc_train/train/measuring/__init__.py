@@ -1,1 +1,1 @@
-"""What a run measures of itself while it trains."""
+"""Measures what a run reports of itself while it trains."""

@@ -27,7 +27,7 @@ ReportPicture = Callable[[dict[str, Any]], None]  # details for the event log
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What one rank has measured: seconds by stage, the elapsed seconds, and the chunks of the last step.
+    """Holds what one rank has measured: seconds by stage, the elapsed seconds, and the chunks of the last step.
 
     ``chunks`` are (kind, stage, begin, end), with the times in seconds from the beginning of the step.
     """

@@ -36,7 +36,7 @@ class Held(Protocol):
 
     @property
     def local(self) -> nn.Parameter | None:
-        """What the optimizer updates; None if another rank owns the parameter."""
+        """Returns what the optimizer updates; None if another rank owns the parameter."""
 
     def refresh(self) -> None:
         """Updates ``local`` and its gradient before an update."""
