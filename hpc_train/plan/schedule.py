@@ -19,6 +19,7 @@ from hpc_train.plan.techniques import (
     find_schedule,
     schedules_where,
 )
+from hpc_train.units import counted
 
 
 def choose_schedule(
@@ -142,7 +143,7 @@ def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int,
         step = stages if schedule.micro_batches == "multiple_of_ranks" else 1
         count = _least_padding(local, stages, step)
         size = math.ceil(local / count)
-    _check_micro_batches(schedule, pp, stages, count)
+    _check_micro_batches(batch, schedule, pp, stages, count)
     return count, size
 
 
@@ -152,9 +153,11 @@ def _least_padding(local: int, stages: int, step: int) -> int:
     return min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
 
 
-def _check_micro_batches(schedule: PipelineSchedule, pp: int, stages: int, count: int) -> None:
+def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int, stages: int, count: int) -> None:
     if pp == 1:
         return
+    is_given = isinstance(batch.micro_batches, int)  # otherwise it follows from the sizes
+    where, size = ("batch.micro_batches", "") if is_given else ("batch.micro_size", "batch.micro_size=auto and ")
     if schedule.micro_batches == "one":
         if count == 1:
             return
@@ -166,16 +169,18 @@ def _check_micro_batches(schedule: PipelineSchedule, pp: int, stages: int, count
         )
     if count < stages:
         raise UserError(
-            f"{count} micro-batches per step cannot fill {stages} pipeline stages",
-            where="batch.micro_batches",
-            fix=f"at least {stages} micro-batches per step: a smaller batch.micro_size or a larger batch.global_size",
+            f"{counted(count, 'micro-batch', 'micro-batches')} per step cannot fill {stages} pipeline stages",
+            where=where,
+            fix=f"batch.micro_batches={stages} or more"
+            if is_given
+            else f"a smaller batch.micro_size or a larger batch.global_size, for {stages} micro-batches or more",
         )
     if schedule.micro_batches == "multiple_of_ranks" and count % pp:
         raise UserError(
             f"the schedule {schedule.name} requires a multiple of {pp} micro-batches on {pp} pipeline ranks, but the "
             f"step has {count}",
-            where="batch.micro_batches",
-            fix=f"batch.micro_batches={count - count % pp + pp}, a multiple of {pp}",
+            where=where,
+            fix=f"{size}batch.micro_batches={count - count % pp + pp}, a multiple of {pp}",
         )
 
 
