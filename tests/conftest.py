@@ -108,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if TEMPORARY not in os.environ:  # the processes of -n inherit it
         os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="hpc_train-")
         Path(os.environ[TEMPORARY]).chmod(0o1777)
-        config.add_cleanup(partial(os.close, shared.begin()))
+        config.add_cleanup(partial(os.close, shared.begin(os.environ[TEMPORARY])))
         config.add_cleanup(partial(shutil.rmtree, os.environ[TEMPORARY], ignore_errors=True))
         if sys.dont_write_bytecode:  # otherwise the first process keeps what it compiles
             for folder in SOURCES:

@@ -22,9 +22,9 @@ _KNOWN: dict[tuple[str, str], str] = {}
 _STARTED: list[subprocess.Popen[bytes]] = []
 
 
-def begin() -> int:
-    """Makes the folder of a session; returns the descriptor that holds its FIFO open."""
-    os.environ[FOLDER] = tempfile.mkdtemp(prefix="hpc_train-warm-")
+def begin(parent: str | None = None) -> int:
+    """Makes the folder of a session in ``parent``; returns the descriptor that holds its FIFO open."""
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="hpc_train-warm-", dir=parent)
     held = Path(os.environ[FOLDER], _HELD)
     os.mkfifo(held)
     return os.open(held, os.O_RDWR)
