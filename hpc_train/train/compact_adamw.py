@@ -1,10 +1,12 @@
 """Implements AdamW with compact moments: bf16 (4 bytes per parameter instead of 8) or block-wise 8 bits (2 bytes).
 
 The update is computed in fp32. With round-to-nearest, a bf16 second moment would never change under a large beta2,
-because the additions are smaller than half a unit in the last place. Moments are therefore rounded stochastically. The
-random bits are a hash of the gradient and the step, so they are the same on replicas, under every layout, and after a
-resume. The 8-bit format is Dettmers et al.'s (2021, arXiv:2110.02861) as torchao implements it: blocks of 256 values
-with one scale each and 256 dynamic codes.
+because the additions are smaller than half a unit in the last place. Moments in bf16 are therefore rounded
+stochastically. The random bits are a hash of the gradient and the step, so they are the same on replicas, under every
+layout, and after a resume. The 8-bit format is Dettmers et al.'s (2021, arXiv:2110.02861) as torchao implements it:
+blocks of 256 values with one scale each and 256 dynamic codes. Values are rounded to the nearest code, but a positive
+second moment never to zero: a first moment that remains would be divided by epsilon alone, and move its parameter by
+thousands of learning rates.
 
 An update consists of about 40 elementwise operations. On GPUs torch.compile makes one kernel of them for each tensor.
 Elsewhere they run one by one, in pieces of a few million elements, which bounds the temporary memory. Small tensors are
@@ -233,7 +235,7 @@ def _update(
     change = square.sqrt().div_(terms.root).add_(eps)
     change = torch.div(mean, change).mul_(terms.rate)
     if maps:
-        results = [*_encoded(mean.float(), maps[0]), *_encoded(square.float(), maps[1])]
+        results = [*_encoded(mean.float(), maps[0], True), *_encoded(square.float(), maps[1], False)]
     elif first[0].dtype is torch.bfloat16:
         noise = gradient.float().view(torch.int32)
         results = [_rounded(mean.float(), noise, terms.step), _rounded(square.float(), noise, -terms.step)]
@@ -265,11 +267,26 @@ def _widened(stored: Sequence[Tensor], maps: Sequence[Tensor], dtype: torch.dtyp
     return (maps[0][codes.int()].view(-1, BLOCK) * scale.view(-1, 1)).view(-1).to(dtype)
 
 
-def _encoded(value: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+def store(moment: Tensor, value: Tensor) -> None:
+    """Writes the fp32 tensor ``value``, on any device, to ``moment`` in the format of the moment."""
+    if not is_8bit(moment):
+        moment.copy_(value)
+        return
+    stored: Any = moment
+    targets = zip(stored.codes.view(-1).split(PIECE), stored.scale.split(PIECE // BLOCK), strict=True)
+    for (codes, scale), piece in zip(targets, value.reshape(-1).split(PIECE), strict=True):
+        for target, found in zip(
+            (codes, scale), _encoded(piece.to(codes.device), stored.qmap, stored.signed), strict=True
+        ):
+            target.copy_(found)
+
+
+def _encoded(value: Tensor, codebook: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Returns codes and scales such that a block of 256 has its largest magnitude as scale.
 
-    The codes are those of torchao, which searches the sorted ``codebook`` with seven comparisons. A value that is not
-    finite gets any code.
+    The codes are those of torchao, which searches the sorted ``codebook`` with seven comparisons. But if no value is
+    negative (``signed`` is false), a positive value does not get the code of zero. A value that is not finite gets any
+    code.
     """
     blocks = value.view(-1, BLOCK)
     scale = blocks.abs().amax(-1).clip(1e-12)
@@ -278,7 +295,10 @@ def _encoded(value: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     above = (below + 1).clip_(max=255)
     low = codebook[below]
     nearer_above = scaled - low >= (codebook[above] - low) * 0.5
-    return torch.where(nearer_above, above, below).to(torch.uint8), scale
+    codes = torch.where(nearer_above, above, below)
+    if not signed:
+        codes = torch.where(value > 0, codes.clip(min=1), codes)
+    return codes.to(torch.uint8), scale
 
 
 def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from hpc_train.config.schema import OptimConfig
 from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.plan.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
-from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, wide
+from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, store, wide
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.held import Held, MasterShard, hold
 from hpc_train.train.optimizers.own import OwnState
@@ -148,7 +148,7 @@ class Optimizer:
         for held in self._held.values():
             held.fetch()
         for moment, widened in self._widened:
-            moment.copy_(widened.to(moment.device))
+            store(moment, widened)
         self._widened.clear()
         for part in self._parts:
             if part.own is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,45 @@ def test_the_distance_from_full_moments_is_bounded() -> None:
     for (moments, beta2), values in found.items():
         for value, bound in zip(values, BOUNDS[moments], strict=True):
             assert 0 < value < bound, (moments, beta2, values)
+
+
+def moved_by_one_gradient(moments: str, small: float, through_fp32: bool) -> Tensor:
+    """Returns how far each element has moved, in learning rates, after one gradient and 20 steps without one.
+
+    Args:
+        small: the gradients of all but one element of each block, relative to that of this element.
+        through_fp32: whether the moments of the first step come from fp32, as from a checkpoint of another format.
+    """
+    gradient = torch.full((64, 256), 0.1 * small)
+    gradient[:, 0] = 0.1
+    parameter = nn.Parameter(torch.zeros(64, 256))
+    config = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95], moments=moments)
+    optimizer = Optimizer(config, {"w": parameter})
+    for step in range(21):
+        parameter.grad = torch.zeros_like(gradient) if step else gradient
+        optimizer.step(config.lr, torch.tensor(True))
+        if through_fp32 and not step:
+            state = optimizer.named_state()["w"]
+            state["exp_avg"].copy_(0.1 * gradient)
+            state["exp_avg_sq"].copy_(0.05 * gradient.square())
+            optimizer.loaded()
+    return parameter.detach().abs() / config.lr
+
+
+def sparse_moves(rank: int, world_size: int) -> list[tuple[Any, float, float]]:
+    """Cases, and the longest moves with compact and with full moments."""
+    cases = [*product(BOUNDS, (1e-1, 1e-2, 1e-3, 3e-4, 1e-4, 1e-5), (False, True))]
+    return [
+        (case, float(moved_by_one_gradient(*case).max()), float(moved_by_one_gradient("fp32", case[1], False).max()))
+        for case in cases
+    ]
+
+
+def test_a_gradient_that_does_not_come_again_moves_nothing_far() -> None:
+    """An embedding row gets no gradient while its word does not occur. Its second moment must not become zero first."""
+    (found,) = run_on_world(1, sparse_moves)
+    for case, ours, exact in found:
+        assert 1 < ours < 1.2 * exact, case
 
 
 def skipped_step(rank: int, world_size: int, moments: str) -> None:
