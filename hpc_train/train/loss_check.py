@@ -27,6 +27,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.exits import Failure, classify
 
 Sums = tuple[float, float]  # of the losses and of the counts, over all ranks
 
@@ -98,7 +99,10 @@ def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str
     problem = result = None
     try:
         result = engine.eval_step(StepBatch((_part(batch, 0, middle), _part(batch, middle, size)), 1))
-    except Exception as error:  # training may still succeed, since its micro-batches have their full size
+    except Exception as error:
+        if classify(error) not in (Failure.USER_ERROR, Failure.REFUSED):
+            raise  # such as an error of the GPU, which no batch size cures
+        # training may still succeed, since its micro-batches have their full size
         problem = f"{type(error).__name__}: {error}"
     problem = lowest(problem, mesh.control)
     if problem is not None or result is None:

@@ -32,25 +32,25 @@ ROOT = Path(__file__).parents[2]
 AS_IT_STANDS = "as it stands"
 ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know first
     AS_IT_STANDS: (),
+    "twice the micro-batch": ("batch.micro_size=16",),
+    "CUDA graphs": ("train.cuda_graphs=true",),
     "logits whole": ("train.loss_chunks=1",),
-    "not compiled": ("train.compile=false",),
-    "moments in bf16": ("optim.moments=bf16",),
+    "weights in bf16": ("precision.weights=bf16",),
     "fp8, one scale per tensor": ("precision.fp8=tensorwise",),
     "fp8, one scale per row": ("precision.fp8=rowwise",),
-    "weights in bf16": ("precision.weights=bf16",),
+    "moments in bf16": ("optim.moments=bf16",),
+    "moments in 8 bits": ("optim.moments=8bit",),
     "checkpointing: ops": ("train.activation_checkpointing=ops",),
     "checkpointing: full": ("train.activation_checkpointing=full",),
-    "twice the micro-batch": ("batch.micro_size=16",),
-    "half the micro-batch": ("batch.micro_size=4",),
-    "moments in 8 bits": ("optim.moments=8bit",),
-    "checkpointing: every third layer": ("train.activation_checkpointing=selective:3",),
+    "activations by a budget": ("train.activation_checkpointing=16GiB",),
+    "activations on the host": ("train.activation_offload=1MiB",),
     "one micro-batch per step": ("batch.global_size=8",),  # to compare the next row with
     "and updates inside the backward": ("batch.global_size=8", "optim.in_backward=true", "optim.clip_norm=0"),
-    "optimizer on the host": ("strategy.offload=optimizer",),
-    "activations on the host": ("train.activation_offload=1MiB",),
+    "not compiled": ("train.compile=false",),
+    "checkpointing: every third layer": ("train.activation_checkpointing=selective:3",),
+    "half the micro-batch": ("batch.micro_size=4",),
     "inputs of layers on the host": ("train.activation_offload=1MiB", "train.activation_checkpointing=full"),
-    "activations by a budget": ("train.activation_checkpointing=16GiB",),
-    "CUDA graphs": ("train.cuda_graphs=true",),
+    "optimizer on the host": ("strategy.offload=optimizer",),
 }
 LEAST_S = 20.0  # with less left no row is started
 END_S = 5.0  # from SIGTERM to SIGKILL

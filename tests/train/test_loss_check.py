@@ -88,6 +88,16 @@ class FixedSize(Tiny):
         return outputs.view(5, CLASSES)
 
 
+class BrokenDevice(Tiny):
+    """Fails as on a GPU with an uncorrectable memory error, at the first half of a micro-batch."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs)
+        if len(outputs) < 5:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        return outputs
+
+
 class NaNCount(Tiny):
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.sum(), outputs.sum().detach() * float("nan")
@@ -190,3 +200,16 @@ def test_a_count_that_cannot_divide_is_refused() -> None:
     ((nan, negative),) = run_on_world(1, refused_counts, ["NaNCount", "NegativeCount"])
     assert "not a number" in nan and "-3" in negative
     assert all("set in: the method loss of the model" in message for message in (nan, negative))
+
+
+def broken_device(rank: int, world_size: int) -> str:
+    cell = Cell(1, "custom")
+    mesh = mesh_of(cell, rank)
+    with pytest.raises(RuntimeError) as problem:
+        check_loss(build_engine(config_of(cell, "BrokenDevice"), mesh), dataset_of(cell), mesh, "fp64")
+    return str(problem.value)
+
+
+def test_an_error_of_the_device_is_no_warning() -> None:
+    (message,) = run_on_world(1, broken_device)
+    assert "uncorrectable ECC" in message
