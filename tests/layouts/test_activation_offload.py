@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -227,6 +229,73 @@ def test_the_estimate_has_two_layers_on_the_device_and_the_others_in_host_memory
     assert before.activations - after.activations == pytest.approx((LAYERS - 2) * of_layer)
     assert offloaded_bytes(config_of("none", "fp32", "1MiB"), layout, 0) == 0, "no tensor is that large"
     assert node_bytes(plain, layout, 1) is None
+
+
+class LateTransfers(offload_module._Transfers):
+    """Copies at the latest moment that a GPU may choose, and notes the memory that is no longer there by then."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.gone: list[str] = []
+        self.done = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        host = torch.full((len(flat),), 255, dtype=torch.uint8)
+        self._waiting.append(partial(self._copy, host, weakref.ref(flat), "source"))
+        return host
+
+    def to_device(self, hosts: Sequence[Tensor]) -> list[Tensor]:
+        flats = [torch.full((len(host),), 255, dtype=torch.uint8) for host in hosts]
+        self._waiting += [
+            partial(self._copy, host, weakref.ref(flat), "target") for host, flat in zip(hosts, flats, strict=True)
+        ]
+        return flats
+
+    def mark(self) -> Any:
+        return self.done + len(self._waiting)
+
+    def wait_for(self, event: Any) -> None:
+        while self.done < event:
+            self._waiting.popleft()()
+            self.done += 1
+
+    def _copy(self, host: Tensor, on_device: weakref.ref[Tensor], role: str) -> None:
+        flat = on_device()
+        if flat is None:
+            self.gone.append(f"{role} of {len(host)} bytes")
+        elif role == "source":
+            host.copy_(flat)
+        else:
+            flat.copy_(host)
+
+
+def with_late_transfers(rank: int, world_size: int, config: Config) -> tuple[list[str], int, float]:
+    """What was gone, the number of copies, and the largest difference of a gradient to those without offload."""
+    made = list[LateTransfers]()
+    offload_module._Transfers = lambda device: made.append(LateTransfers(device)) or made[-1]  # type: ignore
+    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
+    found = []
+    for offload in (config.train.activation_offload, "none"):
+        engine = build_engine(replace(config, train=replace(config.train, activation_offload=offload)), mesh)
+        engine.train_step(0, StepBatch((Batch(tokens, tokens),) * mesh.layout.micro_batches, 8 * SEQUENCE))
+        found.append([parameter.grad for parameter in engine.named_parameters().values()])
+    (transfers,) = made
+    return (
+        transfers.gone,
+        transfers.done,
+        max(float((one - other).abs().max()) for one, other in zip(*found, strict=True)),
+    )
+
+
+def test_memory_lives_until_a_late_copy_has_used_it() -> None:
+    """Several tensors of a layer are views of one storage, which is copied once."""
+    ((gone, copies, difference),) = run_ranks(1, with_late_transfers, config_of("none", "fp32"))
+    assert gone == [] and difference == 0
+    assert copies > 8 * LAYERS
 
 
 def test_what_offload_does_not_go_with_is_refused() -> None:

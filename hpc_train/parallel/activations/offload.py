@@ -158,11 +158,11 @@ class _SavedLayer:
         self.below = below
         self.sources: list[Tensor] = []
         self._transfers = transfers
-        self._copies: list[weakref.ref[_Copy]] = []
+        self._copies = weakref.WeakKeyDictionary[_Copy, None]()  # each once, however many tensors are views of it
         self._reached = False
 
     def add(self, copy: _Copy) -> None:
-        self._copies.append(weakref.ref(copy))
+        self._copies[copy] = None
 
     def reach(self) -> None:
         """Brings back this layer and begins with the one below, when the backward pass reaches the layer.
@@ -173,23 +173,24 @@ class _SavedLayer:
             return
         self._reached = True
         self.fetch()
-        for copy in self._alive():
+        for copy in self._copies:
             self._transfers.wait_for(copy.arrival)
         if self.below is not None:
             self.below.fetch()
             self.below = None
 
     def fetch(self) -> None:
-        """Begins to bring back what is in host memory."""
-        away = [copy for copy in self._alive() if copy.host is not None]
+        """Begins to bring back what is in host memory.
+
+        The memory on the device must live until ``reach`` has waited for its arrival: the current stream would use it
+        again while the copy is written there.
+        """
+        away = [copy for copy in self._copies if copy.host is not None]
         flats = self._transfers.to_device([copy.host for copy in away if copy.host is not None])
         arrival = self._transfers.mark()
         for copy, flat in zip(away, flats, strict=True):
             copy.flat, copy.arrival = flat, arrival
             copy.host = None  # torch does not use pinned memory again before the copy is complete
-
-    def _alive(self) -> list[_Copy]:
-        return [copy for copy in (reference() for reference in self._copies) if copy is not None]
 
 
 @dataclass(frozen=True)
