@@ -31,7 +31,6 @@ from hpc_train.models.attention import LOCAL, Attention
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.packed_attention import Scores, document_context, local_context
-from hpc_train.models.projections import Together, project
 from hpc_train.models.rotary import RotaryCache, RotaryScaling
 from hpc_train.models.transformer import OffsetRMSNorm, PreNormLayer, RMSNorm, in_compute_dtype
 from hpc_train.models.vocabulary_shard import WordEmbedding
@@ -65,8 +64,6 @@ class GPTStem(nn.Module):
 class GatedFeedForward(nn.Module):
     """Computes ``w2(f(w1 x) * w3 x)``: SwiGLU if ``f`` is ``silu``, GeGLU if GELU (Shazeer 2020, arXiv:2002.05202)."""
 
-    together = Together(("w1", "w3"), only_compiled=True)
-
     def __init__(self, dim: int, ffn_dim: int, activation: str = "silu") -> None:
         super().__init__()
         self._activation = ACTIVATIONS[activation]
@@ -75,8 +72,7 @@ class GatedFeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = project(self, hidden)
-        return self.w2(self._activation(gate) * up)
+        return self.w2(self._activation(self.w1(hidden)) * self.w3(hidden))
 
 
 def gpt_norm(config: GPTConfig, width: int) -> RMSNorm:

@@ -16,7 +16,7 @@ again).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ def _cut(hidden: Tensor, targets: Tensor, chunks: int) -> list[tuple[Tensor, Ten
 
 
 def _sum_chunks(
-    parts: Iterable[tuple[Tensor, Tensor]],
+    parts: Sequence[tuple[Tensor, Tensor]],
     hidden: Tensor,
     weight: Tensor,
     kind: _Logits,
@@ -177,13 +177,14 @@ def _sum_chunks(
     losses, first = [], 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
+    dtype = hidden.dtype if len(parts) == 1 and hidden.dtype != torch.float16 else widened(hidden[:0]).dtype
     for rows, wanted in parts:
         loss, of_logits = chunk_loss(rows @ weight.t(), wanted, kind)
         losses.append(loss)
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
         if weight.requires_grad:
-            of_weight = _plus_product(of_weight, of_logits, rows)
+            of_weight = _plus_product(of_weight, of_logits, rows, dtype)
         first += len(rows)
         del of_logits  # or the next chunk's logits would be computed beside it
     return torch.stack(losses).sum(), of_hidden, of_weight
@@ -219,13 +220,14 @@ def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tup
     wide, slope = (widened(logits), None) if kind.cap is None else _capped(logits, kind.cap)
     top = wide.amax(-1, keepdim=True)
     top = top if shard is None else shard.largest(top)
-    shifted = wide - top
     own = targets if shard is None else shard.own_targets(targets)
     word = torch.where(own == IGNORED, 0, own).unsqueeze(-1)
-    chosen = shifted.gather(-1, word).squeeze(-1)  # which also checks that a target is a word
-    sums = torch.stack((shifted.exp().sum(-1), torch.where(own == IGNORED, 0.0, chosen)))
-    total, chosen = sums if shard is None else shard.sum(sums)
-    counts, gradient = targets != IGNORED, shifted.exp()
+    chosen = torch.where(own == IGNORED, 0.0, (wide.gather(-1, word) - top).squeeze(-1))  # also checks the target
+    gradient = (wide - top).exp()
+    total = gradient.sum(-1)
+    if shard is not None:
+        total, chosen = shard.sum(torch.stack((total, chosen)))
+    counts = targets != IGNORED
     loss = torch.where(counts, total.log() - chosen, 0.0).sum()
     if kind.z_loss:
         normaliser = total.log() + top.squeeze(-1)
@@ -276,17 +278,19 @@ def _capped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     return bounded * cap, 1 - bounded.square()
 
 
-def _plus_product(total: Tensor | None, of_logits: Tensor, rows: Tensor) -> Tensor:
-    """Returns ``total + of_logits.T @ rows``, in place; the first sum has the dtype of the product."""
-    wide = of_logits.dtype == widened(of_logits[:0]).dtype
-    most = FP16_ROWS if of_logits.dtype == torch.float16 else len(rows)
-    for left, right in zip(of_logits.split(most), rows.split(most), strict=True):
+def _plus_product(total: Tensor | None, of_logits: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``total + of_logits.T @ rows`` in ``dtype``, in place."""
+    left = of_logits.t()
+    if dtype == of_logits.dtype:
+        return left @ rows if total is None else total.addmm_(left, rows)
+    if of_logits.is_cuda and torch.version.hip is None:  # the kernel adds its product without rounding it
         if total is None:
-            total = left.t() @ right
-        elif wide:
-            total.addmm_(left.t(), right)
-        else:
-            total = widened(total).add_(left.t() @ right)
+            return torch.mm(left, rows, out_dtype=dtype)
+        return torch.addmm(total, left, rows, out_dtype=dtype, out=total)
+    most = FP16_ROWS if of_logits.dtype == torch.float16 else len(rows)
+    for columns, some in zip(left.split(most, 1), rows.split(most), strict=True):
+        product = columns @ some
+        total = product.to(dtype) if total is None else total.add_(product)
     assert total is not None
     return total
 

@@ -34,8 +34,9 @@ from hpc_train.parallel.mesh import AXES, Mesh, all_gather_tensor
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.replicas import Sharded
-from hpc_train.plan import memory
 from hpc_train.plan.layout import Layout, resolve_layout
+from hpc_train.plan.peak.program import peak_of
+from hpc_train.plan.peak.sizes import sizes_of
 from tests.gpu.check import Probe
 from tests.gpu.commands import SMALL, SYNTHETIC
 from tests.gpu.kernels import spin, timed
@@ -152,7 +153,7 @@ def _seconds(steps: Steps) -> float:
 
 def _estimated(config: Config, layout: Layout) -> float:
     """Returns the estimate for this rank, which is that of the first stage."""
-    return memory._of_rank(config, layout, 0).total
+    return peak_of(sizes_of(config, layout), 0).total
 
 
 class LateGather:

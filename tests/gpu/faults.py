@@ -26,18 +26,22 @@ def killed_worker(probe: Probe) -> None:
     difference = largest_difference(killed.losses(), undisturbed.losses())
     probe.within("losses, killed against undisturbed", difference, high=SAME if probe.on_gpu else 0)
     resumed = killed.events("resumed")
-    probe.equal("step that it resumes from", [event["step"] for event in resumed], [4])
-    _check_first_step(probe, killed)
+    # on a GPU a checkpoint is written in the background, and that of step 4 may not be complete at step 6
+    steps = [event["step"] for event in resumed]
+    probe.expect(
+        "step that it resumes from", steps, "4, or 2 on a GPU", steps in ([4], [2]) if probe.on_gpu else steps == [4]
+    )
+    _check_first_step(probe, killed, [step + 1 for step in steps])
     moment = float(once.read_text())
     seconds = (resumed[0]["time"] if resumed else float("nan")) - moment
     probe.within("from the kill to the restored checkpoint", seconds, high=30, unit="s")
     probe.note("from the kill to the next step, s", _next_step(killed, moment) - moment)
 
 
-def _check_first_step(probe: Probe, run: Run) -> None:
+def _check_first_step(probe: Probe, run: Run, steps: list[int]) -> None:
     """The event of the first step after a restart, in a run that compiles nothing."""
     events = run.events("first_step")
-    probe.equal("steps of the events first_step", [event["step"] for event in events], [5])
+    probe.equal("steps of the events first_step", [event["step"] for event in events], steps)
     for event in events:
         content = {name: event[name] for name in ("compiled", "reused", "cache_loaded")}
         probe.equal("what it has compiled", content, {"compiled": 0, "reused": 0, "cache_loaded": False})
