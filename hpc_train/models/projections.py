@@ -9,8 +9,10 @@ well, since they come one by one:
   cut into views. Without these casts each projection is computed on its own: in evaluation, in fp32, under tensor
   parallelism and under ZeRO, which gathers parameters again and would keep a second copy of them for the backward pass.
 - The gradients of queries, keys and values are small: one copy of them is less than the two sums that it saves.
-- The gradients of a gated feed-forward layer are several times wider than its input, so a copy of them costs more than
-  one sum. The compiler lets the kernel of the activation write them in place; only then are they computed together.
+
+The two wide projections of a gated feed-forward layer stay separate. Their gradients are several times wider than their
+input: on an H200 the kernel of the activation took 1.17 ms to write them side by side and 0.63 ms to write them apart
+(32,768 tokens, 2 x 8192 columns, compiled, torch 2.11), and their products are as fast alone.
 
 The gradient of the input is rounded once instead of once per projection, so in half precision the results differ from
 those of separate products by that rounding. Names and values of the parameters are not affected.
@@ -32,14 +34,9 @@ JOINED = "joined_casts"  # the attribute of an owner: the weight and the bias of
 
 @dataclass(frozen=True)
 class Together:
-    """Names the projections of a module that have the same input.
-
-    Attributes:
-        only_compiled: whether it pays in compiled code only.
-    """
+    """Names the projections of a module that have the same input."""
 
     names: tuple[str, ...]
-    only_compiled: bool = False
 
     def of(self, owner: nn.Module) -> list[Any]:
         return [getattr(owner, name) for name in self.names]

@@ -32,23 +32,24 @@ ROOT = Path(__file__).parents[2]
 AS_IT_STANDS = "as it stands"
 ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know first
     AS_IT_STANDS: (),
-    "twice the micro-batch": ("batch.micro_size=16",),
+    "twice the micro-batch": ("batch.micro_size=32",),
     "CUDA graphs": ("train.cuda_graphs=true",),
-    "logits whole": ("train.loss_chunks=1",),
     "weights in bf16": ("precision.weights=bf16",),
+    "these three": ("batch.micro_size=32", "train.cuda_graphs=true", "precision.weights=bf16"),
+    "half the micro-batch": ("batch.micro_size=8",),
     "fp8, one scale per tensor": ("precision.fp8=tensorwise",),
     "fp8, one scale per row": ("precision.fp8=rowwise",),
+    "logits whole": ("train.loss_chunks=1",),
     "moments in bf16": ("optim.moments=bf16",),
     "moments in 8 bits": ("optim.moments=8bit",),
     "checkpointing: ops": ("train.activation_checkpointing=ops",),
     "checkpointing: full": ("train.activation_checkpointing=full",),
     "activations by a budget": ("train.activation_checkpointing=16GiB",),
     "activations on the host": ("train.activation_offload=1MiB",),
-    "one micro-batch per step": ("batch.global_size=8",),  # to compare the next row with
-    "and updates inside the backward": ("batch.global_size=8", "optim.in_backward=true", "optim.clip_norm=0"),
+    "one micro-batch per step": ("batch.global_size=16",),  # to compare the next row with
+    "and updates inside the backward": ("batch.global_size=16", "optim.in_backward=true", "optim.clip_norm=0"),
     "not compiled": ("train.compile=false",),
     "checkpointing: every third layer": ("train.activation_checkpointing=selective:3",),
-    "half the micro-batch": ("batch.micro_size=4",),
     "inputs of layers on the host": ("train.activation_offload=1MiB", "train.activation_checkpointing=full"),
     "optimizer on the host": ("strategy.offload=optimizer",),
 }

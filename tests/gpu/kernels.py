@@ -145,7 +145,7 @@ def products(probe: Probe) -> None:
 
 def kernels(probe: Probe) -> None:
     """In steps of 1.2 billion parameters the GPU is never idle, and nothing but products and attention takes long."""
-    steps = World(probe).steps("experiment=gpt1b_h200", "batch.global_size=16", *_fitting())
+    steps = World(probe).steps("experiment=gpt1b_h200", "batch.global_size=32", *_fitting())
     for _ in range(3):
         steps.step()
     with profiled(steps) as profiler:
@@ -162,7 +162,7 @@ def kernels(probe: Probe) -> None:
 def _fitting() -> list[str]:
     """Returns overrides with which the experiment fits into this GPU."""
     memory = torch.cuda.get_device_properties(0).total_memory
-    return [] if memory > 120e9 else ["batch.micro_size=4"] if memory > 70e9 else ["batch.micro_size=1"]
+    return [] if memory > 120e9 else ["batch.micro_size=8"] if memory > 70e9 else ["batch.micro_size=1"]
 
 
 def _write_kernels(probe: Probe, events: Sequence[dict[str, Any]], elapsed: float) -> None:

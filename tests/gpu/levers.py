@@ -39,8 +39,8 @@ from tests.gpu.steps import World
 
 BARE, BARE_AGAIN = "the bare loop", "the bare loop again"
 FP8 = "fp8"  # begins the names of rows whose products are not those of the bare loop
-WARM_UP, BLOCKS, STEPS = 3, 3, 3
-LEAST_S, MOST_S = 40.0, 120.0  # a row is started with so much time left; one that takes longer is stopped
+WARM_UP, BLOCKS, STEPS = 3, 3, 2
+LEAST_S, MOST_S = 25.0, 90.0  # a row is started with so much time left; one that takes longer is stopped
 # what must take less memory than the experiment as it stands
 SMALLER = (
     "moments in bf16", "moments in 8 bits", "weights in bf16", "checkpointing: ops", "checkpointing: full",

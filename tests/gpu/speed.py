@@ -16,7 +16,7 @@ from tests.gpu.commands import TINY, cpu_ranks, train
 
 LARGER = "twice the micro-batch"
 WANTED = (AS_IT_STANDS, "logits whole", LARGER)
-EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off", "batch.global_size=16"]
+EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off"]
 SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32"]
 SMALL += ["cluster=local", "cluster.gpus_per_node=0", *cpu_ranks(1)]
 MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
@@ -44,7 +44,7 @@ def steps(probe: Probe) -> None:
 
 def for_this_gpu() -> list[str]:
     """Returns the experiment of an H200, with smaller micro-batches for a smaller GPU."""
-    return EXPERIMENT if _is_large() else [*EXPERIMENT, "batch.micro_size=4"]
+    return EXPERIMENT if _is_large() else [*EXPERIMENT, "batch.micro_size=8"]
 
 
 def _is_large() -> bool:

@@ -69,8 +69,7 @@ class KeptCasts:
         self._dtype = dtype
         modules = [module for part in parts for module in part.modules()] if dtype is not None else []
         self._modules = [module for module in modules if _casts_weight(module, dtype)]
-        compiled = {inner for module in modules if module._compiled_call_impl is not None for inner in module.modules()}
-        self._owners = [module for module in modules if _joins(module, compiled)]
+        self._owners = [module for module in modules if isinstance(getattr(module, "together", None), Together)]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -127,12 +126,6 @@ def _casts_weight(module: nn.Module, dtype: torch.dtype | None) -> bool:
     weight = module._parameters.get("weight")
     known = type(module).forward in _FORWARDS and "forward" not in module.__dict__ and "bias" in module._parameters
     return known and weight is not None and weight.dtype in (torch.float32, dtype)
-
-
-def _joins(module: nn.Module, compiled: set[nn.Module]) -> bool:
-    """Returns whether ``module`` has projections that are faster together."""
-    together = getattr(module, "together", None)
-    return isinstance(together, Together) and (module in compiled or not together.only_compiled)
 
 
 def _first(copy: Tensor) -> Tensor:
