@@ -36,6 +36,7 @@ from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.replicas import Sharded
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.peak.program import peak_of
+from hpc_train.plan.peak.ranks import ranks_of
 from hpc_train.plan.peak.sizes import sizes_of
 from tests.gpu.check import Probe
 from tests.gpu.commands import SMALL, SYNTHETIC
@@ -153,7 +154,7 @@ def _seconds(steps: Steps) -> float:
 
 def _estimated(config: Config, layout: Layout) -> float:
     """Returns the estimate for this rank, which is that of the first stage."""
-    return peak_of(sizes_of(config, layout), 0).total
+    return peak_of(sizes_of(config, layout), next(iter(ranks_of(config, layout)))).total
 
 
 class LateGather:

@@ -41,6 +41,7 @@ BARE, BARE_AGAIN = "the bare loop", "the bare loop again"
 FP8 = "fp8"  # begins the names of rows whose products are not those of the bare loop
 WARM_UP, BLOCKS, STEPS = 3, 3, 2
 LEAST_S, MOST_S = 25.0, 90.0  # a row is started with so much time left; one that takes longer is stopped
+END_S = 3.0  # from the limit of a row to the end of its process
 # what must take less memory than the experiment as it stands
 SMALLER = (
     "moments in bf16", "moments in 8 bits", "weights in bf16", "checkpointing: ops", "checkpointing: full",
@@ -93,7 +94,7 @@ def _measured(probe: Probe, rows: Mapping[str, tuple[str, ...]]) -> dict[str, Me
     until = time.monotonic() + probe.check.limit_s - 10
     found = {}
     for name, overrides in rows.items():
-        left = until - time.monotonic() - (LEAST_S if name not in (BARE, BARE_AGAIN) else 0)
+        left = until - time.monotonic() - (LEAST_S + END_S if name not in (BARE, BARE_AGAIN) else 0)
         if left < LEAST_S:
             probe.note(name, "not measured: no time is left")
             continue

@@ -77,9 +77,9 @@ def _in_fp32(heads: Heads) -> Heads:
 def _ways(kernel: str, context: dict[str, Tensor], ids: Tensor) -> dict[str, Attend]:
     """Returns the ways to attend: with a mask, and with ``kernel`` if the device has it."""
     mask = attention_mask(ids, ids.shape[1], None, ids.device)
-    ways: dict[str, Attend] = {"mask": lambda *heads: _masked(*heads, mask)}
+    ways: dict[str, Attend] = {"mask": lambda q, k, v: _masked(q, k, v, mask)}
     if BOUNDARIES in context:
-        ways[kernel] = lambda *heads: attend_inside_documents(kernel, *heads, context[BOUNDARIES], Scores())
+        ways[kernel] = lambda q, k, v: attend_inside_documents(kernel, q, k, v, context[BOUNDARIES], Scores())
     return ways
 
 
@@ -87,9 +87,9 @@ def _check_window(probe: Probe, context: dict[str, Tensor], ids: Tensor, given: 
     """Compares a sliding window in the kernel with one in a mask in fp32, inside documents."""
     scores = Scores(window=ids.shape[1] // DOCUMENTS // 2)
     mask = attention_mask(ids, ids.shape[1], scores.window, ids.device)
-    ways: dict[str, Attend] = {"mask": lambda *heads: _masked(*heads, mask)}
+    ways: dict[str, Attend] = {"mask": lambda q, k, v: _masked(q, k, v, mask)}
     if BOUNDARIES in context:
-        ways[VARLEN] = lambda *heads: attend_inside_documents(VARLEN, *heads, context[BOUNDARIES], scores)
+        ways[VARLEN] = lambda q, k, v: attend_inside_documents(VARLEN, q, k, v, context[BOUNDARIES], scores)
     exact = _results(ways["mask"], _in_fp32(given))
     for name, attend in ways.items():
         _compare(probe, f"window, {name}", _results(attend, given), exact, ERRORS[torch.bfloat16])
