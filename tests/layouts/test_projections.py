@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import GPTConfig
-from hpc_train.models.gpt import gpt_layer
 from hpc_train.models.projections import JOINED, can_join
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.precision.kept_casts import KeptCasts
-from tests.layouts.cells import VOCABULARY, Cell
+from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, local_batch, mesh_of, whole
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
@@ -109,28 +107,3 @@ def test_what_is_more_than_a_product_is_computed_on_its_own(change: Callable[[nn
     one, other = nn.Linear(8, 4), nn.Linear(8, 4)
     assert can_join([one, other])
     assert not can_join([one, change(other)])
-
-
-def compiled(rank: int, _: int, compiles: bool) -> tuple[int, float]:
-    """Returns how many modules of a layer join their projections, and the difference of its gradients from others."""
-    gradients: list[dict[str, Tensor]] = []
-    count = 0
-    inputs = torch.randn(2, 6, 16, dtype=torch.float64)
-    for joins in (False, True):
-        torch.manual_seed(1)
-        layer = gpt_layer(GPTConfig(vocab_size=VOCABULARY, dim=16, n_heads=4, n_kv_heads=2, ffn_dim=24), 0).double()
-        if compiles:
-            layer.compile(backend="aot_eager")
-        casts = KeptCasts([layer], torch.float64 if joins else None)
-        with casts.step():
-            count = sum(JOINED in module.__dict__ for module in layer.modules())
-            for _micro in range(2):
-                layer(inputs, {}).square().sum().backward()
-        gradients.append({name: whole(value.grad) for name, value in layer.named_parameters()})
-    return count, error(*gradients)
-
-
-def test_gates_are_joined_in_compiled_layers_only() -> None:
-    [(alone, _)] = run_on_world(1, compiled, False)
-    [(count, difference)] = run_ranks(1, compiled, True)
-    assert (alone, count) == (1, 2) and difference < 1e-13
