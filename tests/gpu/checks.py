@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from tests.gpu.check import Check
 
-# ``expected_s`` is an estimate for an H100, on which nobody has measured it: 12 s for a training by command, of which
-# nearly all is its start; 4 s for a process with CUDA and NCCL; 10 s for the first compilation of a layer, whose
-# result later checks find in a cache. Those of ``ALONE`` fit into a visit together, and a test adds them up. The
-# limits leave room above them.
+# ``expected_s`` is an estimate: 12 s for a training by command, of which nearly all is its start; 4 s for a process with
+# CUDA and NCCL; 10 s for the first compilation of a layer, whose result later checks find in a cache. Measured on one
+# H200 was only what five checks at a time take. Those of ``ALONE`` fit into a visit together, and a test adds them up.
+# The limits leave room above them.
 VISIT_S = 560.0
 ALONE = (
-    Check("facts", "tests.gpu.environment:facts", 60, gpus=0, expected_s=8),
-    Check("warm_parent", "tests.gpu.environment:warm_parent", 60, gpus=0, expected_s=8),
-    Check("numbers", "tests.gpu.training:numbers", 120, gpus=0, expected_s=15),
+    Check("facts", "tests.gpu.environment:facts", 60, gpus=0, expected_s=10),
+    Check("warm_parent", "tests.gpu.environment:warm_parent", 60, gpus=0, expected_s=10),
+    Check("numbers", "tests.gpu.training:numbers", 120, gpus=0, expected_s=28),
     Check("worker", "tests.gpu.environment:worker", 60, gpus=0, expected_s=12),
-    Check("options", "tests.gpu.training:options", 90, gpus=0, expected_s=25),
+    Check("options", "tests.gpu.training:options", 90, gpus=0, expected_s=40),
     Check("no_synchronization", "tests.gpu.training:no_synchronization", 60, expected_s=15),
     Check("collectives_alone", "tests.gpu.engines:collectives_alone", 40, gpus=0, expected_s=8),
     Check("overflow", "tests.gpu.training:overflow", 40, gpus=0, expected_s=5),
     Check("attention", "tests.gpu.kernels:attention", 60, gpus=0, expected_s=15),
-    Check("packed_documents", "tests.gpu.packing:packed_documents", 150, gpus=0, expected_s=20),
+    Check("packed_documents", "tests.gpu.packing:packed_documents", 150, gpus=0, expected_s=32),
     Check("products", "tests.gpu.kernels:products", 30, expected_s=5),
     Check("speed", "tests.gpu.speed:steps", 210, gpus=0, least_s=60, expected_s=110),
     Check("killed_worker", "tests.gpu.faults:killed_worker", 90, gpus=0, expected_s=20),
     Check("background_saves", "tests.gpu.checkpoints:background_saves", 120, gpus=0, expected_s=28),
     Check("large_save", "tests.gpu.checkpoints:large_save", 90, gpus=0, least_s=30, expected_s=34),
-    Check("compiled", "tests.gpu.training:compiled", 90, expected_s=25),
+    Check("compiled", "tests.gpu.training:compiled", 90, expected_s=28),
     Check("one_shard", "tests.gpu.engines:one_shard", 60, gpus=0, expected_s=9),
     Check("one_rank", "tests.gpu.engines:one_rank", 90, gpus=0, expected_s=33),
     Check("kernels", "tests.gpu.kernels:kernels", 120, least_s=24, expected_s=24),
     Check("hang", "tests.gpu.faults:hang", 100, gpus=0, least_s=36, expected_s=36),
     Check("device_errors", "tests.gpu.faults:device_errors", 90, gpus=0, expected_s=16),
-    Check("compile_cache", "tests.gpu.speed:compile_cache", 120, least_s=30, expected_s=32),
-    Check("copies", "tests.gpu.kernels:copies", 60, expected_s=9),
     Check("clocks", "tests.gpu.kernels:clocks", 40, expected_s=8),
     Check("memory_estimate", "tests.gpu.checkpoints:memory_estimate", 60, expected_s=12),
     Check("out_of_memory", "tests.gpu.faults:out_of_memory", 60, expected_s=18),
 )
 LATER = (  # for which a visit has time only if others take less than estimated; a second one begins with them
+    Check("compile_cache", "tests.gpu.speed:compile_cache", 120, least_s=30, expected_s=45),
+    Check("copies", "tests.gpu.kernels:copies", 60, expected_s=9),
     Check("profile_files", "tests.gpu.kernels:profile_files", 60, gpus=0, expected_s=15),
     Check("pictures", "tests.gpu.training:pictures", 60, gpus=0, expected_s=12),
     Check("cuda_graphs", "tests.gpu.training:cuda_graphs", 120, expected_s=40),
