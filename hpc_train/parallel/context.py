@@ -77,7 +77,8 @@ class HeadExchange:
 
     def _for_all_ranks(self, heads: Tensor) -> Tensor:
         """Returns keys or values with at least one head for each rank; equal ones are adjacent, as their queries."""
-        return heads.repeat_interleave(max(1, self._ranks // heads.shape[2]), dim=2)
+        times = self._ranks // heads.shape[2]
+        return heads.repeat_interleave(times, dim=2) if times > 1 else heads
 
     def _by_rank(self, heads: Tensor) -> Tensor:
         """Returns ``[micro, seq, heads, head_dim]`` as ``[receiver, micro, seq, heads / cp, head_dim]``."""

@@ -34,6 +34,7 @@ class Mesh:
         groups: by name, the groups of ``AXES``, ``dp``, ``cp`` and ``dp_cp``.
         control: a gloo group of all ranks, for small CPU collectives besides those of the training. It is the only
             group for tensors on the CPU if ``device`` is a GPU.
+        timeout: that of the collectives of all groups; None is torch's default.
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class Mesh:
     device_mesh: DeviceMesh
     groups: Mapping[str, dist.ProcessGroup]
     control: dist.ProcessGroup
+    timeout: timedelta | None = None
 
     @property
     def pp_rank(self) -> int:
@@ -88,7 +90,7 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     # its members to split NCCL's communicator, which they do not.
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     device_mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, mesh=ranks, mesh_dim_names=AXES)
-    return Mesh(layout, rank, device, device_mesh, groups, control)
+    return Mesh(layout, rank, device, device_mesh, groups, control, timeout)
 
 
 def _axis_groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.gpu.check import Check
 
-# ``expected_s`` is an estimate: 12 s for a training by command, of which nearly all is its start; 4 s for a process with
+# ``expected_s`` is an estimate: 12 s for a training by command, nearly all for its start; 4 s for a process with
 # CUDA and NCCL; 10 s for the first compilation of a layer, whose result later checks find in a cache. Measured on one
 # H200 was only what five checks at a time take. Those of ``ALONE`` fit into a visit together, and a test adds them up.
 # The limits leave room above them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,14 +19,15 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline.engine import PipelineEngine
+from hpc_train.parallel.pipeline.split import _group_across
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell, cells, in_turn, one_in
 from tests.layouts.oracle import check_cells, error, local_batch, mesh_of, whole
-from tests.ranks import run_on_world
+from tests.ranks import run_on_world, run_ranks
 
 
 def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
@@ -355,3 +357,16 @@ def _watch_types(engine: PipelineEngine) -> list[tuple[torch.dtype, torch.dtype]
             )
         )
     return seen
+
+
+def timeouts(rank: int, world_size: int) -> list[float]:
+    """Those of the control group and of the group of the first and the last stage."""
+    layout = Cell(world_size, strategy={"pp": world_size}, batch={"micro_batches": 4}).layout()
+    mesh = join_mesh(layout, rank, torch.device("cpu"), timedelta(seconds=77))
+    groups = [mesh.control, _group_across((0, world_size - 1), mesh)]
+    backends: list[Any] = [group._get_backend(mesh.device) for group in groups if group is not None]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_every_group_has_the_timeout_of_the_config() -> None:
+    assert run_ranks(3, timeouts) == [[77, 77], [77], [77, 77]]

@@ -136,7 +136,7 @@ def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | 
     pipelines = mesh.device_mesh.mesh.flatten(1).t()  # [pipelines, pp]
     for pipeline in pipelines.tolist():
         members = [pipeline[pp_rank] for pp_rank in pp_ranks]
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=mesh.timeout)
         if mesh.rank in members:
             own = group
     return own
