@@ -8,9 +8,11 @@ blocks of 256 values with one scale each and 256 dynamic codes. Values are round
 second moment never to zero: a first moment that remains would be divided by epsilon alone, and move its parameter by
 thousands of learning rates.
 
-An update consists of about 40 elementwise operations. On GPUs torch.compile makes one kernel of them for each tensor.
-Elsewhere they run one by one, in pieces of a few million elements, which bounds the temporary memory. Small tensors are
-concatenated and updated together in both cases, which gives the same bits.
+An update consists of about 40 elementwise operations. On nodes with GPUs torch.compile makes one kernel of them for
+each tensor, also for those that are offloaded to host memory: there bf16 moments took 7.1 s per 1e9 parameters instead
+of 80 s, and 8 bits 97 s instead of 227 s (2 threads, torch 2.13). Elsewhere the operations run one by one, in pieces of
+a few million elements, which bounds the temporary memory. Small tensors are concatenated and updated together in both
+cases, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class CompactAdamW(torch.optim.Optimizer):
     Args:
         moments: ``bf16`` or ``8bit``.
         backend: the backend with which torch.compile compiles the update of a tensor; None runs it eagerly. By default
-            the update of tensors on GPUs is compiled.
+            the update of tensors on GPUs, and of those in pinned host memory, is compiled.
 
     Attributes:
         found_inf: a scalar on the parameters' device, set before each step.
@@ -63,8 +65,8 @@ class CompactAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._zeros = _zeros_of(moments)
-        on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
-        chosen = (compile_in_turns if on_gpu else None) if backend == "default" else backend
+        has_gpu = any(parameter.is_cuda or parameter.is_pinned() for group in groups for parameter in group["params"])
+        chosen = (compile_in_turns if has_gpu else None) if backend == "default" else backend
         self._compiled = chosen is not None
         self._update = _compiled(chosen) if self._compiled else _update
 

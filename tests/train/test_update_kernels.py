@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +86,14 @@ def bits(optimizer: CompactAdamW, parameter: nn.Parameter) -> list[Tensor]:
         t for moment in moments for t in ((moment.codes, moment.scale) if hasattr(moment, "codes") else (moment,))
     ]
     return [parameter.detach(), state["step"], *stored]
+
+
+def test_the_update_is_compiled_where_there_are_gpus() -> None:
+    """Offloaded tensors are in pinned memory, which only a machine with a GPU has."""
+    members = parameters([(64, 64)])
+    assert not optimizer_of(members, "bf16")._compiled
+    with mock.patch.object(Tensor, "is_pinned", lambda _: True):
+        assert optimizer_of(members, "bf16")._compiled
 
 
 def kernels(rank: int, world_size: int, moments: str) -> int:
