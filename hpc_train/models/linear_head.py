@@ -177,6 +177,7 @@ def _sum_chunks(
     losses, first = [], 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
+    # the product of a single chunk is not added to another one; in fp16 it might exceed the range
     dtype = hidden.dtype if len(parts) == 1 and hidden.dtype != torch.float16 else widened(hidden[:0]).dtype
     for rows, wanted in parts:
         loss, of_logits = chunk_loss(rows @ weight.t(), wanted, kind)

@@ -1,7 +1,8 @@
 """Splits, wraps, compiles, shards and initialises a model, in the only order that works.
 
 Each parameter is initialised from its own generator, seeded by (seed, canonical name), so the weights are the same
-under every layout. A rank never holds more than one full parameter besides its own shards.
+under every layout. CPUs and GPUs draw different numbers from the same seed. A rank never holds more than one full
+parameter besides its own shards.
 """
 
 from __future__ import annotations

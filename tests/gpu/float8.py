@@ -20,7 +20,7 @@ from tests.gpu.steps import World
 LOSSES = 4
 SAME = 1e-2  # relative; both sums are rounded to bf16, and a GPU adds up with fewer bits
 NEAR = 5e-2  # losses of the first steps in fp8 and in bf16
-FASTER = {"tensorwise": 1.1, "rowwise": 1.0}  # than bf16, for 1.2 billion parameters; 1.21 measured, and expected
+FASTER = {"tensorwise": 1.1, "rowwise": 1.0}  # than bf16; tensorwise was 1.21 on an H200
 BF16 = "bf16"
 PARTS = ("result", "gradient of the input", "gradient of the weight")
 
