@@ -3,6 +3,7 @@
 All copies are in one pinned arena of exactly their size. torch's allocator of pinned memory would round each tensor up
 to a power of two (``CachingHostAllocator``) and never give it back. From a GPU the copies run on a stream of their own;
 only what changes a tensor waits for its copy, which for parameters and optimizer state is the optimizer's next update.
+The copies of coded tensors (``parallel/precision/block_codes.py``) contain their values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_train.cluster.host_memory import free_memory
+from hpc_train.parallel.precision.block_codes import copy_values, is_coded
 from hpc_train.units import format_bytes
 
 HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may take
@@ -31,6 +33,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this proces
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns the part of the tensor that this rank holds."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Returns whether the memory of the tensor contains its values, and the CPU can read them."""
+    local = local_shard(tensor)
+    return local.is_cpu and not is_coded(local)
 
 
 class HostArena:
@@ -120,7 +128,7 @@ class SideStream:
         self._event(self._current).wait(self._stream)
         with self._cuda.stream(self._stream):
             for target, source in copies:
-                target.copy_(source, non_blocking=True)
+                copy_values(target, source, non_blocking=True)
         return self._event(self._stream)
 
     def hold(self, copied: Any) -> None:
@@ -208,7 +216,7 @@ class HostCopies:
         tensors = {name: target for name, target, _ in places}
         if self._side is None:
             for _, target, source in places:
-                target.copy_(source)
+                copy_values(target, source)
             return Snapshot(tensors)
         side = self._side
         side.hold(side.copy([copy for name, *copy in places if name not in until_update]))
@@ -250,11 +258,11 @@ class _Streamed(Mapping[str, Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         local = local_shard(self._state[name])
-        if local.device.type != self._device.type:
+        if local.device.type != self._device.type and not is_coded(local):
             return local
         self._arena.reserve(self._largest)
         self._arena.pin()
-        return self._arena.view(0, local).copy_(local)
+        return copy_values(self._arena.view(0, local), local)
 
     @cached_property
     def _largest(self) -> int:

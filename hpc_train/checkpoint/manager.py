@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
-from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
+from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, is_on_host
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.restoring import LoadHook, RestoredState, restore
@@ -114,8 +113,7 @@ class CheckpointManager:
         side = SideStream(self.mesh.device) if on_gpu and self._asynchronous else None
         self._copies = HostCopies(self.mesh.device, side)
         if self._asynchronous:
-            timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=self.mesh.timeout)
         self._writer = TensorWriter(self._group)
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
         self._base = {} if base is None else {BASE: base}
@@ -323,13 +321,13 @@ class CheckpointManager:
             self.durable_s = time.monotonic() - save.began
 
     def _host_tensors(self, save: _Save) -> Mapping[str, Tensor] | None:
-        """Returns what to write instead of ``save.state``; None if that is in host memory."""
+        """Returns what to write instead of ``save.state``; None if all of that is on the host."""
         if save.snapshot is not None:
             if save.snapshot.complete is not None:
                 save.snapshot.complete()
                 self.copied_s = time.monotonic() - save.began
             return save.snapshot.tensors
-        return self._copies.streamed(save.state) if self.mesh.device.type == "cuda" else None
+        return None if all(map(is_on_host, save.state.values())) else self._copies.streamed(save.state)
 
     def _surface(self, final: bool) -> None:
         error = self._error

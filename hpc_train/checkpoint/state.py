@@ -53,6 +53,9 @@ class OptimizerState(Protocol):
     def named_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns canonical parameter name -> key -> tensor; a load writes into these tensors."""
 
+    def stored_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Returns the same without copies: tensors that may be coded (``parallel/precision/block_codes.py``)."""
+
     def loaded(self) -> None:
         """Takes over loaded values; called after a load into the parameters and possibly into ``named_state``."""
 
@@ -68,15 +71,16 @@ def model_state(engine: ModelState) -> dict[str, Tensor]:
 
 def training_state(engine: ModelState, optimizer: OptimizerState) -> dict[str, Tensor]:
     """Returns all tensors that this rank holds; loading into them restores the rank."""
-    state = model_state(engine)
-    for name, tensors in optimizer.named_state().items():
-        state |= {f"optim.{name}.{key}": tensor for key, tensor in tensors.items()}
-    return state
+    return model_state(engine) | _optimizer_state(optimizer.named_state())
+
+
+def _optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"optim.{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
 
 
 def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
     """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
-    state = training_state(engine, optimizer) | compression_state(engine)
+    state = model_state(engine) | _optimizer_state(optimizer.stored_state()) | compression_state(engine)
     if mesh.dp_cp_rank == 0 and mesh.tp_rank == 0:
         return state
     buffers = {f"model.{name}" for name in engine.named_buffers()}

@@ -111,6 +111,9 @@ class LoopState:
                     found[f"{name}.{names[parameter]}"] = tensors
         return found
 
+    def stored_state(self) -> dict[str, dict[str, Tensor]]:
+        return self.named_state()
+
     def loaded(self) -> None:
         """Is called after a load into the tensors; ``load_values`` does the rest."""
 

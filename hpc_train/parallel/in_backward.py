@@ -61,4 +61,5 @@ class UpdatesInBackward:
     def end(self) -> Tensor:
         """Ends the step and returns the norm of its gradients, a scalar that is the same on every rank."""
         self._update = None
+        assert all(each.grad is None for each in self._parameters), "a gradient was not used in the backward"
         return norm_of([self._norms[each] for each in self._parameters if each in self._norms], self._device)

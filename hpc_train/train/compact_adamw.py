@@ -3,10 +3,7 @@
 The update is computed in fp32. With round-to-nearest, a bf16 second moment would never change under a large beta2,
 because the additions are smaller than half a unit in the last place. Moments in bf16 are therefore rounded
 stochastically. The random bits are a hash of the gradient and the step, so they are the same on replicas, under every
-layout, and after a resume. The 8-bit format is Dettmers et al.'s (2021, arXiv:2110.02861) as torchao implements it:
-blocks of 256 values with one scale each and 256 dynamic codes. Values are rounded to the nearest code, but a positive
-second moment never to zero: a first moment that remains would be divided by epsilon alone, and move its parameter by
-thousands of learning rates.
+layout, and after a resume. ``parallel/precision/block_codes.py`` describes the 8-bit format.
 
 An update consists of about 40 elementwise operations. On nodes with GPUs torch.compile makes one kernel of them for
 each tensor, also for those that are offloaded to host memory: there bf16 moments took 7.1 s per 1e9 parameters instead
@@ -26,12 +23,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpc_train.errors import UserError
 from hpc_train.parallel.compile import compile_in_turns
+from hpc_train.parallel.precision.block_codes import (
+    BLOCK,
+    PIECE,
+    codebook,
+    coded_zeros,
+    decoded,
+    encoded,
+    is_coded,
+    parts,
+)
 
-BLOCK = 256
-MIN_ELEMENTS = 4096  # elements; smaller tensors and those that are not a multiple of BLOCK keep fp32 moments
-PIECE = 2**22  # elements; a multiple of BLOCK
 LARGE = 2**18  # elements; a compiled update of that size takes longer on a GPU than its launch
 MOST_GRAPHS = 64  # compiled updates, one for each size and format; dynamo's own limit is 8
 
@@ -162,9 +165,9 @@ def _slices(parameter: Tensor, state: Mapping[str, Any], terms: _Terms, largest:
     """Splits a parameter and its state into slices of at most ``largest`` elements, a multiple of BLOCK."""
     assert parameter.grad is not None
     both = state["exp_avg"], state["exp_avg_sq"]
-    coded = is_8bit(both[0])
-    stored = [tensor for moment in both for tensor in ((moment.codes, moment.scale) if coded else (moment,))]
-    maps = tuple(moment.qmap for moment in both) if coded else ()
+    coded = is_coded(both[0])
+    stored = [tensor for moment in both for tensor in (parts(moment) if coded else (moment,))]
+    maps = tuple(codebook(moment) for moment in both) if coded else ()
     flat = [tensor.view(-1) for tensor in (parameter.detach(), parameter.grad, *stored)]
     if largest is None or parameter.numel() <= largest:
         yield _Slice(flat[0], flat[1], tuple(flat[2:]), maps, terms)
@@ -237,7 +240,7 @@ def _update(
     change = square.sqrt().div_(terms.root).add_(eps)
     change = torch.div(mean, change).mul_(terms.rate)
     if maps:
-        results = [*_encoded(mean.float(), maps[0], True), *_encoded(square.float(), maps[1], False)]
+        results = [*encoded(mean.float(), maps[0], True), *encoded(square.float(), maps[1], False)]
     elif first[0].dtype is torch.bfloat16:
         noise = gradient.float().view(torch.int32)
         results = [_rounded(mean.float(), noise, terms.step), _rounded(square.float(), noise, -terms.step)]
@@ -252,55 +255,9 @@ def _compiled(backend: Any) -> Update:
     return torch.compile(_update, backend=backend, dynamic=False, fullgraph=True)
 
 
-def wide(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of ``moment`` in ``dtype``."""
-    return moment.dequantize().to(dtype) if is_8bit(moment) else moment.to(dtype, copy=True)
-
-
-def is_8bit(moment: Tensor) -> bool:
-    return hasattr(moment, "codes")
-
-
 def _widened(stored: Sequence[Tensor], maps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns a copy in ``dtype`` of a moment that is stored as one tensor or as ``(codes, scale)``."""
-    if not maps:
-        return stored[0].to(dtype, copy=True)
-    codes, scale = stored
-    return (maps[0][codes.int()].view(-1, BLOCK) * scale.view(-1, 1)).view(-1).to(dtype)
-
-
-def store(moment: Tensor, value: Tensor) -> None:
-    """Writes the fp32 tensor ``value``, on any device, to ``moment`` in the format of the moment."""
-    if not is_8bit(moment):
-        moment.copy_(value)
-        return
-    stored: Any = moment
-    targets = zip(stored.codes.view(-1).split(PIECE), stored.scale.split(PIECE // BLOCK), strict=True)
-    for (codes, scale), piece in zip(targets, value.reshape(-1).split(PIECE), strict=True):
-        for target, found in zip(
-            (codes, scale), _encoded(piece.to(codes.device), stored.qmap, stored.signed), strict=True
-        ):
-            target.copy_(found)
-
-
-def _encoded(value: Tensor, codebook: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales such that a block of 256 has its largest magnitude as scale.
-
-    The codes are those of torchao, which searches the sorted ``codebook`` with seven comparisons. But if no value is
-    negative (``signed`` is false), a positive value does not get the code of zero. A value that is not finite gets any
-    code.
-    """
-    blocks = value.view(-1, BLOCK)
-    scale = blocks.abs().amax(-1).clip(1e-12)
-    scaled = (blocks / scale.view(-1, 1)).view(-1)
-    below = (torch.bucketize(scaled, codebook, right=True) - 1).clip_(0)
-    above = (below + 1).clip_(max=255)
-    low = codebook[below]
-    nearer_above = scaled - low >= (codebook[above] - low) * 0.5
-    codes = torch.where(nearer_above, above, below)
-    if not signed:
-        codes = torch.where(value > 0, codes.clip(min=1), codes)
-    return codes.to(torch.uint8), scale
+    return decoded(*stored, *maps).to(dtype) if maps else stored[0].to(dtype, copy=True)
 
 
 def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:
@@ -314,27 +271,4 @@ def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:
 def _zeros_of(moments: str) -> Callable[[Tensor, bool], Tensor]:
     if moments == "bf16":
         return lambda parameter, signed: torch.zeros_like(parameter, dtype=torch.bfloat16)
-    state_8bit = _state_8bit()
-
-    def zeros(parameter: Tensor, signed: bool) -> Tensor:
-        if parameter.numel() < MIN_ELEMENTS or parameter.numel() % BLOCK:
-            return torch.zeros_like(parameter)
-        state: Any = state_8bit.zeros(parameter.shape, signed, BLOCK, parameter.device)
-        if signed:
-            state.qmap[0] = -1.0  # symmetric to the code 1.0, so that storing a dequantized block again is exact
-        state.codes.fill_(int((state.qmap == 0).nonzero()))
-        return state
-
-    return zeros
-
-
-def _state_8bit() -> Any:
-    try:
-        from torchao.optim.subclass_8bit import OptimState8bit
-    except ImportError as error:
-        raise UserError(
-            f"optim.moments=8bit needs torchao, which cannot be imported: {error}",
-            where="optim.moments",
-            fix="pip install 'hpc_train[8bit]', or optim.moments=bf16, which needs no extra package",
-        ) from error
-    return OptimState8bit
+    return coded_zeros

@@ -20,8 +20,9 @@ from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.schema import OptimConfig
 from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
+from hpc_train.parallel.precision.block_codes import copy_values, is_coded, parts, store_values
 from hpc_train.plan.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
-from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, store, wide
+from hpc_train.train.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.held import Held, MasterShard, hold
 from hpc_train.train.optimizers.own import OwnState
@@ -122,9 +123,13 @@ class Optimizer:
         are copies in fp32 in host memory. Call ``loaded`` after a load into the tensors.
         """
         self._widened.clear()
-        return {name: state for part in self._parts for name, state in self._named_of(part)}
+        return {name: state for part in self._parts for name, state in self._named_of(part, self._widen)}
 
-    def _named_of(self, part: _Part) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def stored_state(self) -> dict[str, dict[str, Tensor]]:
+        """Returns what ``named_state`` does, but 8-bit moments as they are stored; see ``block_codes.copy_values``."""
+        return {name: state for part in self._parts for name, state in self._named_of(part, lambda moment: moment)}
+
+    def _named_of(self, part: _Part, form: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         if part.own is not None:
             yield from part.own.named()
         elif part.inner is not None:
@@ -132,7 +137,7 @@ class Optimizer:
                 local = self._held[name].local
                 assert local is not None, "the built-in optimizers are elementwise"
                 state = part.inner.state[local]
-                yield name, {key: self._like_parameter(name, key, value) for key, value in state.items()}
+                yield name, {key: self._like_parameter(name, key, form(value)) for key, value in state.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all tensors of the state as they are stored, i.e. codes and scales of 8-bit moments."""
@@ -140,7 +145,7 @@ class Optimizer:
             for state in () if part.inner is None else part.inner.state.values():
                 values: Iterable[Any] = state.values() if part.own is None else flattened(state, "optim").values()
                 for value in values:
-                    yield from (value.codes, value.scale) if is_8bit(value) else (value,)
+                    yield from parts(value) if is_coded(value) else (value,)
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -148,17 +153,20 @@ class Optimizer:
         for held in self._held.values():
             held.fetch()
         for moment, widened in self._widened:
-            store(moment, widened)
+            store_values(moment, widened)
         self._widened.clear()
         for part in self._parts:
             if part.own is not None:
                 part.own.loaded()
 
+    def _widen(self, value: Tensor) -> Tensor:
+        if not is_coded(value):
+            return value
+        self._widened.append((value, copy_values(torch.empty(value.shape, dtype=torch.float32), value)))
+        return self._widened[-1][1]
+
     def _like_parameter(self, name: str, key: str, value: Tensor) -> Tensor:
         """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save."""
-        if is_8bit(value):
-            self._widened.append((value, wide(value, torch.float32).cpu()))
-            return self._held[name].as_saved(self._widened[-1][1])
         known = self._named.get((name, key))
         if known is None or known[0] is not value:
             known = self._named[name, key] = value, self._held[name].as_saved(value)

@@ -23,6 +23,7 @@ from hpc_train.cluster.host_memory import NODE, FreeMemory
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.config.values import saves_asynchronously
+from hpc_train.parallel.precision.block_codes import copy_values, is_coded
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors
@@ -205,12 +206,13 @@ class SlowStream(SideStream):
 class Copy:
     def __init__(self, copies: Iterable[Sequence[Tensor]]) -> None:
         self._copies = list(copies)
+        self.codes = sum(is_coded(source) for _, source in self._copies)
         self._done = threading.Event()
 
     @torch.no_grad()
     def run(self) -> None:
         for target, source in self._copies:
-            target.copy_(source)
+            copy_values(target, source)
         self._copies.clear()
         self._done.set()
 
@@ -228,7 +230,8 @@ def test_tensors_that_a_forward_changes_are_copied_first() -> None:
     assert [tensor.tolist() for tensor in snapshot.tensors.values()] == [[1, 1], [1, 1, 1]]
 
 
-def save_before_a_step(rank: int, world_size: int, path: str) -> None:
+def save_before_a_step(rank: int, world_size: int, path: str) -> int:
+    """Returns the number of coded tensors that are copied."""
     run = RunDirectory(Path(path))
     config = load(run)
     training = Training.of(run, config, join(config, rank, world_size))
@@ -238,6 +241,7 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> None:
     assert training.engine.named_buffers()  # which a forward changes
     expected = {name: tensor.clone() for name, tensor in training.state().items()}
     training.manager.save(1, {})
+    coded = sum(copy.codes for copy in slow.pending)
     training.steps(1, 2)
     for copy in slow.pending:  # too late for those that nothing has waited for
         copy.run()
@@ -246,6 +250,7 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     changed = training.state()
     assert not all(torch.equal(found[name], changed[name]) for name in found)
+    return coded
 
 
 IMAGES = [
@@ -255,10 +260,14 @@ IMAGES = [
 ]
 
 
-def test_the_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_the_optimizer_waits_for_the_copies(tmp_path: Path, moments: str) -> None:
+    """Moments in 8 bits are decoded by the copies, while training continues."""
     run = RunDirectory(tmp_path / "run")
-    freeze(typed(compose(["+strategy=single", "checkpoint.asynchronous=true", *IMAGES])), run)
-    run_ranks(1, save_before_a_step, str(run.path))
+    overrides = ["+strategy=single", "checkpoint.asynchronous=true", f"optim.moments={moments}", *IMAGES]
+    freeze(typed(compose(overrides)), run)
+    (coded,) = run_ranks(1, save_before_a_step, str(run.path))
+    assert coded == {"fp32": 0, "8bit": 8}[moments]
 
 
 class ThreadRecord(list[tuple[Any, ...]]):

@@ -176,7 +176,7 @@ def test_a_compiler_that_fails_leaves_the_eager_update() -> None:
 
 
 def codes_of_torchao(rank: int, world_size: int) -> None:
-    from hpc_train.train.compact_adamw import _encoded
+    from hpc_train.parallel.precision.block_codes import encoded
 
     for signed in (True, False):
         state: Any = optimizer_of(parameters([(64, 64)]), "8bit").initial_state(nn.Parameter(torch.zeros(64, 64)))
@@ -186,7 +186,7 @@ def codes_of_torchao(rank: int, world_size: int) -> None:
         value[8:12] = 0
         value = value if signed else value.abs()
         moment.copy_(value)
-        codes, scale = _encoded(value.flatten(), moment.qmap, signed)
+        codes, scale = encoded(value.flatten(), moment.qmap, signed)
         theirs = moment.codes.flatten()
         if not signed:
             lost = (value.flatten() > 0) & (theirs == 0)
