@@ -37,6 +37,7 @@ ALONE = (
 )
 LATER = (  # for which a visit has time only if others take less than estimated; a second one begins with them
     Check("compile_cache", "tests.gpu.speed:compile_cache", 120, least_s=30, expected_s=45),
+    Check("rotation", "tests.gpu.kernels:rotation", 60, expected_s=15),
     Check("copies", "tests.gpu.kernels:copies", 60, expected_s=9),
     Check("profile_files", "tests.gpu.kernels:profile_files", 60, gpus=0, expected_s=15),
     Check("pictures", "tests.gpu.training:pictures", 60, gpus=0, expected_s=12),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.measure.step_clock import StepClock, make_stopwatch
+from hpc_train.models.rotary import rotary_tables, rotate
+from hpc_train.parallel.compile import _written_apart, compile_in_turns
 from tests.gpu.check import Probe
 from tests.gpu.commands import train
 from tests.gpu.models import CYCLES_PER_S
@@ -134,13 +137,47 @@ def products(probe: Probe) -> None:
     """A bf16 product of 8192 x 8192 runs at the speed that the data sheet promises, less what all GPUs lose."""
     size = 8192
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(5):
-        left @ right
-    seconds = timed(lambda: [left @ right for _ in range(20)]) / 20
+    seconds = per_call(lambda: left @ right)
     rate = 2 * size**3 / seconds
     peak = peak_flops(torch.cuda.get_device_name(0), "bf16") or rate
     probe.note("TFLOP/s", rate / 1e12)
     probe.within("share of the data sheet", rate / peak, 0.6, 1.0)
+
+
+def rotation(probe: Probe) -> None:
+    """The gradient of joined queries, keys and values is written about as fast as they are rotated."""
+    tokens, widths, width = 2048, (2048, 512, 512), 64
+    joined = torch.randn(16, tokens, sum(widths), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    tables = rotary_tables(torch.arange(tokens, device="cuda"), width, 5e5)
+
+    def rotated(joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = (part.unflatten(-1, (-1, width)) for part in joined.split(widths, -1))
+        return rotate(query, *tables), rotate(key, *tables), value.contiguous()
+
+    compiled = torch.compile(rotated, backend=compile_in_turns)
+    results = compiled(joined)
+    gradients = [torch.randn_like(result) for result in results]
+    forward_s = per_call(lambda: compiled(joined))
+    backward_s = per_call(lambda: torch.autograd.grad(results, joined, gradients, retain_graph=True))
+    probe.note("milliseconds of the forward", 1e3 * forward_s)
+    probe.within("backward / forward", backward_s / forward_s, high=1.5 if _written_apart() else 5)
+    narrow = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    wide = narrow.float()
+    casts: dict[str, Any] = {
+        "to": narrow.float,
+        "_foreach_copy_": lambda: torch._foreach_copy_([wide], [narrow]),
+        "compiled": partial(torch.compile(torch.Tensor.float, backend=compile_in_turns), narrow),
+    }
+    for name, cast in casts.items():
+        rate = (narrow.nbytes + wide.nbytes) / per_call(cast)
+        probe.note(f"GB/s of a cast from bf16 to fp32 by {name}", rate / 1e9)
+
+
+def per_call(work: Any) -> float:
+    """Returns the seconds on the GPU of one call of ``work``."""
+    for _ in range(3):
+        work()
+    return timed(lambda: [work() for _ in range(20)]) / 20
 
 
 def kernels(probe: Probe) -> None:

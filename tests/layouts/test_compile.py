@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._inductor import codecache
 from torch._library.fake_class_registry import FakeScriptObject
@@ -25,10 +26,13 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead, _Logits, _loss_and_gradient, compilable_chunk_loss
 from hpc_train.models.model import Model
+from hpc_train.models.rotary import rotary_tables, rotate
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import (
+    CONCATENATION,
     KeptArtifacts,
     _turn,
+    _written_apart,
     artifacts_name,
     compile_in_turns,
     compiled_graphs,
@@ -193,6 +197,35 @@ def test_generated_code_of_attention_in_fp64() -> None:
     (expected,), (found,) = (torch.autograd.grad(result.square().sum(), inputs) for result in results)
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(found, expected)
+
+
+def settings_in_effect(rank: int, world_size: int) -> list[list[int]]:
+    """The settings of concatenations while the forward and the backward of a rotation are compiled."""
+    import torch._inductor.compile_fx as inductor
+    from torch._inductor import config
+
+    found: list[list[int]] = []
+
+    def run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        found.append([getattr(config, name, 0) for name in CONCATENATION])
+        return make_boxed_func(graph.forward)
+
+    inductor.compile_fx_inner = run_as_it_is
+    joined = torch.ones(2, 4, 3, 8, requires_grad=True)
+    tables = rotary_tables(torch.arange(4), 8, 1e4)
+
+    def rotated(joined: Tensor) -> Tensor:
+        query, value = joined.split((2, 1), dim=2)
+        return rotate(query, *tables) * value
+
+    torch.compile(rotated, backend=compile_in_turns)(joined).sum().backward()
+    return found
+
+
+def test_kernels_write_the_parts_of_a_concatenation_apart() -> None:
+    """The gradient of the joined queries, keys and values is one, which a GPU would compute element by element."""
+    (found,) = run_ranks(1, settings_in_effect)
+    assert found == [[0, 0]] * 2 if _written_apart() else len(found) == 2
 
 
 def test_a_loss_of_ones_own_is_not_compiled() -> None:
