@@ -57,6 +57,7 @@ HEAVY = (
 # Read by OpenMP when torch is imported: threads that wait for each other sleep. Otherwise they spin, and processes that
 # share the cores, each with a thread per core, take several times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test depends on a network
 SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")
 # The long forms that --long-share draws from besides the cases with the mark long_form, with the seconds that a case
 # takes on two cores.
