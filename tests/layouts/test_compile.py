@@ -137,17 +137,15 @@ def test_tensor_parallel_layers_are_compiled(cells: list[Cell], record: Callable
 @pytest.mark.parametrize(
     "cells",
     [
-        pytest.param(in_pairs("full", {"dp": 2, "data_parallel": "zero3"}), id="zero3"),  # parameters of two meshes
-        *(
-            pytest.param(in_pairs(mode, split), id=name, marks=pytest.mark.long_form(40))
-            for name, mode, split in (
-                ("stages", "ops", {"pp": 2, "schedule": "1f1b"}),
-                ("stages-full", "full", {"pp": 2, "schedule": "1f1b"}),
-                ("allreduce", "ops", {"dp": 2, "data_parallel": "allreduce"}),
-                ("zero1", "none", {"dp": 2, "data_parallel": "zero1"}),
-                ("context", "none", {"cp": 2, "data_parallel": "allreduce"}),
-            )
-        ),
+        pytest.param(in_pairs(mode, split), id=name, marks=pytest.mark.long_form(40))
+        for name, mode, split in (
+            ("zero3", "full", {"dp": 2, "data_parallel": "zero3"}),  # parameters of two meshes
+            ("stages", "ops", {"pp": 2, "schedule": "1f1b"}),
+            ("stages-full", "full", {"pp": 2, "schedule": "1f1b"}),
+            ("allreduce", "ops", {"dp": 2, "data_parallel": "allreduce"}),
+            ("zero1", "none", {"dp": 2, "data_parallel": "zero1"}),
+            ("context", "none", {"cp": 2, "data_parallel": "allreduce"}),
+        )
     ],
 )
 def test_tensor_parallel_layers_are_compiled_beside_another_axis(

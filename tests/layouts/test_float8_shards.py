@@ -162,6 +162,7 @@ def compiled(rank: int, world_size: int, cell: Cell, recipe: str) -> tuple[float
     return difference, len(graphs)
 
 
+@pytest.mark.long_form(15)
 def test_compiled_layers_exchange_the_largest_magnitudes() -> None:
     cell = replace(cell_of("gpt", {"tp": 2}, compile=True), world_size=2, batch={"global_size": 4, "micro_size": 2})
     for difference, graphs in run_ranks(2, compiled, cell, "tensorwise", timeout=280):

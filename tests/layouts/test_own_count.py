@@ -116,7 +116,7 @@ def cells_of_four() -> list[Cell]:
     return [Cell(4, "gpt-weighted", strategy=split | SMALL) for split in splits]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long_form(15))])
 def test_the_count_of_the_loss_divides_under_every_strategy(world_size: int, record: Callable[..., None]) -> None:
     single = [Cell(1, model, batch=ACCUMULATED) for model in ("gpt-weighted", "custom-weighted")]
     single += [Cell(1, "custom-weighted", **REPRODUCIBLE)]

@@ -99,7 +99,7 @@ def cells(world_size: int, every: bool) -> list[Cell]:
     "cells",
     [
         pytest.param(cells(2, False), id="2"),
-        pytest.param(cells(4, False), id="4"),
+        pytest.param(cells(4, False), id="4", marks=pytest.mark.long_form(20)),
         pytest.param(cells(1, True), id="1", marks=pytest.mark.long_form(10)),
         pytest.param(more(cells(2, False), cells(2, True)), id="2-more", marks=pytest.mark.long_form(15)),
         pytest.param(more(cells(4, False), cells(4, True)), id="4-more", marks=pytest.mark.long_form(60)),

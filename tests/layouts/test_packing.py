@@ -57,7 +57,7 @@ CELLS: dict[str, list[Cell]] = {
         Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "allreduce"}),
     ],
 }
-FORMS = ["2", "4", *(pytest.param(form, marks=pytest.mark.long_form(20)) for form in ("2-more", "4-more"))]
+FORMS = ["2", *(pytest.param(form, marks=pytest.mark.long_form(20)) for form in ("4", "2-more", "4-more"))]
 
 
 def padded(form: str) -> list[Cell]:
