@@ -24,7 +24,7 @@ from hpc_train.bench.request import CheckpointRequest, Spread, paired_ratio, wri
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.manifest import read_manifest, verify
 from hpc_train.checkpoint.reader import SafeReader
-from hpc_train.checkpoint.state import training_state
+from hpc_train.checkpoint.state import compression_state, training_state
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
@@ -77,7 +77,7 @@ class _CheckpointBench:
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
         self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events, ranks_of_node)
-        self.state = training_state(engine, optimizer)
+        self.state = training_state(engine, optimizer) | compression_state(engine)
         self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
         self.group = dist.new_group(backend="gloo")  # async_save needs a group of its own
         self.step = 0

@@ -32,9 +32,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this proces
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns the part of the tensor that this rank holds."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # detach of a coded tensor copies its codebook, which would be freed before a copy on another stream has read it
+    return local if is_coded(local) else local.detach()
 
 
+@torch.no_grad()
 def is_on_host(tensor: Tensor) -> bool:
     """Returns whether the memory of the tensor contains its values, and the CPU can read them."""
     local = local_shard(tensor)

@@ -61,6 +61,8 @@ class Activations:
         tables: values in fp32 per position, the same for all samples and layers, that a layer keeps: rotary tables.
         backward: gradients per token that the backward of a layer holds, beyond what it has freed, when it holds the
             most; None: a quarter of ``layer``.
+        fused: those of ``layer`` that a compiled layer computes again in its backward, inside of the kernels that read
+            them, and does not keep.
     """
 
     tokens: int
@@ -74,6 +76,7 @@ class Activations:
     passing: int = 0
     tables: int = 0
     backward: int | None = None
+    fused: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from hpc_train.errors import UserError
 
 TASKS = ("causal_lm", "masked_lm", "sequence_classification", "image_classification")
 CONFIG = "config.json"
-ANSWER_S = 5.0  # in which the hub answers a request, even from far away
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # one file, or several and their index
 # Types of decoders whose causal language model hpc_train can cut into pipeline stages.
 DECODERS = ("gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3")
@@ -59,16 +58,19 @@ def _read(name_or_path: str, revision: str | None) -> str | None:
 
 @lru_cache(maxsize=64)
 def _from_hub(name: str, revision: str | None) -> str | None:
-    """Returns the file of the hub, or of the cache if the hub does not answer.
+    """Returns the file of the hub, or of the cache if the hub cannot be reached.
 
     Without a network ``hf_hub_download`` alone would repeat its requests for 23 s if the file is not in the cache.
     """
     try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import HfHubHTTPError
 
+        answers = True
         try:
-            get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=ANSWER_S)
-            answers = True
+            get_hf_file_metadata(hf_hub_url(name, CONFIG, revision=revision), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except HfHubHTTPError:
+            pass  # an answer, which hf_hub_download treats as it should
         except Exception:
             answers = False
         path = hf_hub_download(name, CONFIG, revision=revision, local_files_only=not answers)

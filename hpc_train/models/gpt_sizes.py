@@ -76,7 +76,8 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
     """Returns the activations of a layer with the kernels of GPUs, whose norms keep only their inputs.
 
     Fused attention keeps no scores; with a soft cap they are kept, and the keys and values of every query. A soft cap
-    of the logits keeps the result of tanh, a third of what their loss keeps.
+    of the logits keeps the result of tanh, a third of what their loss keeps. Compiled code computes the activation
+    function again, and keeps its product with the other projection.
     """
     dim, queries, key_values = model.dim, query_width(model), key_value_width(model)
     capped = model.attention_softcap is not None
@@ -94,6 +95,7 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
         mixed=queries,
         passing=(4 if model.post_norms else 2) * dim + normed,
         tables=2 * head_width(model),
+        fused=model.ffn_dim,
         backward=2 * model.ffn_dim,
     )
 

@@ -136,33 +136,32 @@ def compile_in_turns(
     Args:
         options: options of the backend, which the backward pass is compiled with as well.
     """
-    from torch._inductor.compile_fx import (  # takes half a second, so only import it to compile
-        compile_fx,
-        compile_fx_inner,
-    )
+    from torch._inductor import config as inductor_config  # takes half a second, so only import it to compile
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         has_mesh = any(isinstance(getattr(value, "real_obj", None), DeviceMesh) for value in inputs)
+        apart = _written_apart() if kwargs.get("is_backward") else {}
         # a mesh has the rank, so no other rank has the graph; the compilation does not wait for other ranks
-        with stable_keys(), nullcontext() if has_mesh else _turn(_device(inputs)):
+        with stable_keys(), inductor_config.patch(apart), nullcontext() if has_mesh else _turn(_device(inputs)):
             return compile_fx_inner(graph, inputs, *args, **kwargs)
 
-    patches = {**_written_apart(), **(options or {})}
     with _attention(inputs):
-        compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=patches)
+        compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner, config_patches=options)
     return compiled
 
 
 def _written_apart() -> dict[str, int]:
-    """Returns the options with which each part of a concatenation is written by a kernel of its own; torch >= 2.13.
+    """Returns the settings with which the parts of a concatenation are written by one kernel each; torch >= 2.13.
 
-    By default code for GPUs selects, for each element, among the values of all parts. The gradients of rotated queries,
-    keys and values (``models/projections.py``) took 13.8 ms of a step on an H200 in that way, and their rotation in the
-    forward 4 ms, which has the same kernels as the parts of the gradient (torch 2.11).
+    By default code for GPUs selects among all parts for each element. In a backward pass the parts are gradients, such
+    as those of queries, keys and values that were computed together (``models/projections.py``): on an H200 they took
+    13.8 ms of a step, but the rotation of queries and keys in the forward pass 4 ms (torch 2.11). With these settings
+    the generated kernels are like those of the forward pass. That they are as fast is not measured yet.
     """
-    from torch._inductor import config
+    from torch._inductor import config as inductor_config
 
-    return dict.fromkeys(CONCATENATION, 0) if all(hasattr(config, name) for name in CONCATENATION) else {}
+    return dict.fromkeys(CONCATENATION, 0) if all(hasattr(inductor_config, name) for name in CONCATENATION) else {}
 
 
 def _attention(inputs: Sequence[Any]) -> AbstractContextManager[None]:

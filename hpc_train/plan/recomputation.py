@@ -70,10 +70,11 @@ def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
     kept = count(config.model, config.data)
     narrow = {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    whole = _split_bytes(kept, narrow, normed, _exchanged(config, layout, kept))
+    whole = _split_bytes(kept, narrow, normed, _exchanged(config, layout, kept), config.train.compile)
     if layout.tp > 1:
         split = family_of(config.model).tensor_parallel
-        same = _unsplit_bytes(kept, narrow, normed, split is not None and split.shards_sequence)
+        shards_sequence = split is not None and split.shards_sequence
+        same = _unsplit_bytes(kept, narrow, normed, shards_sequence, config.train.compile)
         whole = {mode: same[mode] + (size - same[mode]) / layout.tp for mode, size in whole.items()}
     return {mode: layout.micro_size * kept.tokens / layout.cp * size for mode, size in whole.items()}
 
@@ -94,22 +95,37 @@ def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
     return kept.mixed * (1 + 2 * copies * keys / queries)
 
 
-def _split_bytes(kept: Activations, narrow: int, normed: int, exchanged: float) -> dict[LayerMode, float]:
+def _split_bytes(
+    kept: Activations, narrow: int, normed: int, exchanged: float, compiled: bool
+) -> dict[LayerMode, float]:
     """Returns the bytes per token of a layer that is not split, of which context parallelism exchanges some results."""
     of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
     full = kept.layer_input * normed
+    layer = kept.layer - (kept.fused if compiled else 0)
+    norms = _norm_bytes(kept, narrow, normed, compiled)
     return {
-        "none": kept.norm_inputs * normed + (kept.layer + exchanged) * narrow + kept.scores * of_scores,
+        "none": norms + (layer + exchanged) * narrow + kept.scores * of_scores,
         "ops": full + (kept.products + kept.scores) * narrow,
         "full": full,
     }
 
 
-def _unsplit_bytes(kept: Activations, narrow: int, normed: int, shards_sequence: bool) -> dict[LayerMode, float]:
+def _norm_bytes(kept: Activations, narrow: int, normed: int, compiled: bool) -> float:
+    """Returns the bytes per token of the inputs of norms, which are sums of the layer's input and the branches.
+
+    Compiled code keeps the results of the branches and computes the sums again.
+    """
+    branches = max(0, kept.norm_inputs - kept.layer_input) if compiled else 0
+    return float((kept.norm_inputs - branches) * normed + branches * narrow)
+
+
+def _unsplit_bytes(
+    kept: Activations, narrow: int, normed: int, shards_sequence: bool, compiled: bool
+) -> dict[LayerMode, float]:
     """Returns the part of them that each tensor-parallel rank has whole."""
     gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
     inputs = 0.0 if shards_sequence else float(kept.layer_input * normed)
-    norms = 0.0 if shards_sequence else float(kept.norm_inputs * normed)
+    norms = 0.0 if shards_sequence else _norm_bytes(kept, narrow, normed, compiled)
     return {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
 
 

@@ -123,13 +123,13 @@ class Optimizer:
         are copies in fp32 in host memory. Call ``loaded`` after a load into the tensors.
         """
         self._widened.clear()
-        return {name: state for part in self._parts for name, state in self._named_of(part, self._widen)}
+        return {name: state for part in self._parts for name, state in self._named_of(part, widen=True)}
 
     def stored_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns what ``named_state`` does, but 8-bit moments as they are stored; see ``block_codes.copy_values``."""
-        return {name: state for part in self._parts for name, state in self._named_of(part, lambda moment: moment)}
+        return {name: state for part in self._parts for name, state in self._named_of(part, widen=False)}
 
-    def _named_of(self, part: _Part, form: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _named_of(self, part: _Part, widen: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
         if part.own is not None:
             yield from part.own.named()
         elif part.inner is not None:
@@ -137,7 +137,7 @@ class Optimizer:
                 local = self._held[name].local
                 assert local is not None, "the built-in optimizers are elementwise"
                 state = part.inner.state[local]
-                yield name, {key: self._like_parameter(name, key, form(value)) for key, value in state.items()}
+                yield name, {key: self._named_like(name, key, value, widen) for key, value in state.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all tensors of the state as they are stored, i.e. codes and scales of 8-bit moments."""
@@ -159,14 +159,16 @@ class Optimizer:
             if part.own is not None:
                 part.own.loaded()
 
-    def _widen(self, value: Tensor) -> Tensor:
-        if not is_coded(value):
-            return value
-        self._widened.append((value, copy_values(torch.empty(value.shape, dtype=torch.float32), value)))
-        return self._widened[-1][1]
+    def _named_like(self, name: str, key: str, value: Tensor, widen: bool) -> Tensor:
+        """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save.
 
-    def _like_parameter(self, name: str, key: str, value: Tensor) -> Tensor:
-        """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save."""
+        Args:
+            widen: whether a coded value becomes a copy in fp32 on the host.
+        """
+        if widen and is_coded(value):
+            widened = copy_values(torch.empty(value.shape, dtype=torch.float32), value)
+            self._widened.append((value, widened))
+            return self._held[name].as_saved(widened)
         known = self._named.get((name, key))
         if known is None or known[0] is not value:
             known = self._named[name, key] = value, self._held[name].as_saved(value)

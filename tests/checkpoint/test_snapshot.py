@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hpc_train.checkpoint import host_copies as copying
 from hpc_train.checkpoint import manager as managing
-from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream
+from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream, local_shard
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.cluster.host_memory import NODE, FreeMemory
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.config.values import saves_asynchronously
-from hpc_train.parallel.precision.block_codes import copy_values, is_coded
+from hpc_train.parallel.precision.block_codes import codebook, copy_values, is_coded
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors
@@ -206,7 +206,7 @@ class SlowStream(SideStream):
 class Copy:
     def __init__(self, copies: Iterable[Sequence[Tensor]]) -> None:
         self._copies = list(copies)
-        self.codes = sum(is_coded(source) for _, source in self._copies)
+        self.codebooks = [codebook(source).data_ptr() for _, source in self._copies if is_coded(source)]
         self._done = threading.Event()
 
     @torch.no_grad()
@@ -241,7 +241,10 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> int:
     assert training.engine.named_buffers()  # which a forward changes
     expected = {name: tensor.clone() for name, tensor in training.state().items()}
     training.manager.save(1, {})
-    coded = sum(copy.codes for copy in slow.pending)
+    held = [value for state in training.optimizer.stored_state().values() for value in map(local_shard, state.values())]
+    codebooks = {codebook(value).data_ptr() for value in held if is_coded(value)}
+    read = [each for copy in slow.pending for each in copy.codebooks]
+    assert codebooks.issuperset(read), "a copy that nothing holds until it is read"
     training.steps(1, 2)
     for copy in slow.pending:  # too late for those that nothing has waited for
         copy.run()
@@ -250,7 +253,7 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> int:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     changed = training.state()
     assert not all(torch.equal(found[name], changed[name]) for name in found)
-    return coded
+    return len(read)
 
 
 IMAGES = [

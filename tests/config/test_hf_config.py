@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from socket import socket
 
+import pytest
+
+pytest.importorskip("huggingface_hub")
 READ = "from hpc_train.config.hf_config import read; print(read('some/model', None, {}))"
 
 

@@ -14,6 +14,7 @@ from hpc_train.config.schema import (
     BatchConfig,
     Config,
     GPTConfig,
+    PrecisionConfig,
     StrategyConfig,
     SyntheticDataConfig,
     TrainConfig,
@@ -23,6 +24,7 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.precision.kept_casts import kept_by
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.recomputation import kept_by_layers, layer_bytes, recomputation_of
@@ -159,6 +161,51 @@ def test_a_real_step_keeps_what_the_formula_says_and_no_more_than_the_budget(str
         statistics = LAYERS * 2 * SEQUENCE * 4 * 4  # of two norms and two heads, few at the widths of real models
         outputs = 3 * 2 * SEQUENCE * 32 * 4 if layout.pp > 1 else 0  # of the stage, which wait for their gradients
         assert kept <= share * sizes + statistics + outputs + 1, share
+
+
+def kept_by_one_layer(rank: int, world_size: int, configs: list[Config]) -> list[int]:
+    """The bytes that one more compiled layer keeps. The graphs run as inductor's partitioner cuts them."""
+    import torch._inductor.compile_fx as inductor
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    inductor.compile_fx = lambda graph, inputs, **_: aot_eager_decomp_partition(graph, inputs)  # type: ignore[assignment]
+    found = []
+    for config in configs:
+        fewer = replace(config, model=replace(config.model, n_layers=LAYERS - 1))  # type: ignore[call-arg]
+        found.append(kept_for_backward(config) - kept_for_backward(fewer))
+    return found
+
+
+def kept_for_backward(config: Config) -> int:
+    """Returns the bytes of all tensors that a forward saves, without parameters and their casts."""
+    engine: Any = build_engine(config, join_mesh(layout_of(config), 0, torch.device("cpu")))
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known():
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def known() -> set[int]:
+        weights = (*engine.named_parameters().values(), *kept_by(engine.parts[0]))
+        return {weight.untyped_storage().data_ptr() for weight in weights}
+
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % 64
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.train_step(0, StepBatch((Batch(tokens, tokens),), 2 * SEQUENCE))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_a_compiled_layer_keeps_what_the_formula_says() -> None:
+    """It keeps neither the activation function nor, beside the results of the branches, their sums in fp32."""
+    plain = config_of("none")
+    train = replace(plain.train, compile=True)
+    plain = replace(plain, batch=BatchConfig(global_size=2, micro_size=2), train=train)
+    formats = [{"name": "fp32"}, {"name": "bf16"}, {"name": "bf16", "residual": "fp32"}]
+    configs = [replace(plain, precision=PrecisionConfig(**each)) for each in formats]
+    (found,) = run_ranks(1, kept_by_one_layer, configs)
+    for config, kept in zip(configs, found, strict=True):
+        assert kept == pytest.approx(layer_bytes(config, layout_of(config))["none"], rel=0.05), config.precision
 
 
 def budgeted(share: float, world_size: int, **strategy: Any) -> Cell:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._inductor import codecache
+from torch._inductor import config as inductor_config
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.compiler._cache import CacheArtifactManager
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,14 +199,13 @@ def test_generated_code_of_attention_in_fp64() -> None:
 
 
 def settings_in_effect(rank: int, world_size: int) -> list[list[int]]:
-    """The settings of concatenations while the forward and the backward of a rotation are compiled."""
+    """The settings of concatenations while the forward, and then the backward, of a rotation are compiled."""
     import torch._inductor.compile_fx as inductor
-    from torch._inductor import config
 
     found: list[list[int]] = []
 
     def run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        found.append([getattr(config, name, 0) for name in CONCATENATION])
+        found.append([getattr(inductor_config, name, 0) for name in CONCATENATION])
         return make_boxed_func(graph.forward)
 
     inductor.compile_fx_inner = run_as_it_is
@@ -220,10 +220,15 @@ def settings_in_effect(rank: int, world_size: int) -> list[list[int]]:
     return found
 
 
-def test_kernels_write_the_parts_of_a_concatenation_apart() -> None:
+DEFAULTS = [getattr(inductor_config, name, 0) for name in CONCATENATION]
+
+
+def test_kernels_of_a_backward_write_the_parts_of_a_concatenation_apart() -> None:
     """The gradient of the joined queries, keys and values is one, which a GPU would compute element by element."""
     (found,) = run_ranks(1, settings_in_effect)
-    assert found == [[0, 0]] * 2 if _written_apart() else len(found) == 2
+    assert len(found) == 2
+    assert found[0] == DEFAULTS
+    assert found[1] == ([0, 0] if _written_apart() else DEFAULTS)
 
 
 def test_a_loss_of_ones_own_is_not_compiled() -> None:

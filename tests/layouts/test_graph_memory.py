@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
@@ -117,7 +117,7 @@ def _peaks(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     before = existing()  # of earlier cases, kept so that no id is used again
     memory = PooledMemory()
     compiler = partial(pooled, memory)
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=default_partition)
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     inductor.compile_fx = lambda graph, inputs, **_: backend(graph, inputs)  # type: ignore[assignment]
     mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
     tokens = torch.arange(LENGTH).expand(mesh.layout.micro_size, -1).contiguous()

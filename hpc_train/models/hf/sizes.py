@@ -233,6 +233,7 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
         products=2 * width + 2 * query + 2 * key_value + 2 * ffn if found.gated else 6 * width + ffn,
         layer_input=width,
         logits=found.logits,
+        fused=ffn if found.gated else 0,
         backward=2 * ffn if found.gated else ffn,
     )
 

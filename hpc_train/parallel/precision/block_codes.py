@@ -50,8 +50,9 @@ def _coded_class() -> Any:
     return OptimState8bit
 
 
-def is_coded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "codes")
+def is_coded(tensor: Any) -> bool:
+    """Returns whether ``tensor`` is in this format; torchao has others, with other attributes or blocks."""
+    return all(hasattr(tensor, name) for name in ("codes", "scale", "qmap", "signed")) and tensor.block_size == BLOCK
 
 
 def parts(coded: Any) -> tuple[Tensor, Tensor]:
