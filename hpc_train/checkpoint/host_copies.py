@@ -39,7 +39,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_on_host(tensor: Tensor) -> bool:
-    """Returns whether the memory of the tensor contains its values, and the CPU can read them."""
+    """Returns whether the tensor is in host memory and not coded, so that its values can be written as they are."""
     local = local_shard(tensor)
     return local.is_cpu and not is_coded(local)
 

@@ -24,8 +24,8 @@ def read_without_network(home: Path) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
-def test_the_hub_is_asked_once(tmp_path: Path) -> None:
-    """huggingface_hub itself would repeat the request for 23 seconds, and write a line to the log each time."""
+def test_the_request_is_not_repeated(tmp_path: Path) -> None:
+    """huggingface_hub itself would repeat it for 23 seconds, and write a line to the log each time."""
     assert read_without_network(tmp_path) == ("None", "")
 
 

@@ -84,5 +84,5 @@ def test_the_compiler_finds_the_collectives_of_a_layer() -> None:
     """The forward and the backward of a layer each gather and scatter the input and the output of both branches."""
     for options, groups, found in run_ranks(2, joined, asynchronous(), timeout=200):
         assert len(groups) == 1
-        assert options and all(each["_micro_pipeline_tp"] is True for each in options)
+        assert options and all(each == {"_micro_pipeline_tp": True} for each in options)
         assert found.count((2, 2)) == 2

@@ -68,7 +68,7 @@ def test_gradients_of_several_micro_batches_are_those_of_one_process(kind: str) 
     ranks = run_ranks(2, captured, cell, timeout=200)
     assert merge([outcome for _, (outcome,) in ranks]).worst <= TOLERANCE["fp64"]
     for options, _ in ranks:
-        assert options and all(each["triton.cudagraphs"] is True for each in options)
+        assert options and all(each == {"triton.cudagraphs": True} for each in options)
 
 
 def memory(rank: int, world_size: int) -> list[bool]:

@@ -1,6 +1,7 @@
 """The estimate with CUDA graphs is the peak of their pool and that of all else, counted tensor by tensor on CPUs.
 
-No graph is recorded. Compiled code runs as torch traced it, and what it allocates counts as the pool's. As in
+No graph is recorded. Compiled code runs as torch traced it and inductor's partitioner cut it into a forward and a
+backward, and what it allocates counts as the pool's. As in
 ``CUDAGraphNode`` of torch/_inductor/cudagraph_trees.py it gets copies of its inputs, except for parameters and what is
 in the pool already.
 """
