@@ -300,9 +300,10 @@ class CheckpointManager:
         writing: Path | None = None
         try:
             use_device(self.mesh.device)
+            tensors = self._host_tensors(save)  # first, so that no copy runs when a save that fails here has ended
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
             check_space = partial(self._check_space, writing)
-            files = self._writer.write(save.state, writing, check_space, self._host_tensors(save))
+            files = self._writer.write(save.state, writing, check_space, tensors)
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
             self._copies.forget_plan()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -18,6 +20,7 @@ from hpc_train.checkpoint import host_copies as copying
 from hpc_train.checkpoint import manager as managing
 from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream, local_shard
 from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.cluster.host_memory import NODE, FreeMemory
 from hpc_train.config.compose import typed
@@ -216,6 +219,10 @@ class Copy:
         self._copies.clear()
         self._done.set()
 
+    @property
+    def runs(self) -> bool:
+        return not self._done.is_set()
+
     def synchronize(self) -> None:
         assert self._done.wait(60)
 
@@ -271,6 +278,36 @@ def test_the_optimizer_waits_for_the_copies(tmp_path: Path, moments: str) -> Non
     freeze(typed(compose(overrides)), run)
     (coded,) = run_ranks(1, save_before_a_step, str(run.path))
     assert coded == {"fp32": 0, "8bit": 8}[moments]
+
+
+def fail_a_save(rank: int, world_size: int, path: str) -> tuple[bool, bool]:
+    """Returns whether copies run when an asynchronous save has begun, and when it has failed without a directory."""
+    run = RunDirectory(Path(path))
+    config = load(run)
+    training = Training.of(run, config, join(config, rank, world_size))
+    slow = SlowStream()
+    manager = training.manager
+    manager._copies = HostCopies(CPU, slow)
+    training.steps(0, 1)
+
+    def begin(self: CheckpointStore, step: int, attempt: int) -> Path:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    CheckpointStore.begin = begin  # type: ignore[method-assign]
+    manager.save(1, {})
+    begun = any(copy.runs for copy in slow.pending)
+    gpu = threading.Timer(0.5, lambda: [copy.run() for copy in slow.pending])
+    gpu.start()
+    manager.wait()
+    ended = any(copy.runs for copy in slow.pending)
+    gpu.join()
+    return begun, ended
+
+
+def test_no_copy_runs_when_a_save_has_failed(tmp_path: Path) -> None:
+    """It would overwrite what the next save puts into the arena."""
+    run = frozen(tmp_path / "run", "+strategy=single", "checkpoint.asynchronous=true")
+    assert run_ranks(1, fail_a_save, str(run.path)) == [(True, False)]
 
 
 class ThreadRecord(list[tuple[Any, ...]]):
