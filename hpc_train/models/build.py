@@ -83,7 +83,7 @@ def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> M
         return _on_meta(target, config)
     built = None if values else _without_values(target, config)
     if built is None:
-        with torch.random.fork_rng(), torch.device("cpu"):
+        with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(seed)
             built = _call(target, config)
     if isinstance(built, Model):  # the target is a function that returns a Model

@@ -59,7 +59,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         batch_norm.use_fused(model, mesh.device, mesh.group("dp"))
         if sharder is None:
             model.to(device=mesh.device, dtype=dtype)
-            _take_first_replica(model, mesh)
+            take_first_replica(model, mesh)
         else:
             values = _put_aside(model, dtype)
     if sharder is not None:
@@ -160,13 +160,16 @@ def check_no_scalars(model: nn.Module, kind: str) -> None:
         )
 
 
-def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
+def take_first_replica(model: nn.Module, mesh: Mesh) -> None:
     """Broadcasts parameters and buffers of the first rank, since a user's module may differ between ranks."""
     if mesh.layout.dp_cp == 1:
         return
     group = mesh.group("dp_cp")
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), dist.get_global_rank(group, 0), group=group)
+        sent = tensor.detach().contiguous()  # NCCL accepts nothing else
+        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(sent)
 
 
 def is_meta(module: nn.Module) -> bool:

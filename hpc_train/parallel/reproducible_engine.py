@@ -72,9 +72,11 @@ class ReproducibleEngine(ReplicaEngine):
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
             parameter.grad = piece.view_as(parameter) if parameter.requires_grad else None
         first = self._mesh.rank == 0
-        count = counted.view(()) * first if self._own_count else torch.tensor(batch.target_count * first)
         if self._own_count:
+            count = counted.view(()) * first
             divide_by_count_(self._parameters.values(), self._mesh, count, batch.target_count)
+        else:
+            count = torch.full((), batch.target_count * first, device=self._mesh.device)
         return StepResult(loss_sum.view(()) * first, count)
 
     def _gradient(self, micro: Batch, scale: float, loss_scale: Tensor | None) -> Tensor:

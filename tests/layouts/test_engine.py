@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import CustomModelConfig
@@ -19,7 +20,7 @@ from hpc_train.models.model import canonical_name
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise
+from hpc_train.parallel.parallelise import materialise, take_first_replica
 from hpc_train.plan.techniques import KINDS
 from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import local_batch, mesh_of, train_plainly, whole
@@ -82,6 +83,25 @@ def test_no_step_waits_for_the_device() -> None:
     chosen = [Cell(2, "gpt", "fp32", split) for split in SPLITS]
     chosen += [Cell(2, model, "fp32", SPLITS[2]) for model in ("gpt-weighted", "custom-weighted")]
     run_ranks(2, step_without_waiting, chosen)
+
+
+def hand_out_transposed(rank: int, world_size: int) -> tuple[list[list[float]], bool]:
+    """Returns a parameter that only the first rank had, where broadcasts accept what those of NCCL do."""
+    model = nn.Linear(2, 3)
+    model.weight = nn.Parameter(torch.full((2, 3), float(rank)).t())
+
+    def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert tensor.is_contiguous(), "Tensors must be contiguous"
+        return accepted(tensor, *args, **kwargs)
+
+    accepted = dist.broadcast
+    with mock.patch.object(dist, "broadcast", broadcast):
+        take_first_replica(model, join(Cell(2, strategy={"dp": 2}), rank))
+    return model.weight.tolist(), model.weight.is_contiguous()
+
+
+def test_parameters_of_any_strides_are_those_of_the_first_rank() -> None:
+    assert run_on_world(2, hand_out_transposed) == [([[0.0, 0.0]] * 3, False)] * 2
 
 
 def modes(rank: int, world_size: int, cells: list[Cell]) -> None:

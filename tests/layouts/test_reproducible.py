@@ -67,6 +67,20 @@ def test_any_number_of_ranks_trains_the_same_bits(model: str, others: tuple[int,
     assert [trained(ranks, model) == one for ranks in others] == [True] * len(others)
 
 
+def devices_of_a_result(rank: int, world_size: int, cell: Cell) -> set[str]:
+    """The devices of what a step returns, where tensors of no given device are on another device than the model."""
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(cell.config(), mesh)
+    batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
+    with torch.device("meta"):
+        result = engine.train_step(0, batch)
+    return {result.loss_sum.device.type, result.target_count.device.type}
+
+
+def test_what_a_step_returns_is_on_the_device() -> None:
+    assert run_ranks(2, devices_of_a_result, cell(2)) == [{"cpu"}] * 2
+
+
 def test_the_ordinary_sum_depends_on_the_number_of_ranks() -> None:
     """What the mode is for: this comparison can fail."""
     assert trained(1, train={}, dropout=0.0) != trained(4, train={}, dropout=0.0)

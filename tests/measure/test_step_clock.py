@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train.measure.step_clock import StepClock
+from hpc_train.measure import step_clock
+from hpc_train.measure.step_clock import HostStopwatch, StepClock
+from hpc_train.parallel.activations.offload import _Copy, _SavedLayer, _Transfers
 from tests.ranks import run_ranks
 
 LATE_S = 1.0
@@ -87,3 +89,43 @@ def another_thread(rank: int, world_size: int) -> int:
 
 def test_a_save_in_the_background_is_not_the_steps_communication() -> None:
     assert run_ranks(2, another_thread) == [0, 0]
+
+
+class Stream:
+    """Stands for the stream of a GPU."""
+
+    cuda_stream = 1
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+
+class Event:
+    """Stands for the end of copies to a GPU.
+
+    Attributes:
+        waits: how often a stream was made to wait.
+    """
+
+    waits = 0
+
+    def wait(self, stream: Stream) -> None:
+        self.waits += 1
+
+
+def activations_that_come_back(rank: int, world_size: int) -> tuple[int, int]:
+    gpu, main = torch.device("cuda", 0), Stream()
+    torch.cuda.Stream, torch.cuda.current_stream = Stream, lambda device: main  # type: ignore
+    step_clock.make_stopwatch = lambda device: HostStopwatch()  # type: ignore[assignment, attr-defined]
+    clock, layer, arrival = StepClock(gpu), _SavedLayer(_Transfers(gpu), None), Event()
+    copies = [_Copy(None, torch.zeros(1), arrival) for _ in range(6)]  # type: ignore[arg-type]
+    for copy in copies:
+        layer.add(copy)
+    with clock.watching(), clock.step():
+        layer.reach()
+    return clock.stretches, arrival.waits
+
+
+def test_copies_of_activations_are_no_communication() -> None:
+    """The copies of a layer have one event, for which the computation waits once."""
+    assert run_ranks(1, activations_that_come_back) == [(0, 1)]

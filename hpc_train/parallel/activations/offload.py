@@ -112,7 +112,7 @@ class _Transfers:
     def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Makes the current stream wait for ``event``; the host goes on."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            event.wait(torch.cuda.current_stream(self.device))  # Stream.wait_event is counted as communication
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -173,8 +173,8 @@ class _SavedLayer:
             return
         self._reached = True
         self.fetch()
-        for copy in self._copies:
-            self._transfers.wait_for(copy.arrival)
+        for arrival in {copy.arrival for copy in self._copies}:
+            self._transfers.wait_for(arrival)
         if self.below is not None:
             self.below.fetch()
             self.below = None
@@ -186,6 +186,8 @@ class _SavedLayer:
         again while the copy is written there.
         """
         away = [copy for copy in self._copies if copy.host is not None]
+        if not away:
+            return
         flats = self._transfers.to_device([copy.host for copy in away if copy.host is not None])
         arrival = self._transfers.mark()
         for copy, flat in zip(away, flats, strict=True):
