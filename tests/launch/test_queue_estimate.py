@@ -32,7 +32,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Commands of a cluster that would start any job in an hour, but refuses 64 GPUs."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("sinfo", "sacctmgr", "sacct"):
+    for name in ("srun", "sinfo", "sacctmgr", "sacct"):
         command(folder, name, "true")
     command(folder, "scontrol", f'case "$2" in config) echo ClusterName = devel;; *) echo "{PARTITION}";; esac')
     late = f"sbatch: Job 7 to start at {slurm_time(time.time() + 3600)} using 8 processors on nodes n1 in partition gpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -186,8 +187,13 @@ def test_the_memory_of_the_casts_is_that_of_the_largest_counted_product(folder: 
     ],
 )
 def test_gpus_that_cannot_compute_a_recipe_are_refused_before_the_submission(
-    words: list[str], refusal: str | None, folder: Path
+    words: list[str], refusal: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sbatch = folder / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
     run, config = RunDirectory(folder / "run"), job_of("precision=fp8", *words)
     assert prepare(job_of("precision=bf16"), run).gpus == 4
     if refusal is None:

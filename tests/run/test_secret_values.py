@@ -82,7 +82,8 @@ def test_a_batch_script_with_values_is_private(tmp_path: Path, umask: None, monk
 
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, text in {"sbatch": "echo Submitted batch job 17", "scontrol": "exit 1", "sinfo": "exit 1"}.items():
+    commands = {"sbatch": "echo Submitted batch job 17"} | dict.fromkeys(("srun", "scontrol", "sinfo"), "exit 1")
+    for name, text in commands.items():
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
