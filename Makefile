@@ -1,6 +1,6 @@
 # make train   the default model on the default data, four workers, on this machine
 # make test    all tests, three files at a time: those on Slurm mostly wait
-# make test-share  eight minutes of the long forms of faults, checkpoints, layouts and the trainer, drawn by SHARE
+# make test-share  eight minutes of the long forms, drawn by SHARE
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 1,000 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts, faults of nodes, file systems and networks on Slurm, ten
 #                minutes of attacks on the rendezvous server; hours. If interrupted, the next call skips the cases that
@@ -40,10 +40,8 @@ train: install
 test: install-dev
 	$(PY) -m pytest -n 3
 
-SHARED := tests/faults tests/checkpoint tests/layouts tests/train
-
 test-share: install-dev
-	HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=1 $(PY) -m pytest --long-share '$(SHARE)' $(SHARED)
+	HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=1 $(PY) -m pytest --long-share '$(SHARE)'
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest

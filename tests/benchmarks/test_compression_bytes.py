@@ -25,6 +25,7 @@ def own_network() -> bool:
     )
 
 
+@pytest.mark.long_form(25)
 @pytest.mark.skipif(not own_network(), reason="no network namespaces for this user")
 def test_compressed_gradients_are_as_small_on_the_wire_as_they_should_be() -> None:
     """Two ranks over the loopback device of a namespace that nobody else is in: it counts what both send."""

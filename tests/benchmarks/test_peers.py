@@ -46,7 +46,11 @@ def _calls_no_more_than_the_bare_loop(found: Results) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"), [("zero3", "Accelerate has FSDP for GPUs only"), ("interleaved2", "no pipelines")]
+    ("case", "reason"),
+    [
+        ("zero3", "Accelerate has FSDP for GPUs only"),
+        pytest.param("interleaved2", "no pipelines", marks=pytest.mark.long_form(20)),
+    ],
 )
 def test_a_split_or_sharded_model_trains_as_the_bare_loop_does(case: str, reason: str) -> None:
     found = run_case(Work(case, "fp32", (OURS, "bare loop", "Accelerate"), 1, 1, (*SMALL, "model.n_layers=4")))
@@ -58,6 +62,7 @@ def test_a_split_or_sharded_model_trains_as_the_bare_loop_does(case: str, reason
     _calls_no_more_than_the_bare_loop(found)
 
 
+@pytest.mark.long_form(25)
 def test_memory_grows_with_the_model() -> None:
     def peak(dim: int) -> int:
         wide = (*SMALL, f"model.dim={dim}", f"model.ffn_dim={4 * dim}")

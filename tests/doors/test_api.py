@@ -70,9 +70,9 @@ def test_a_submitted_run_is_read_back(
 @pytest.mark.parametrize(
     ("name", "steps", "export"),
     [
-        # the commands of docs/howto/huggingface.md fine-tune on answers as well
+        # the commands of docs/howto/huggingface.md do the same
         pytest.param("fine_tuning", "train.epochs=0.03", "sums-model", marks=IN_LONG_FORM),
-        ("lora", "train.steps=2", "adapter"),
+        pytest.param("lora", "train.steps=2", "adapter", marks=pytest.mark.long_form(45)),
     ],
 )
 def test_the_examples_of_hugging_face_models(

@@ -417,8 +417,10 @@ def hub_port(agent: subprocess.Popen[str]) -> int | None:
     return listening[0].laddr.port if listening else None
 
 
-@pytest.mark.parametrize("asked", ["auto", 2])
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("nodes", "asked"),
+    [(1, "auto"), (2, 2), *(pytest.param(*case, marks=pytest.mark.long_form(10)) for case in ((1, 2), (2, "auto")))],
+)
 def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, asked: int | str) -> None:
     """Slurm has allocated two GPUs on each node, and the agents see none."""
     run = frozen(gpus_per_node=asked)

@@ -45,6 +45,7 @@ def test_the_dry_run_shows_an_estimate_of_memory(place: Path) -> None:
     assert "iB (parameters" in shown
 
 
+@pytest.mark.long_form(60)
 def test_tensor_parallelism_has_the_losses_of_one_process_and_the_export_uses_the_names_of_the_family(
     place: Path,
 ) -> None:

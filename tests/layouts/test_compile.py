@@ -112,7 +112,9 @@ def alone(model: str, **train: Any) -> list[Cell]:
 @pytest.mark.parametrize(
     "cells",
     [
-        pytest.param(alone("gpt-tied", activation_checkpointing="ops", loss_chunks=4), id="ops"),
+        pytest.param(
+            alone("gpt-tied", activation_checkpointing="ops", loss_chunks=4), id="ops", marks=pytest.mark.long_form(20)
+        ),
         pytest.param(  # layers of two kinds, with and without a window
             alone("gpt-windows", activation_checkpointing="ops", loss_chunks=3),
             id="windows",
@@ -161,12 +163,15 @@ FUSED = {"compile": True, "loss_chunks": 4, "z_loss": 0.01}
 @pytest.mark.parametrize(
     "cells",
     [
-        [
-            Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED),
-            Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
-                 train={"compile": True, "loss_chunks": 2}),
-            Cell(2, "gpt", strategy={"cp": 2}, batch={"micro_batches": 2}, train={"compile": True}),
-        ],
+        [Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED)],
+        pytest.param(
+            [
+                Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
+                     train={"compile": True, "loss_chunks": 2}),
+                Cell(2, "gpt", strategy={"cp": 2}, batch={"micro_batches": 2}, train={"compile": True}),
+            ],
+            marks=pytest.mark.long_form(20),
+        ),
         pytest.param(
             [
                 Cell(2, "gpt-options", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED | {"loss_chunks": 3}),
@@ -175,7 +180,7 @@ FUSED = {"compile": True, "loss_chunks": 4, "z_loss": 0.01}
             marks=pytest.mark.long_form(30),
         ),
     ],
-    ids=["short", "more"],
+    ids=["short", "other axes", "more"],
 )  # fmt: skip
 def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(
     cells: list[Cell], record: Callable[..., None]

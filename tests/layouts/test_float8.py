@@ -107,9 +107,12 @@ def differences(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> 
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        *(("gpt", recipe) for recipe in RECIPES),
+        *(("gpt", recipe) for recipe in ("tensorwise", "mxfp8")),
         ("vit", "rowwise"),
-        *(pytest.param("vit", recipe, marks=pytest.mark.long_form(15)) for recipe in ("tensorwise", "mxfp8")),
+        *(
+            pytest.param(*case, marks=pytest.mark.long_form(15))
+            for case in (("gpt", "rowwise"), ("vit", "tensorwise"), ("vit", "mxfp8"))
+        ),
     ],
 )
 def test_fp8_is_the_same_under_every_strategy(model: str, recipe: str) -> None:

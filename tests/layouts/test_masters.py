@@ -128,7 +128,9 @@ def differences(rank: int, _: int, chosen: list[Cell]) -> list[tuple[float, floa
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt", "gpt-tied", "vit"])
+@pytest.mark.parametrize(
+    "model", ["gpt-tied", *(pytest.param(model, marks=pytest.mark.long_form(10)) for model in ("gpt", "vit"))]
+)
 def test_bf16_weights_are_the_same_under_every_strategy(model: str) -> None:
     chosen = [cell_of(model, split) for split in SPLITS.values()]
     for ranks in run_on_world(2, differences, chosen):

@@ -34,7 +34,10 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
     return {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]} | fields
 
 
-@pytest.mark.parametrize(("world_size", "pp", "tp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "pp", "tp"),
+    [(2, 2, 1), (4, 2, 1), pytest.param(4, 2, 2, marks=pytest.mark.long_form(25)), (4, 4, 1)],
+)
 def test_every_pipeline_trains_as_one_process_does(
     world_size: int, pp: int, tp: int, record: Callable[..., None]
 ) -> None:

@@ -26,12 +26,9 @@ SHORT = {
 }
 
 
-@pytest.mark.timeout(600)
-def test_the_notebooks_run(tmp_path: Path) -> None:
-    needs_transformers = {"hf_finetuning"} if find_spec("transformers") is None else set()
-    executed = [str(path) for path in NOTEBOOKS if path.stem not in needs_transformers]
+def run(executed: list[Path], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.notebooks.execute", *executed],
+        [sys.executable, "-m", "tests.notebooks.execute", *map(str, executed)],
         env={**with_server(os.environ, HUGGING_FACE), **SHORT, "NOTEBOOK_ROOT": str(tmp_path)},
         cwd=NOTEBOOKS[0].parents[1],
         capture_output=True,
@@ -39,6 +36,18 @@ def test_the_notebooks_run(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@pytest.mark.long_form(60)  # the commands of docs/howto/huggingface.md do the same
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_the_notebook_of_hugging_face_runs(tmp_path: Path) -> None:
+    run([path for path in NOTEBOOKS if path.stem == "hf_finetuning"], tmp_path)
+    assert (tmp_path / "tuned/checkpoints").is_dir()
+
+
+@pytest.mark.timeout(600)
+def test_the_notebooks_run(tmp_path: Path) -> None:
+    run([path for path in NOTEBOOKS if path.stem != "hf_finetuning"], tmp_path)
     for folder in ("dp/metrics", "hybrid/checkpoints", "own_model/checkpoints", "zero3-2/metrics"):
         assert (tmp_path / folder).is_dir()
 

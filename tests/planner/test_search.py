@@ -26,7 +26,13 @@ ASKED = [
     (["model=llama_7b", *LONG], "a100-40", 16, {"strategy.tp"}),
     (["model=llama_70b", *LONG, "strategy.tp=8"], "h100", 32, {"strategy.tp"}),
     (["model=qwen3_8b", *LONG, "strategy.cp=2"], "h100", 8, {"strategy.cp", "strategy.schedule"}),
-    (["model=vit_large", "data=synthetic", "data.task=images", "batch.global_size=64"], "v100", 8, set[str]()),
+    pytest.param(
+        ["model=vit_large", "data=synthetic", "data.task=images", "batch.global_size=64"],
+        "v100",
+        8,
+        set[str](),
+        marks=pytest.mark.long_form(10),
+    ),
     (["model=gpt_tiny", "data=synthetic", "batch.global_size=16"], "cpu", 4, set[str]()),
 ]
 

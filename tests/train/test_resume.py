@@ -31,10 +31,10 @@ CASES = [  # in the short form each kind of state: of replicas, shards, stages, 
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
     pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd"),
-    pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1"),
+    pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1", marks=pytest.mark.long_form(10)),
     pytest.param(3, ["+strategy=zero2", "precision=fp16"], id="zero2-uneven-fp16"),
     pytest.param(2, ["+strategy=zero3", "precision=bf16", "train.activation_checkpointing=full"], id="zero3-bf16"),
-    pytest.param(4, ["+strategy=hsdp", "strategy.shard=2"], id="hsdp"),
+    pytest.param(4, ["+strategy=hsdp", "strategy.shard=2"], id="hsdp", marks=pytest.mark.long_form(15)),
     pytest.param(2, ["+strategy=pp", "model.tied_embeddings=true"], id="pp"),
     pytest.param(2, ["+strategy=model_parallel"], id="model_parallel", marks=pytest.mark.long_form(15)),
     pytest.param(2, ["+strategy=tp"], id="tp"),
@@ -195,7 +195,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     ("prepare", "code", "saved_at"),
     [
         (stop_at_start, Exit.STOPPED, 0),
-        (stop_in_the_first_step, Exit.STOPPED, 1),
+        pytest.param(stop_in_the_first_step, Exit.STOPPED, 1, marks=pytest.mark.long_form(10)),
         (stop_in_step_three, Exit.STOPPED, 5),
         (stop_in_a_slow_step_three, Exit.STOPPED, 4),
         (stop_in_the_last_step, Exit.DONE, 10),
@@ -216,7 +216,11 @@ def test_a_stop_request_loses_no_step(
 
 @pytest.mark.parametrize(
     ("prepare", "code", "stopped_at"),
-    [(stop_in_an_evaluation, Exit.STOPPED, 5), (stop_in_a_save, Exit.STOPPED, 5), (stop_at_the_end, Exit.DONE, 10)],
+    [
+        (stop_in_an_evaluation, Exit.STOPPED, 5),
+        (stop_in_a_save, Exit.STOPPED, 5),
+        pytest.param(stop_at_the_end, Exit.DONE, 10, marks=pytest.mark.long_form(20)),
+    ],
 )
 def test_a_stop_request_beside_the_steps(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, stopped_at: int
