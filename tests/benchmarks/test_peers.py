@@ -62,7 +62,7 @@ def test_a_split_or_sharded_model_trains_as_the_bare_loop_does(case: str, reason
     _calls_no_more_than_the_bare_loop(found)
 
 
-@pytest.mark.long_form(25)
+@pytest.mark.long_form(35)
 def test_memory_grows_with_the_model() -> None:
     def peak(dim: int) -> int:
         wide = (*SMALL, f"model.dim={dim}", f"model.ffn_dim={4 * dim}")

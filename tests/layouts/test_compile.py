@@ -170,7 +170,7 @@ FUSED = {"compile": True, "loss_chunks": 4, "z_loss": 0.01}
                      train={"compile": True, "loss_chunks": 2}),
                 Cell(2, "gpt", strategy={"cp": 2}, batch={"micro_batches": 2}, train={"compile": True}),
             ],
-            marks=pytest.mark.long_form(20),
+            marks=pytest.mark.long_form(50),
         ),
         pytest.param(
             [

@@ -38,7 +38,7 @@ def run(executed: list[Path], tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
-@pytest.mark.long_form(60)  # the commands of docs/howto/huggingface.md do the same
+@pytest.mark.long_form(90)  # the commands of docs/howto/huggingface.md do the same
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_the_notebook_of_hugging_face_runs(tmp_path: Path) -> None:
     run([path for path in NOTEBOOKS if path.stem == "hf_finetuning"], tmp_path)
