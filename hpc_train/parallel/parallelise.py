@@ -54,6 +54,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     home = torch.device("cpu") if offload else mesh.device
     sharder, values = sharder_of(mesh.layout), dict[str, Tensor]()
     initialises = isinstance(model, Model | HFWhole) and is_meta(model)
+    check_no_complex(model)
     split_and_wrap(config, mesh, model)
     if not initialises:
         batch_norm.use_fused(model, mesh.device, mesh.group("dp"))
@@ -134,7 +135,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     if mesh.layout.cp > 1 and isinstance(model, Model):
         apply_context_parallel(model, mesh)
     apply_loss_form(model, loss_form(config, mesh.layout))
-    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout))
+    apply_activation_checkpointing(model, recomputation_of(config, mesh.layout), config.train.compile)
     if config.train.compile:
         mode = compiler_mode(config)
         if mode == CompilerMode.ASYNC_TP:
@@ -143,6 +144,21 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     least_bytes = parse_activation_offload(config.train.activation_offload)
     if least_bytes is not None:
         offload_activations(model, least_bytes, mesh.device)
+
+
+def check_no_complex(model: nn.Module) -> None:
+    """Checks for complex numbers, of which the conversion to the dtype of the model would keep the real part only.
+
+    Raises:
+        UserError: a parameter or buffer is complex.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise UserError(
+                f"{name} has complex numbers, which hpc_train does not train",
+                where=f"model, {name}",
+                fix="torch.view_as_real(tensor), and torch.view_as_complex(self.tensor) in the forward",
+            )
 
 
 def check_no_scalars(model: nn.Module, kind: str) -> None:

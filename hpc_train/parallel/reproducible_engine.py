@@ -70,7 +70,7 @@ class ReproducibleEngine(ReplicaEngine):
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         *pieces, loss_sum, counted = whole.split([*sizes, 1, int(self._own_count)])
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
-            parameter.grad = piece.view_as(parameter) if parameter.requires_grad else None
+            parameter.grad = _with_strides_of(parameter, piece) if parameter.requires_grad else None
         first = self._mesh.rank == 0
         if self._own_count:
             count = counted.view(()) * first
@@ -98,6 +98,12 @@ class ReproducibleEngine(ReplicaEngine):
 
 
 _all_to_all = dist.all_to_all_single
+
+
+def _with_strides_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """Returns the flat ``values`` in the shape and memory format of ``parameter``, which fused optimizers expect."""
+    shaped = values.view_as(parameter)
+    return shaped if parameter.is_contiguous() else torch.empty_like(parameter).copy_(shaped)
 
 
 def halves(node: range) -> tuple[range, range]:

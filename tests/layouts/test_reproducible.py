@@ -81,6 +81,22 @@ def test_what_a_step_returns_is_on_the_device() -> None:
     assert run_ranks(2, devices_of_a_result, cell(2)) == [{"cpu"}] * 2
 
 
+def strides_of_gradients(rank: int, world_size: int, cell: Cell) -> bool:
+    """Returns whether gradients have the strides of their parameters, of which one is transposed."""
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(cell.config(), mesh)
+    parameters = engine.named_parameters()
+    name = next(name for name, parameter in parameters.items() if parameter.ndim == 2)
+    parameters[name].data = parameters[name].data.t().contiguous().t()
+    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    return all(each.grad is not None and each.grad.stride() == each.stride() for each in parameters.values())
+
+
+def test_gradients_have_the_memory_format_of_their_parameters() -> None:
+    """Fused optimizers update memory, whatever the strides are."""
+    assert run_ranks(2, strides_of_gradients, cell(2)) == [True] * 2
+
+
 def test_the_ordinary_sum_depends_on_the_number_of_ranks() -> None:
     """What the mode is for: this comparison can fail."""
     assert trained(1, train={}, dropout=0.0) != trained(4, train={}, dropout=0.0)

@@ -23,7 +23,7 @@ from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers
-from hpc_train.parallel.parallelise import check_no_scalars, materialise
+from hpc_train.parallel.parallelise import check_no_complex, check_no_scalars, materialise
 from tests.models.models import TINY_GPT
 from tests.ranks import run_ranks
 
@@ -427,3 +427,11 @@ def test_synchronised_batch_norm_equals_one_process_with_the_whole_batch() -> No
     for name, running in (("mean", norm.running_mean), ("variance", norm.running_var)):
         torch.testing.assert_close(torch.tensor(ranks[0][name]), running)
         assert ranks[0][name] == ranks[1][name]
+
+
+def test_complex_numbers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    check_no_complex(model)
+    model[1].register_buffer("phases", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UserError, match=r"1\.phases has complex numbers"):
+        check_no_complex(model)

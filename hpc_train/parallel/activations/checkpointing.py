@@ -10,6 +10,7 @@ one of the two, or neither, for each layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.models import packed_attention
 from hpc_train.models.blocks import replace_block
 from hpc_train.models.model import Model
+from hpc_train.parallel.activations.buffers import Contexts, with_buffers
 
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_scaled_dot_product_flash_attention",
@@ -31,10 +33,13 @@ _NAMES = (
 PRODUCTS = frozenset((*(f"aten::{name}" for name in _NAMES), *packed_attention.OPERATORS))
 
 
-def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputation) -> None:
+def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputation, compiled: bool = False) -> None:
     """Wraps the layers or blocks of ``model`` (whole or a stage) in place.
 
     ``canonical_name`` removes the wrappers from names.
+
+    Args:
+        compiled: whether the layers will be compiled.
 
     Raises:
         UserError: the model has neither ``layers`` nor blocks.
@@ -52,8 +57,11 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
         number = int(name.rpartition(".")[2]) if isinstance(model, Model) else position
         mode = recomputation.mode(number)
         if mode != "none":
-            extra = {"context_fn": _save_products} if mode == "ops" else {}
             block = model.get_submodule(name)
+            contexts: Callable[[], Contexts] | None = _save_products if mode == "ops" else None
+            if not compiled and any(True for _ in block.buffers()):  # compiled code changes buffers once
+                contexts = with_buffers(block, contexts)
+            extra = {} if contexts is None else {"context_fn": contexts}
             wrapper = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **extra)
             replace_block(model, name, wrapper)
 

@@ -217,6 +217,8 @@ class OwnState:
             if shape != tuple(held.parameter.shape):
                 raise self._not_elementwise(name, key, shape, tuple(held.parameter.shape))
             shape = tuple(held.local.shape)
+        if shape == tuple(held.local.shape):  # fused optimizers expect the memory format of the parameter
+            return held.as_saved(torch.zeros_like(held.local, dtype=entry.dtype, requires_grad=False))
         return held.as_saved(torch.zeros(shape, dtype=entry.dtype, device=held.local.device))
 
     def loaded(self) -> None:

@@ -1,0 +1,115 @@
+"""Lets a recomputation read and change the buffers of a layer as its forward pass did, and leaves the buffers alone.
+
+A forward pass may change buffers: BatchNorm its running statistics, spectral norm its vectors. If it is computed again
+in the backward pass, it would change them twice, and read what later micro-batches have left. The recomputation
+therefore works on copies of the values from before the forward pass. The buffers of modules that no forward pass
+changes are not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+
+from torch import Tensor, nn
+
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # of the forward, the recomputation
+
+
+class ChangedBuffers:
+    """Finds in the first forward pass in training which buffers of ``layer`` its forward passes change."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.names: set[str] | None = None  # None before that forward pass
+
+    def contexts(self) -> Contexts:
+        """Returns the contexts for ``torch.utils.checkpoint``; the second one can be entered several times."""
+        before: dict[str, Tensor] = {}
+        return _Forward(self, before), _Recomputation(self.layer, before)
+
+    def found(self, earlier: dict[str, tuple[Tensor, int]]) -> None:
+        """Takes the buffers before a forward pass in training, with their versions.
+
+        The kernels of BatchNorm do not count as changes of its statistics, but its counter changes with them: so all
+        buffers of a module count as changed if one is.
+        """
+        now = dict(self.layer.named_buffers())
+        owners = {
+            _owner(name)
+            for name, (buffer, version) in earlier.items()
+            if now.get(name) is not buffer or buffer._version != version
+        }
+        self.names = {name for name in now if _owner(name) in owners} | (self.names or set())
+
+
+class _Forward:
+    def __init__(self, changed: ChangedBuffers, before: dict[str, Tensor]) -> None:
+        self._changed, self._before = changed, before
+        self._earlier: dict[str, tuple[Tensor, int]] = {}
+
+    def __enter__(self) -> None:
+        names = self._changed.names
+        for name, buffer in self._changed.layer.named_buffers():
+            self._earlier[name] = buffer, buffer._version
+            if names is None or name in names:
+                self._before[name] = buffer.clone()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._changed.layer.training:
+            self._changed.found(self._earlier)
+        self._earlier.clear()
+        for name in self._before.keys() - (self._changed.names or set()):
+            del self._before[name]
+
+
+class _Recomputation:
+    def __init__(self, layer: nn.Module, before: dict[str, Tensor]) -> None:
+        self._layer, self._before = layer, before
+        self._present: dict[str, Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        for name, value in self._before.items():
+            holder, attribute = self._layer.get_submodule(_owner(name)), name.rpartition(".")[2]
+            self._present[name] = holder._buffers[attribute]
+            holder._buffers[attribute] = value.clone()  # the backward pass may recompute once more
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for name, buffer in self._present.items():
+            self._layer.get_submodule(_owner(name))._buffers[name.rpartition(".")[2]] = buffer
+        self._present = {}
+
+
+class _Both:
+    """Enters two contexts."""
+
+    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+        self._contexts, self._stack = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def with_buffers(layer: nn.Module, contexts: Callable[[], Contexts] | None) -> Callable[[], Contexts]:
+    """Returns a ``context_fn`` for ``torch.utils.checkpoint`` that does what ``contexts`` does as well."""
+    changed = ChangedBuffers(layer)
+
+    def both() -> Contexts:
+        own = changed.contexts()
+        if contexts is None:
+            return own
+        others = contexts()
+        return _Both(own[0], others[0]), _Both(own[1], others[1])
+
+    return both
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
