@@ -23,6 +23,13 @@ OF_RUN = (
     *("model", "strategy", "optim", "precision", "batch", "data", "train", "checkpoint", "elastic"),
     *("metrics", "eval_sets"),
 )
+# What only backward passes do, and may not fit the layout and the batch of an evaluation.
+WITHOUT_BACKWARD = {
+    "optim.in_backward": False,
+    "train.activation_checkpointing": "none",
+    "train.activation_offload": "none",
+    "train.cuda_graphs": False,
+}
 TRAINING_ONLY = re.compile(r"[+~]*(?:(?:optim|checkpoint|hooks|launch)[=.]|train\.(?:steps|epochs)=)")
 
 
@@ -44,6 +51,8 @@ def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
         node = compose(list(choices.values()))
     kept = [group for group in OF_RUN if group not in choices]
     node = _with_groups(node, run, kept)
+    for key, value in WITHOUT_BACKWARD.items():
+        OmegaConf.update(node, key, value)
     for each in parsed:
         if "." in each.key_or_group:
             _set(node, each.key_or_group, each.value(), bool(each.is_add() or each.is_force_add()))

@@ -103,6 +103,14 @@ def test_what_does_not_fit_an_evaluation_is_refused(arguments: Sequence[str], wh
         evaluation_config(typed(compose(["+strategy=dp", *TINY])), arguments)
 
 
+def test_what_only_backward_passes_do_is_left_out() -> None:
+    saving = ["train.activation_checkpointing=1KiB", "train.activation_offload=1KiB", "train.cuda_graphs=true"]
+    run = typed(compose(["+strategy=dp", *TINY, *saving, "optim.in_backward=true"]))
+    config = evaluation_config(run, [])
+    assert (config.train.activation_checkpointing, config.train.activation_offload) == ("none", "none")
+    assert (config.train.cuda_graphs, config.optim.in_backward) == (False, False)
+
+
 def test_groups_of_the_command_line_replace_those_of_the_run() -> None:
     run = typed(compose(["+strategy=zero3", *TINY, "batch.micro_size=2", "precision=bf16"]))
     same = evaluation_config(run, [])
