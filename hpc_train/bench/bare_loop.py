@@ -84,7 +84,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
     for part in model if isinstance(model, nn.ModuleList) else (model,):
         set_hidden_dtype(part, config.precision)
         apply_loss_form(part, loss_form(config, mesh.layout))  # or the loops would compute different products
-        apply_activation_checkpointing(part, recomputation_of(config, mesh.layout))
+        apply_activation_checkpointing(part, recomputation_of(config, mesh.layout), config.train.compile)
         if config.train.compile:
             compile_model(part)
     return BareLoop(model, loops[kind](model, config, mesh), losses)
