@@ -147,7 +147,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
 
 
 def check_no_complex(model: nn.Module) -> None:
-    """Checks for complex numbers, of which the conversion to the dtype of the model would keep the real part only.
+    """Checks that nothing is complex: the conversion to the dtype of the model would keep only the real part.
 
     Raises:
         UserError: a parameter or buffer is complex.
@@ -155,9 +155,9 @@ def check_no_complex(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
             raise UserError(
-                f"{name} has complex numbers, which hpc_train does not train",
+                f"{name} is complex, but parameters and buffers must be real",
                 where=f"model, {name}",
-                fix="torch.view_as_real(tensor), and torch.view_as_complex(self.tensor) in the forward",
+                fix="store torch.view_as_real(tensor), and call torch.view_as_complex on it in the forward",
             )
 
 

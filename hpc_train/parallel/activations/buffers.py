@@ -29,11 +29,14 @@ class ChangedBuffers:
         before: dict[str, Tensor] = {}
         return _Forward(self, before), _Recomputation(self.layer, before)
 
-    def found(self, earlier: dict[str, tuple[Tensor, int]]) -> None:
-        """Takes the buffers before a forward pass in training, with their versions.
+    def record(self, earlier: dict[str, tuple[Tensor, int]]) -> None:
+        """Records which buffers a forward pass in training has changed.
 
-        The kernels of BatchNorm do not count as changes of its statistics, but its counter changes with them: so all
-        buffers of a module count as changed if one is.
+        torch does not count what the kernels of BatchNorm write as a change of its statistics, but its counter changes
+        with them. Therefore all buffers of a module count as changed if one of them is.
+
+        Args:
+            earlier: the buffers before the forward pass, with their versions.
         """
         now = dict(self.layer.named_buffers())
         owners = {
@@ -58,7 +61,7 @@ class _Forward:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._changed.layer.training:
-            self._changed.found(self._earlier)
+            self._changed.record(self._earlier)
         self._earlier.clear()
         for name in self._before.keys() - (self._changed.names or set()):
             del self._before[name]
