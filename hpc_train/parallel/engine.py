@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.data.dataset import StepBatch
+from hpc_train.models.model import Model
 from hpc_train.models.own_loss import check_global_count
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.in_backward import UpdatesInBackward
@@ -225,14 +226,22 @@ def stream_seed(*key: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_step(seed: int, step: int, mesh: Mesh) -> None:
+def seed_step(seed: int, step: int, mesh: Mesh, sequence_shards: bool = False) -> None:
     """Seeds the default generators of the CPU and of this rank's device for ``step``.
 
-    Tensor-parallel ranks share one seed, so that they drop the same elements of replicated tensors. Context-parallel
-    ranks hold different tokens, so each has its own.
+    Ranks that hold different tokens drop different elements: the context-parallel ranks and, with
+    ``sequence_shards``, the tensor-parallel ranks. Other tensor-parallel ranks share one seed, so that they drop the
+    same elements of replicated tensors.
     """
-    own = (mesh.dp_rank, mesh.pp_rank, *((mesh.cp_rank,) if mesh.layout.cp > 1 else ()))
+    own: list[object] = [mesh.dp_rank, mesh.pp_rank]
+    own += [mesh.cp_rank] if mesh.layout.cp > 1 else []
+    own += [f"tp{mesh.tp_rank}"] if sequence_shards else []
     _seed_all(stream_seed("step", seed, step, *own), mesh.device)
+
+
+def has_sequence_shards(engine: Engine) -> bool:
+    """Returns whether the tensor-parallel ranks hold different tokens between the layers of the model."""
+    return any(isinstance(part, Model) and part.sequence_shards > 1 for part in engine.parts)
 
 
 def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -> None:

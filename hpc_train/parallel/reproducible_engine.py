@@ -16,7 +16,7 @@ and each level of the tree that a rank sums needs a copy of the gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,8 @@ class ReproducibleEngine(ReplicaEngine):
     """Trains with the same bits on any number of ranks; implements ``Engine``.
 
     Raises:
-        UserError: the model has batch statistics, so its samples influence each other.
+        UserError: the model has batch statistics, so its samples influence each other. The first training step raises
+            it if the forward pass changes buffers.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
@@ -52,6 +53,7 @@ class ReproducibleEngine(ReplicaEngine):
         self._seed = config.train.seed
         self._own = mesh.layout.logical_of(mesh.dp_rank)
         self._reduction = TreeReduction(mesh)
+        self._checked = False
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``. The first rank returns the whole result, the others zeros."""
@@ -84,7 +86,9 @@ class ReproducibleEngine(ReplicaEngine):
         any."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        before = {} if self._checked else {name: value.clone() for name, value in self.named_buffers().items()}
         loss_sum, count, *_ = self._forward(self._model, micro)
+        self._check_buffers(before)
         loss = loss_sum * scale
         (loss if loss_scale is None else loss * loss_scale).backward()
         gradients = [
@@ -95,6 +99,19 @@ class ReproducibleEngine(ReplicaEngine):
         dtype = gradients[0].dtype
         flat = [*(gradient.reshape(-1) for gradient in gradients), *(each.detach().to(dtype).view(1) for each in sums)]
         return torch.cat(flat)
+
+    def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """Raises UserError if the forward pass has changed buffers, since each rank would have its own values."""
+        self._checked = True
+        after = self.named_buffers()
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        if changed:
+            raise UserError(
+                f"the forward pass changes the buffer {changed[0]}, whose values then depend on the number of ranks, "
+                "and so would the bits of the weights",
+                where="train.reproducible, model",
+                fix="train.reproducible=null, or use a model whose forward pass changes no buffers",
+            )
 
 
 _all_to_all = dist.all_to_all_single

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import StepBatch
-from hpc_train.parallel.engine import Engine, StepResult, seed_step
+from hpc_train.parallel.engine import Engine, StepResult, has_sequence_shards, seed_step
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.optimizer import Optimizer
@@ -70,6 +70,7 @@ class TrainStep:
         self._config = config
         self._mesh = mesh
         self._engine = engine
+        self._sequence_shards = has_sequence_shards(engine)
         self.optimizer = optimizer
         self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
@@ -77,7 +78,7 @@ class TrainStep:
 
     def __call__(self, step: int, batch: StepBatch) -> StepOutcome:
         """Runs step ``step`` in [0, total_steps); skips the update if a gradient is not finite."""
-        seed_step(self._config.train.seed, step, self._mesh)
+        seed_step(self._config.train.seed, step, self._mesh, self._sequence_shards)
         scale = None if self.loss_scale is None else self.loss_scale.value
         learning_rate, updates = self._rate(step), self._engine.updates
         if updates is not None:

@@ -19,7 +19,7 @@ from hpc_train.parallel.reproducible_engine import cover, tree_sum
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.report import weights_sha256
 from tests.checkpoint.progress import LONG
-from tests.layouts.cells import Cell
+from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import check_cells, local_batch, mesh_of
 from tests.ranks import run_on_world, run_ranks
 
@@ -156,3 +156,19 @@ def test_batch_statistics_are_refused() -> None:
     assert run_ranks(1, build_with_batch_norm) == [
         "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too"
     ]
+
+
+def step_of_a_model_that_counts(rank: int, world_size: int) -> str:
+    whole = cell(1, "custom")
+    config = whole.config()
+    config.model = CustomModelConfig(_target_="tests.layouts.module.CountingTiny", args={"classes": CLASSES})
+    mesh = mesh_of(whole, rank)
+    engine = build_engine(config, mesh)
+    with pytest.raises(UserError) as error:
+        engine.train_step(0, local_batch(whole, mesh.layout, mesh.dp_rank, 0))
+    return error.value.what
+
+
+def test_forward_passes_that_change_buffers_are_refused() -> None:
+    (what,) = run_ranks(1, step_of_a_model_that_counts)
+    assert what.startswith("the forward pass changes the buffer passes, whose values then depend on the number of")

@@ -1,0 +1,44 @@
+"""Dropout under tensor parallelism: independent for ranks that hold different tokens, equal where they hold the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.parallel.build import build_engine
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.step import TrainStep
+from tests.layouts.cells import Cell
+from tests.layouts.oracle import local_batch, mesh_of
+from tests.ranks import run_on_world
+
+
+def dropped(rank: int, _: int, cell: Cell) -> list[list[bool]]:
+    """Which elements each dropout of one training step set to 0 on this rank."""
+    config, mesh = cell.config(), mesh_of(cell, rank)
+    config.model.dropout = 0.5
+    engine = build_engine(config, mesh)
+    found: list[list[bool]] = []
+
+    def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        before, after = (value.to_local() if isinstance(value, DTensor) else value for value in (inputs[0], output))
+        found.append(((after == 0) & (before != 0)).flatten().tolist())
+
+    for part in engine.parts:
+        for module in part.modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(record)
+    step = TrainStep(config, mesh, engine, Optimizer(config.optim, engine.named_parameters()), 5)
+    step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    return found
+
+
+@pytest.mark.parametrize(("model", "same"), [("gpt", False), ("vit", True)])
+def test_tensor_parallel_ranks_drop_the_same_elements_only_of_the_same_tokens(model: str, same: bool) -> None:
+    strategy: dict[str, Any] = {"tp": 2}
+    first, second = run_on_world(2, dropped, Cell(2, model, "fp32", strategy))
+    assert len(first) >= 5 and all(any(mask) for mask in first)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [same] * len(first)
