@@ -8,11 +8,13 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MethodType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.config.schema import BatchConfig, DataConfig, StreamDataConfig
@@ -119,6 +121,23 @@ def use_fused(model: nn.Module, device: torch.device, group: dist.ProcessGroup) 
     ours = any(isinstance(module, SyncBatchNorm) for module in model.modules())
     if ours and device.type != "cpu" and dist.get_world_size(group) > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+
+
+def keep_weights_fp32(model: nn.Module) -> None:
+    """Makes each batch normalisation cast weights in bf16 or fp16 to fp32, the dtype of its running statistics.
+
+    The kernels refuse weights in a narrower dtype, which ZeRO and ``precision.weights=bf16`` provide.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            module.forward = MethodType(_with_fp32_weights, module)  # type: ignore[method-assign]
+
+
+def _with_fp32_weights(norm: _BatchNorm, input: Tensor) -> Tensor:
+    narrow = {name: value for name, value in norm.named_parameters(recurse=False) if value.itemsize < 4}
+    if narrow:  # calls this function again
+        return functional_call(norm, {name: value.float() for name, value in narrow.items()}, (input,))
+    return type(norm).forward(norm, input)
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:

@@ -55,9 +55,12 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     sharder, values = sharder_of(mesh.layout), dict[str, Tensor]()
     initialises = isinstance(model, Model | HFWhole) and is_meta(model)
     check_no_complex(model)
+    if sharder is not None or config.optim.moments != "fp32":
+        make_contiguous(model)
     split_and_wrap(config, mesh, model)
     if not initialises:
         batch_norm.use_fused(model, mesh.device, mesh.group("dp"))
+        batch_norm.keep_weights_fp32(model)
         if sharder is None:
             model.to(device=mesh.device, dtype=dtype)
             take_first_replica(model, mesh)
@@ -65,7 +68,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
             values = _put_aside(model, dtype)
     if sharder is not None:
         shard = locate(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
-        check_no_scalars(model, mesh.layout.data_parallel)
+        check_shardable(model, mesh.layout.data_parallel)
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if initialises:
         assert isinstance(model, Model | HFWhole)
@@ -161,19 +164,30 @@ def check_no_complex(model: nn.Module) -> None:
             )
 
 
-def check_no_scalars(model: nn.Module, kind: str) -> None:
+def check_shardable(model: nn.Module, kind: str) -> None:
     """Checks the parameters that FSDP would refuse without a hint, such as the scalar temperature of CLIP.
 
     Raises:
-        UserError: a parameter has no dimensions.
+        UserError: a parameter has no dimensions or no elements.
     """
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise UserError(
-            f"the parameter {scalars[0]} is a scalar, which {kind} cannot shard",
-            where=f"strategy.data_parallel={kind}, {scalars[0]}",
-            fix="nn.Parameter(torch.tensor([value])), a tensor of one element, or strategy=dp",
-        )
+    fixes = {"a scalar": "nn.Parameter(torch.tensor([value])), a tensor of one element", "empty": "remove it"}
+    for name, parameter in model.named_parameters():
+        wrong = "a scalar" if parameter.ndim == 0 else "empty" if parameter.numel() == 0 else None
+        if wrong is not None:
+            raise UserError(
+                f"the parameter {name} is {wrong}, which {kind} cannot shard",
+                where=f"strategy.data_parallel={kind}, {name}",
+                fix=f"{fixes[wrong]}, or strategy=dp",
+            )
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Makes parameters contiguous that are not, such as weights in channels_last, with the same values.
+
+    FSDP refuses other memory formats, and moments in bf16 or 8 bits are those of flat parameters.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def take_first_replica(model: nn.Module, mesh: Mesh) -> None:

@@ -35,6 +35,15 @@ class Tiny(nn.Module):
         return self.last(self.norm(self.first(inputs)).relu().mean((2, 3)))
 
 
+class StridedTiny(Tiny):
+    """Has parameters in other memory formats: channels last and transposed."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.first.to(memory_format=torch.channels_last)
+        self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())
+
+
 class CountingTiny(Tiny):
     """Counts its forward passes in a buffer, which does not change its outputs."""
 

@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: independent for ranks that hold different tokens, equal where they hold the same."""
+"""Dropout under tensor parallelism: independent for different tokens, and equal where the ranks hold the same ones."""
 
 from __future__ import annotations
 

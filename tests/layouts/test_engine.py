@@ -22,6 +22,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, take_first_replica
 from hpc_train.plan.techniques import KINDS
+from hpc_train.train.optimizer import Optimizer
 from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import local_batch, mesh_of, train_plainly, whole
 from tests.ranks import run_on_world, run_ranks
@@ -267,6 +268,58 @@ def test_batch_statistics_are_the_same_on_every_rank(synchronised: bool) -> None
     ((alone,),) = run_on_world(1, batch_statistics, ["ddp"], synchronised)
     for found in first:
         assert found == pytest.approx(alone if synchronised else first[0], rel=1e-12)
+
+
+def narrow_batch_norms(rank: int, world_size: int, chosen: list[tuple[str, str]]) -> list[tuple[float, list[float]]]:
+    """The loss of a second step in bf16 and the variance that the first has seen, for kinds and dtypes of weights."""
+    found = []
+    for kind, weights in chosen:
+        strategy = {"dp": world_size, "data_parallel": kind}
+        cell = Cell(world_size, "custom", "bf16", strategy, batch={"global_size": 8})
+        config = cell.config()
+        config.model, config.precision.weights = custom(batch_norm=True), weights
+        mesh = join(cell, rank)
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        for step in range(2):
+            result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+            optimizer.step(1e-2, engine.clip_grad_norm_(0.0).isfinite())
+        found.append((engine.reduce(result).loss, engine.named_buffers()["norm.running_var"].tolist()))
+    return found
+
+
+def test_batch_norms_compute_with_weights_in_bf16() -> None:
+    """ZeRO and bf16 weights give them parameters in bf16, which the kernels refuse beside statistics in fp32."""
+    ((wide, narrow),) = run_on_world(1, narrow_batch_norms, [("ddp", "fp32"), ("ddp", "bf16")])
+    assert narrow == (pytest.approx(wide[0], rel=1e-3), pytest.approx(wide[1], rel=1e-3))
+    first, second = run_on_world(2, narrow_batch_norms, [("ddp", "fp32"), ("zero2", "fp32"), ("zero3", "bf16")])
+    assert first == second
+    for loss, variance in first:
+        assert (loss, variance) == (pytest.approx(wide[0], rel=0.05), pytest.approx(wide[1], rel=0.05))
+
+
+def losses_of(rank: int, world_size: int, model: str, chosen: list[tuple[str, str]]) -> list[float]:
+    """The loss of a third step for kinds of data parallelism and dtypes of moments."""
+    found = []
+    for kind, moments in chosen:
+        strategy = {"dp": world_size, "data_parallel": kind}
+        cell = Cell(world_size, "custom", "fp32", strategy, batch={"global_size": 8}, optim={"moments": moments})
+        config = cell.config()
+        config.model = CustomModelConfig(_target_=f"tests.layouts.module.{model}", args={"classes": CLASSES})
+        mesh = join(cell, rank)
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        for step in range(3):
+            result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+            optimizer.step(1e-2, engine.clip_grad_norm_(0.0).isfinite())
+        found.append(engine.reduce(result).loss)
+    return found
+
+
+def test_parameters_in_other_memory_formats() -> None:
+    """FSDP and the moments of fewer bits need contiguous parameters; the values are the same."""
+    chosen = [("ddp", "fp32"), ("ddp", "bf16"), ("zero2", "fp32"), ("zero3", "8bit")]
+    assert run_on_world(2, losses_of, "StridedTiny", chosen) == run_on_world(2, losses_of, "Tiny", chosen)
 
 
 def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) -> str:

@@ -23,7 +23,7 @@ from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers
-from hpc_train.parallel.parallelise import check_no_complex, check_no_scalars, materialise
+from hpc_train.parallel.parallelise import check_no_complex, check_shardable, materialise
 from tests.models.models import TINY_GPT
 from tests.ranks import run_ranks
 
@@ -219,11 +219,12 @@ def test_a_criterion_of_torch_returns_a_mean() -> None:
     assert found.value.where.startswith("CrossEntropyLoss.forward (")
 
 
-def test_a_scalar_parameter_is_refused_before_it_is_sharded() -> None:
+@pytest.mark.parametrize(("value", "wrong"), [(torch.tensor(1.0), "a scalar"), (torch.ones(0, 3), "empty")])
+def test_parameters_that_cannot_be_sharded_are_refused_before(value: Tensor, wrong: str) -> None:
     model = WrappedModel(nn.Sequential(OrderedDict(inner=nn.Linear(4, 3))), "mse")
-    model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(UserError, match="the parameter temperature is a scalar, which zero1 cannot shard"):
-        check_no_scalars(model, "zero1")
+    model.register_parameter("own", nn.Parameter(value))
+    with pytest.raises(UserError, match=f"the parameter own is {wrong}, which zero1 cannot shard"):
+        check_shardable(model, "zero1")
 
 
 class OwnHead(GPTHead):
