@@ -54,6 +54,7 @@ class RestoredState:
         extra: the values that were passed to ``save``.
         with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
         forked: whether the checkpoint is that of the run that this one was forked from.
+        drops_residuals: whether residuals of compressed gradients are left out, since this layout has none.
     """
 
     step: int
@@ -61,6 +62,7 @@ class RestoredState:
     path: Path
     with_optimizer: bool = True
     forked: bool = False
+    drops_residuals: bool = False
 
 
 def restore(
@@ -98,7 +100,8 @@ def restore(
     compression.finish()
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
-    restored = RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer, forked)
+    step, extra = found.checkpoint.step, found.manifest.extra
+    restored = RestoredState(step, extra, path, with_optimizer, forked, compression.drops)
     return restored, partial(_load_hook, reader, in_checkpoint, group)
 
 

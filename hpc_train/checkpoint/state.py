@@ -230,6 +230,7 @@ class CompressionLoad:
 
     Attributes:
         targets: name -> tensor to load into. Call ``finish`` after the load.
+        drops: whether the checkpoint has residuals and this rank sends gradients without any.
     """
 
     def __init__(self, engine: ModelState, stored: Mapping[str, TensorShape]) -> None:
@@ -247,6 +248,7 @@ class CompressionLoad:
                 found = stored.get(f"{PREFIX}{name}")
                 if found is not None and found.shape == tuple(tensor.shape):
                     self.targets[f"{PREFIX}{name}"] = tensor
+        self.drops = bool(slots) and not self._sums
 
     def finish(self) -> None:
         for tensor, parts in self._sums:

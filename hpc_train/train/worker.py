@@ -311,6 +311,11 @@ def _log_settings(
     print(f"resumed from {restored.path} at step {restored.step}")
     if not restored.with_optimizer:
         print("the checkpoint has no state for this optimizer; starting the optimizer from scratch")
+    if restored.drops_residuals:
+        print(
+            "the residuals of strategy.compression in the checkpoint, parts of gradients that were not sent yet, are "
+            "dropped: this run sends whole gradients"
+        )
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
 
 

@@ -41,6 +41,7 @@ def load(rank: int, world_size: int, path: str, configs: list[Config]) -> list[d
             value.fill_(7.0)  # what was there before does not count
         restored = training.manager.restore()
         assert restored is not None and restored.step == STEPS
+        assert restored.drops_residuals == (config.strategy.compression == "none"), "the log says what is left out"
         found.append(as_lists(compression_state(training.engine)))
     return found
 
