@@ -8,6 +8,7 @@ at the end of the step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train.parallel.compression.exchange import Dense, Exchange
@@ -154,13 +155,26 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
+def _largest_shard(parameter: nn.Parameter) -> int:
+    """Returns the number of elements that the rank with the largest shard of ``parameter`` holds."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = math.ceil(shape[placement.dim] / parameter.device_mesh.size(axis))
+    return math.prod(shape)
+
+
 def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Parameter]]:
-    """Returns buckets of one dtype each, from the last parameter to the first."""
+    """Returns buckets of one dtype each, from the last parameter to the first, and the same on tensor-parallel ranks.
+
+    Ranks that cut at different parameters would call ``sum_partial_gradients`` between different collectives of the
+    backward pass, so a shard counts as much as the largest one.
+    """
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        size = local.numel() * local.element_size()
+        size = _largest_shard(parameter) * parameter.element_size()
         bucket, filled = open_buckets.get(parameter.dtype, ([], 0))
         if not bucket or filled + size > capacity:
             bucket, filled = [], 0

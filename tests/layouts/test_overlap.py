@@ -15,7 +15,7 @@ from torch import nn
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.parallel.reduction import GradientReduction
+from hpc_train.parallel.reduction import GradientReduction, _plan
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import VOCABULARY, Cell
 from tests.layouts.oracle import check_cells, local_batch, mesh_of
@@ -122,6 +122,21 @@ def gathered_ahead(rank: int, world_size: int, cell: Cell) -> list[bool]:
         layer.register_forward_pre_hook(lambda *_, group=group: found.append(group._all_gather_result is not None))
     engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
     return found
+
+
+def sizes_of_buckets(rank: int, world_size: int) -> list[list[int]]:
+    """The numbers of parameters in the buckets of a rank that has 8 or 7 of 15 words, for many sizes of buckets."""
+    cell = Cell(world_size, strategy={"tp": world_size})
+    config = cell.config()
+    config.model.vocab_size = config.data.vocab_size = 15  # type: ignore[attr-defined]
+    parameters = [*build_engine(config, mesh_of(cell, rank)).named_parameters().values()]
+    return [[len(bucket) for bucket in _plan(parameters, capacity)] for capacity in range(64, 4096, 64)]
+
+
+def test_tensor_parallel_ranks_cut_buckets_at_the_same_parameters() -> None:
+    """Else their collectives would have another order: the sums of partial gradients are part of a bucket."""
+    first, second = run_ranks(2, sizes_of_buckets)
+    assert first == second
 
 
 def test_zero3_gathers_the_next_layer_while_one_computes() -> None:
