@@ -10,7 +10,7 @@ The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and `
 
 RCCL prints the same lines, but "RCCL version : 2.26.6-HEAD:f224e2c", and before 2.20 "RCCL version 2.18.3+hip6.0".
 
-NCCL reads these variables once per process and then writes its warnings to the same file, so a thread copies them to
+NCCL reads these variables once per process and then writes its warnings to the same log, so a thread copies them to
 standard error, which is the node's log.
 """
 
@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,57 +74,80 @@ def parse_transport(log: str) -> Transport:
     )
 
 
-def log_transport(path: Path) -> Path | None:
-    """Makes NCCL log its transports to ``path``, before its first communicator. Returns None if the user's log is in
-    use.
-    """
-    if os.environ.get("NCCL_DEBUG", "").upper() not in QUIET or "NCCL_DEBUG_FILE" in os.environ:
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
-    return path
-
-
-def logged_transport(path: Path | None) -> Transport | None:
-    """Returns the logged transport; None without a log."""
-    if path is None or not path.exists():
-        return None
-    return parse_transport(path.read_text(errors="replace"))
-
-
 FOLLOW_S = 1.0  # a process that NCCL's watchdog aborts lives longer than this after the warning
 WARNING = b"NCCL WARN"
 
 
-class WarningCopier:
-    """Copies the warnings in a growing log file to standard error, each once."""
+class NCCLLog:
+    """Holds NCCL's log of this process in memory.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    A file on the shared file system, which each rank would read once per second, costs its metadata server thousands of
+    operations per second.
+
+    Attributes:
+        path: what NCCL opens.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("nccl-log")
+        self.path = f"/proc/self/fd/{self._descriptor}"
+
+    def read(self, begin: int = 0) -> bytes:
+        """Returns the log from byte ``begin`` on."""
+        return os.pread(self._descriptor, max(0, os.fstat(self._descriptor).st_size - begin), begin)
+
+
+def log_transport() -> NCCLLog | None:
+    """Makes NCCL log its transports to memory, before its first communicator. Returns None if the user's log is in use.
+
+    NCCL keeps the log open, so it lives as long as the process.
+    """
+    if os.environ.get("NCCL_DEBUG", "").upper() not in QUIET or "NCCL_DEBUG_FILE" in os.environ:
+        return None
+    log = NCCLLog()
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log.path}
+    return log
+
+
+def logged_transport(log: NCCLLog | None) -> Transport | None:
+    """Returns the logged transport; None without a log."""
+    return None if log is None else parse_transport(log.read().decode(errors="replace"))
+
+
+class WarningCopier:
+    """Copies the warnings in a growing log to standard error, each once, and with the first one the log to ``kept``."""
+
+    def __init__(self, log: NCCLLog, kept: Path) -> None:
+        self._log, self._kept = log, kept
         self._position = 0
 
     def copy(self) -> None:
         """Copies the warnings in the complete lines since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
-        except OSError:  # NCCL has not created it, or the file system does not answer
-            return
+        new = self._log.read(self._position)
         complete = new[: new.rfind(b"\n") + 1]
         self._position += len(complete)
-        for line in complete.splitlines():
-            if WARNING in line:
-                print(line.decode(errors="replace"), file=sys.stderr, flush=True)
+        warnings = [line for line in complete.splitlines() if WARNING in line]
+        for line in warnings:
+            print(line.decode(errors="replace"), file=sys.stderr, flush=True)
+        if warnings:  # the process may be about to be aborted
+            self.keep()
+
+    def keep(self) -> None:
+        """Writes the log to the file, if there is something in it and the file system allows it."""
+        content = self._log.read()
+        if content:
+            with suppress(OSError):
+                self._kept.parent.mkdir(parents=True, exist_ok=True)
+                self._kept.write_bytes(content)
 
 
 @contextmanager
-def copied_warnings(path: Path) -> Iterator[None]:
+def copied_warnings(log: NCCLLog, kept: Path) -> Iterator[None]:
     """Copies the warnings in NCCL's log to standard error inside the ``with`` block.
 
-    The file is removed at the end; after an exception it is kept for ``why``.
+    The whole log is written to ``kept`` with each warning and after an exception, and removed if there was none.
     """
-    copier, ended = WarningCopier(path), threading.Event()
+    copier, ended = WarningCopier(log, kept), threading.Event()
 
     def follow() -> None:
         while not ended.wait(FOLLOW_S):
@@ -140,5 +163,7 @@ def copied_warnings(path: Path) -> Iterator[None]:
         ended.set()
         thread.join(FOLLOW_S)
         copier.copy()
-        if not failed:
-            path.unlink(missing_ok=True)
+        if failed:
+            copier.keep()
+        else:
+            kept.unlink(missing_ok=True)

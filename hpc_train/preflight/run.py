@@ -49,7 +49,7 @@ from hpc_train.preflight.checks import (
 )
 from hpc_train.preflight.expected import Expected, ExpectedBandwidths, expected_bandwidths, read_fabric
 from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test, to_first
-from hpc_train.preflight.nccl_log import copied_warnings, log_transport, logged_transport
+from hpc_train.preflight.nccl_log import NCCLLog, copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -63,20 +63,20 @@ LEAST_NODES = 3  # fewer nodes do not show which node of a slow pair is slow
 
 
 @contextmanager
-def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[Path | None]:
-    """Sets up NCCL's log file before the ranks join; yields None if no preflight will read it.
+def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[NCCLLog | None]:
+    """Sets up NCCL's log before the ranks join; yields None if no preflight will read it.
 
-    The file of the previous attempt is removed by its name: listing a folder with one file per rank on every rank costs
-    the file system the square of their number.
+    The log is kept in a file if the attempt fails. That of the previous attempt is removed by its name: listing a
+    folder with one file per rank on every rank costs the file system the square of their number.
     """
     if config.cluster.preflight == "off" or spec.checked or spec.gpus_per_node == 0 or spec.layout.world_size == 1:
         yield None
         return
     folder, name = run.logs / "nccl", f"rank-{spec.rank:04d}.log"
     (folder / f"{spec.attempt - 1:03d}-{name}").unlink(missing_ok=True)
-    path = log_transport(folder / f"{spec.attempt:03d}-{name}")
-    with nullcontext() if path is None else copied_warnings(path):
-        yield path
+    log = log_transport()
+    with nullcontext() if log is None else copied_warnings(log, folder / f"{spec.attempt:03d}-{name}"):
+        yield log
 
 
 def preflight(
@@ -85,7 +85,7 @@ def preflight(
     run: RunDirectory,
     mesh: Mesh,
     events: EventLog,
-    log: Path | None,
+    log: NCCLLog | None,
     always: bool = False,
 ) -> None:
     """Runs the preflight and reports its findings. Collective. Only rank 0 reads ``fabric.json``.

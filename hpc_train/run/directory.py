@@ -9,7 +9,7 @@ texts/attempt-NNN.jsonl      one object per text of a hook, for trackers
 events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
-logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank while a preflight reads it; kept if the attempt fails
+logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank that a preflight has read, if the attempt fails
 logs/stacks/                 stacks of slow steps and hangs, and answers to `stacks`; of the last ten attempts
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number

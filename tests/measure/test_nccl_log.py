@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from hpc_train.preflight.nccl_log import (
+    NCCLLog,
     Transport,
     WarningCopier,
     copied_warnings,
     log_transport,
+    logged_transport,
     parse_transport,
 )
 
@@ -97,35 +101,47 @@ def test_the_channels_tell_more_than_the_choice() -> None:
 WARNING = "n1:7:19 [0] ib.cc:1 NCCL WARN NET/IB : Got completion from peer 1.2.3.4<4> with status=12\n"
 
 
+def opened(log: NCCLLog) -> TextIO:
+    """What NCCL does with the name in NCCL_DEBUG_FILE."""
+    return Path(log.path).open("w", buffering=1)
+
+
 def test_warnings_are_copied_to_the_log_of_the_node_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "nccl.log"
-    copier = WarningCopier(path)
-    copier.copy()  # NCCL has not created it
-    path.write_text(f"{INFINIBAND}\n{WARNING[:20]}")
-    copier.copy()
-    assert capfd.readouterr().err == ""
-    path.write_text(f"{INFINIBAND}\n{WARNING}")
-    copier.copy()
-    copier.copy()
+    log, kept = NCCLLog(), tmp_path / "nccl" / "log"
+    copier = WarningCopier(log, kept)
+    copier.copy()  # NCCL has not opened it
+    with opened(log) as file:
+        file.write(f"{INFINIBAND}\n{WARNING[:20]}")
+        file.flush()
+        copier.copy()
+        assert capfd.readouterr().err == "" and not kept.exists()
+        file.write(WARNING[20:])
+        copier.copy()
+        copier.copy()
     assert capfd.readouterr().err == WARNING
+    assert kept.read_text() == f"{INFINIBAND}\n{WARNING}", "the process may be aborted before it could keep it"
 
 
 def test_nccls_log_is_kept_after_a_failure_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "nccl.log"
-    with pytest.raises(RuntimeError), copied_warnings(path):
-        path.write_text(WARNING)
-        raise RuntimeError
-    assert capfd.readouterr().err == WARNING and path.exists()
-    with copied_warnings(path):
-        pass
-    assert not path.exists()
+    log, kept = NCCLLog(), tmp_path / "nccl" / "log"
+    with opened(log) as file:
+        with pytest.raises(RuntimeError), copied_warnings(log, kept):
+            file.write(WARNING)
+            raise RuntimeError
+        assert capfd.readouterr().err == WARNING and kept.read_text() == WARNING
+        with copied_warnings(log, kept):
+            pass
+        assert not kept.exists()
+    logged = logged_transport(log)
+    assert logged == Transport(), "no line about transports"
 
 
-def test_a_log_of_the_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.setenv(name, "")  # restores them at the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert log_transport(tmp_path / "nccl" / "log") is None
+    assert log_transport() is None
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    assert log_transport(tmp_path / "nccl" / "log") == tmp_path / "nccl" / "log"
+    log = log_transport()
+    assert log is not None and os.environ["NCCL_DEBUG_FILE"] == log.path
