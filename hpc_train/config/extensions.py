@@ -153,9 +153,10 @@ class ModelFamily:
             attention is ``models.attention.Attention`` and ``prepare`` follows ``Model.context_shards``. None refuses
             ``strategy.cp`` above 1.
         hugging_face: None refuses ``checkpoint export --format hf``.
-        chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``).
+        chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``), or a
+            function that takes the config and returns it.
         fused_loss: whether the head derives from ``models.linear_head.LinearHead``, so that chunks cost nothing and are
-            the default for a large vocabulary.
+            the default for a large vocabulary; or a function that takes the config and returns it.
         why_not_stages: takes the config and returns why the model cannot be cut into pipeline stages; an empty string
             if it can. None: the workers decide.
         check: takes the configs of model and data; raises ``UserError`` for sizes that do not fit together.
@@ -169,15 +170,23 @@ class ModelFamily:
     flops_per_sample: Callable[[Any, tuple[int, ...]], float | None] | None = _MISSING
     tensor_parallel: TensorParallel | None = _MISSING
     hugging_face: HuggingFaceFormat | None = _MISSING
-    chunked_loss: bool = False
+    chunked_loss: bool | Callable[[Any], bool] = False
     context_heads: tuple[str, str] | None = None
-    fused_loss: bool = False
+    fused_loss: bool | Callable[[Any], bool] = False
     layer_parameters: Callable[[Any], int | None] | None = None
     linear_layers: Callable[[Any], Sequence[LinearLayers] | None] | None = None
     stem_parameters: Callable[[Any], int | None] | None = None
     trained_parameters: Callable[[Any], int | None] | None = None
     why_not_stages: Callable[[Any], str] | None = None
     check: Callable[[Any, Any], None] | None = None
+
+    def chunks_loss(self, model: Any) -> bool:
+        """Returns ``chunked_loss`` of the model with this config."""
+        return self.chunked_loss(model) if callable(self.chunked_loss) else self.chunked_loss
+
+    def fuses_loss(self, model: Any) -> bool:
+        """Returns ``fused_loss`` of the model with this config."""
+        return self.fused_loss(model) if callable(self.fused_loss) else self.fused_loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ class LinearHead(CrossEntropyHead):
 
     Args:
         cap: bounds the logits, as in Gemma 2; see ``soft_cap``.
+        name: the name of the module ``output``, and so of its weight in checkpoints.
 
     Attributes:
         fused: whether the loss is computed with its gradients, in ``chunks`` chunks of the tokens of a micro-batch.
@@ -60,11 +61,16 @@ class LinearHead(CrossEntropyHead):
     fused: bool = False
     _chunk_loss: ChunkLoss | None = None
 
-    def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
+    def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None, name: str = "output") -> None:
         super().__init__()
         self.norm = norm
-        self.output = output
-        self._cap = cap
+        self._modules[name] = output
+        self._name, self._cap = name, cap
+
+    @property
+    def output(self) -> nn.Linear:
+        """Returns the module with the matrix."""
+        return self._modules[self._name]  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.output(self.norm(hidden))

@@ -61,7 +61,7 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
 
 
 def _form(config: Config, layout: Layout) -> LossForm:
-    asked, fuses = config.train.loss_chunks, family_of(config.model).fused_loss
+    asked, fuses = config.train.loss_chunks, family_of(config.model).fuses_loss(config.model)
     if fuses and layout.tp > 1:
         return LossForm(asked if isinstance(asked, int) else _chosen(config, layout).chunks, fused=True)
     fuses = fuses and layout.in_flight(layout.stages - 1) == 1

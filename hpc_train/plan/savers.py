@@ -44,11 +44,11 @@ def _check_loss_chunks(config: Config, layout: Layout) -> None:
     chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
     if isinstance(chunks, str):
         return
-    if chunks > 1 and not family_of(config.model).chunked_loss:
+    if chunks > 1 and not family_of(config.model).chunks_loss(config.model):
         raise UserError(
-            f"train.loss_chunks is {chunks}, but model kind {config.model.kind} computes its loss in one piece",
+            f"train.loss_chunks is {chunks}, but this model of kind {config.model.kind} computes its loss in one piece",
             where="train.loss_chunks",
-            fix="train.loss_chunks=1, or model=gpt_tiny or another gpt",
+            fix="train.loss_chunks=1, or a language model, such as model=gpt_tiny",
         )
     fused = loss_form(config, layout).fused  # which cuts all tokens of a micro-batch
     tokens = (length or 0) * layout.micro_size // layout.cp if fused else (length or 0) // (layout.cp * layout.tp)

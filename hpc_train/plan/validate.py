@@ -242,7 +242,7 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
 def _check_words(config: Config, tp: int) -> None:
     """Raises UserError if a tensor-parallel rank has no words of the vocabulary: each but the last has equally many."""
     words = getattr(config.model, "vocab_size", None)
-    if family_of(config.model).fused_loss and words and ceil(words / tp) * (tp - 1) >= words:
+    if family_of(config.model).fuses_loss(config.model) and words and ceil(words / tp) * (tp - 1) >= words:
         raise UserError(
             f"model.vocab_size is {words}, which leaves tensor-parallel ranks without words: strategy.tp is {tp}",
             where="model.vocab_size, strategy.tp",

@@ -269,9 +269,9 @@ class TrainConfig:
     loss_chunks: int | str = key(
         "auto",
         "The number of chunks into which the loss splits the tokens of a micro-batch. Only one chunk's logits are in "
-        "memory. A GPT computes their gradients together with the loss; other models, and schedules that keep several "
-        "micro-batches on the last stage, compute them a second time in the backward pass. 1 keeps whole logits. auto "
-        "is chunks of 4096 tokens or more for a GPT with a large vocabulary, else 1.",
+        "memory. A GPT and the decoders of model=hf compute their gradients together with the loss; other models, and "
+        "schedules that keep several micro-batches on the last stage, compute them a second time in the backward pass. "
+        "1 keeps whole logits. auto is chunks of 4096 tokens or more for such a model with a large vocabulary, else 1.",
         choices=("auto",),
         at_least=1,
     )

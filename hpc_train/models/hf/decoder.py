@@ -19,8 +19,8 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf import sizes
 from hpc_train.models.hf.family import hf_name
 from hpc_train.models.hf.values import FirstValues
+from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.transformer import CrossEntropyHead
 
 _SHARED = "hf_shared"  # in the context of layers: what transformers computes once for all layers
 
@@ -55,20 +55,6 @@ class _Layer(nn.Module):
         return found[0] if isinstance(found, tuple) else found
 
 
-class _Head(CrossEntropyHead):
-    """Computes the logits ``[micro, seq, vocab]`` of the next token; ``softcap`` bounds them, as Gemma 2 does."""
-
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
-        super().__init__()
-        self.norm = norm
-        self.lm_head = lm_head
-        self._softcap = softcap
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-
-
 class HFDecoder(Model):
     """Implements ``Model`` for a decoder of transformers.
 
@@ -78,7 +64,7 @@ class HFDecoder(Model):
     """
 
     stem: _Stem | None
-    head: _Head | None
+    head: LinearHead | None
 
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
         super().__init__()
@@ -88,7 +74,8 @@ class HFDecoder(Model):
         self.stem = _Stem(body.embed_tokens)
         kinds = _attention_kinds(module.config)
         self.layers = nn.ModuleDict({str(n): _Layer(block, kinds[n]) for n, block in enumerate(body.layers)})
-        self.head = _Head(body.norm, module.lm_head, getattr(module.config, "final_logit_softcapping", None))
+        softcap = getattr(module.config, "final_logit_softcapping", None)  # of Gemma 2
+        self.head = LinearHead(body.norm, module.lm_head, softcap, name="lm_head")
         self.rotary = body.rotary_emb  # every stage needs it
         if values.tied:
             self.tied = {"head.lm_head.weight": "stem.embed_tokens.weight"}

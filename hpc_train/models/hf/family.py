@@ -98,6 +98,12 @@ def why_not_stages(model: HFModelConfig) -> str:
     return hf_config.why_not_stages(sizes.values_of(model), model.task)
 
 
+def ends_with_one_matrix(model: HFModelConfig) -> bool:
+    """Returns whether the model is a decoder of known sizes with logits for each token."""
+    is_decoder = not hf_config.why_not_stages(sizes.values_of(model), model.task)
+    return is_decoder and sizes.sizes(model) is not None
+
+
 _PARTS = {"stem.embed_tokens.": "model.embed_tokens.", "head.norm.": "model.norm.", "head.lm_head.": "lm_head."}
 
 
@@ -170,5 +176,7 @@ HF_FAMILY = ModelFamily(
     tensor_parallel=None,
     why_not_stages=why_not_stages,
     hugging_face=HuggingFaceFormat(_exported_name, exported_config, other_files, exported_prefix),
+    chunked_loss=ends_with_one_matrix,
+    fused_loss=ends_with_one_matrix,
     check=check,
 )

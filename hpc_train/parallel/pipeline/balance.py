@@ -299,7 +299,8 @@ def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
     if not isinstance(part.head, LinearHead) or not part.head.fused:
         return 0
     weight = _local(part.head.output.weight)
-    return weight.numel() * max(4, weight.itemsize) + hidden.numel() * (dtype or hidden.dtype).itemsize
+    of_weight = weight.numel() * max(4, weight.itemsize) if weight.requires_grad else 0
+    return of_weight + hidden.numel() * (dtype or hidden.dtype).itemsize
 
 
 def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:

@@ -192,6 +192,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
     hidden = kept.layer_input * normed / (tp if shards_sequence else 1)
     fused = loss_form(config, layout).fused
     head, forward, backward = (_fused_head_bytes if fused else _head_bytes)(config, layout, kept, hidden)
+    of_matrix = max(4, narrow) if fused and trained_share(config.model) == 1 else 0  # beside adapters it is frozen
     gradients = kept.layer // 4 if kept.backward is None else kept.backward
     of_gathered = kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient
     return PerMicroBatch(
@@ -205,7 +206,7 @@ def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMic
         forward=tokens * forward,
         backward=tokens * backward,
         logits=0.0 if fused else tokens * kept.logits / loss_form(config, layout).chunks * narrow,
-        matrix=kept.logits * kept.layer_input / tp * max(4, narrow) if fused else 0.0,
+        matrix=kept.logits * kept.layer_input / tp * of_matrix,
     )
 
 

@@ -165,7 +165,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
     ops, full = (replace(config, train=replace(train, activation_checkpointing=mode)) for mode in ("ops", "full"))
     if not recomputes:
         yield "train.activation_checkpointing=ops", ops
-    if loss_form(config, layout).chunks == 1 and family_of(config.model).chunked_loss:
+    if loss_form(config, layout).chunks == 1 and family_of(config.model).chunks_loss(config.model):
         yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
     if not recomputes:
         yield "train.activation_checkpointing=full", full
