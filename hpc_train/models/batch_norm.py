@@ -23,14 +23,21 @@ from hpc_train.plan.layout import Layout
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalises ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks."""
+    """Normalises ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks of ``group``.
+
+    Attributes:
+        group: the data-parallel ranks; ``join`` sets it. None: only this rank.
+    """
+
+    group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not dist.is_initialized():
+        if not self.training or self.group is None:
             return super().forward(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [1, -1] + [1] * (input.ndim - 2)
-        mean, variance, count = _global_moments(input.float() if input.dtype.itemsize < 4 else input, axes)
+        wide = input.float() if input.dtype.itemsize < 4 else input
+        mean, variance, count = _global_moments(wide, axes, self.group)
         self._track(mean.detach(), variance.detach(), count)
         normal = (input - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
@@ -50,16 +57,16 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance * count / max(1, count - 1), rate)  # type: ignore[union-attr]
 
 
-def _global_moments(values: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, int]:
-    """Returns the mean and biased variance per channel over all ranks, and the number of values per channel.
+def _global_moments(values: Tensor, axes: list[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
+    """Returns the mean and biased variance per channel over the ranks, and the number of values per channel.
 
     Every rank holds the same number of values. A second all-reduce computes the variance around the global mean,
     because the difference of two large sums would lose digits.
     """
-    count = values.numel() // values.shape[1] * dist.get_world_size()
-    mean = all_reduce(values.sum(dim=axes)) / count
+    count = values.numel() // values.shape[1] * dist.get_world_size(group)
+    mean = all_reduce(values.sum(dim=axes), group=group) / count
     shape = [1, -1] + [1] * (values.ndim - 2)
-    variance = all_reduce((values - mean.view(shape)).square().sum(dim=axes)) / count
+    variance = all_reduce((values - mean.view(shape)).square().sum(dim=axes), group=group) / count
     return mean, variance, count
 
 
@@ -116,10 +123,22 @@ def check_batch(batch: BatchConfig, data: DataConfig, layout: Layout) -> None:
         )
 
 
-def use_fused(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Replaces each ``SyncBatchNorm`` of this module by torch's, which is one kernel, on an accelerator."""
-    ours = any(isinstance(module, SyncBatchNorm) for module in model.modules())
-    if ours and device.type != "cpu" and dist.get_world_size(group) > 1:
+def is_synchronised(model: nn.Module) -> bool:
+    """Returns whether every batch normalisation of ``model`` is a ``SyncBatchNorm``."""
+    return all(isinstance(module, SyncBatchNorm) for module in model.modules() if isinstance(module, _BatchNorm))
+
+
+def join(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Makes each ``SyncBatchNorm`` of ``model`` compute over ``group``.
+
+    On an accelerator torch's class takes its place, which is one kernel.
+    """
+    ours = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    if not ours or dist.get_world_size(group) == 1:
+        return
+    for norm in ours:
+        norm.group = group
+    if device.type != "cpu":
         nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
 
 

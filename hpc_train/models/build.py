@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import CustomModelConfig, HFModelConfig, ModelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.batch_norm import convert
+from hpc_train.models.batch_norm import convert, is_synchronised
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_parts
 from hpc_train.models.wrapped import WrappedModel
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | WrappedModel:
@@ -80,21 +84,34 @@ def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> M
     """Calls ``_target_`` and wraps the result if it is not a ``Model``; see ``build_model``."""
     target = locate(config._target_, "model._target_")
     if isinstance(target, type) and issubclass(target, Model):
-        return _on_meta(target, config)
+        return _in_parts(target, config)
     built = None if values else _without_values(target, config)
     if built is None:
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(seed)
             built = _call(target, config)
     if isinstance(built, Model):  # the target is a function that returns a Model
-        return _on_meta(target, config)
+        return _in_parts(target, config)
     if not isinstance(built, nn.Module):
         raise UserError(
             f"{config._target_} returned {type(built).__name__}, not an nn.Module",
             where="model._target_",
             fix="a class or function that returns an nn.Module",
         )
-    return WrappedModel(convert(built) if config.sync_batch_norm else built, config.loss, config.wrap)
+    return WrappedModel(_with_statistics(built, config), config.loss, config.wrap)
+
+
+def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:
+    """Returns the module with the batch normalisations that ``model.sync_batch_norm`` asks for."""
+    if config.sync_batch_norm:
+        return cast(AnyModule, convert(built))
+    if not is_synchronised(built) and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        warnings.warn(
+            "each rank computes batch statistics from its own micro-batch, so results depend on the number of "
+            "ranks; model.sync_batch_norm=true computes them over all ranks",
+            stacklevel=2,
+        )
+    return built
 
 
 def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn.Module | None:
@@ -112,9 +129,22 @@ def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn
     return None if any(isinstance(value, torch.Tensor) for value in kept) else built
 
 
-def _on_meta(target: Callable[..., Any], config: CustomModelConfig) -> Model:
+def _in_parts(target: Callable[..., Any], config: CustomModelConfig) -> Model:
+    """Builds a ``Model`` on ``meta``.
+
+    Raises:
+        UserError: a key of the config applies only to modules without the three parts.
+    """
+    default = CustomModelConfig(_target_=config._target_)
+    for key, own in (("loss", "computes the loss in its head"), ("wrap", "is divided into its layers")):
+        if getattr(config, key) != getattr(default, key):
+            raise UserError(
+                f"{config._target_} is a Model, which {own}, so model.{key} has no effect",
+                where=f"model.{key}",
+                fix=f"remove model.{key}",
+            )
     with torch.device("meta"):
-        return _call(target, config)
+        return _with_statistics(_call(target, config), config)
 
 
 def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:

@@ -5,17 +5,13 @@ A wrapped module has no stem, layers and head, so it trains only with the data-p
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
-from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.model import Model, Observe
 from hpc_train.models.own_loss import Gather, Loss, alone, call_loss, mixes_samples
@@ -63,12 +59,6 @@ class WrappedModel(nn.Module):
         self.loss: Loss = own if callable(own) else _LOSSES[loss]
         self.mixes_samples = mixes_samples(self.loss)
         self._classifies = not callable(own) and loss == "cross_entropy"
-        if self.has_batch_statistics and not self._synchronised and _first_of_several():
-            warnings.warn(
-                "each rank computes batch statistics from its own micro-batch, so results depend on the number of "
-                "ranks; model.sync_batch_norm=true computes them over all ranks",
-                stacklevel=2,
-            )
 
     @property
     def bare(self) -> nn.Module:
@@ -79,16 +69,6 @@ class WrappedModel(nn.Module):
     def block_names(self) -> tuple[str, ...]:
         """Returns the names of the blocks, which ``find_blocks`` has found."""
         return self._block_names
-
-    @property
-    def has_batch_statistics(self) -> bool:
-        """Returns whether samples of a batch influence each other, so that padding would change results."""
-        return any(isinstance(part, _BatchNorm) for part in self._module[0].modules())
-
-    @property
-    def _synchronised(self) -> bool:
-        norms = [part for part in self._module[0].modules() if isinstance(part, _BatchNorm)]
-        return all(isinstance(norm, SyncBatchNorm) for norm in norms)
 
     def train(self, mode: bool = True) -> WrappedModel:
         super().train(mode)
@@ -153,11 +133,6 @@ def _disable_caches(module: nn.Module) -> None:
         config = getattr(part, "config", None) if hasattr(part, "base_model_prefix") else None
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
-
-
-def _first_of_several() -> bool:
-    """Returns whether this is rank 0 of several ranks; it warns for all of them."""
-    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> Tensor:

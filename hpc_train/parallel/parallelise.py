@@ -58,9 +58,9 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     if sharder is not None or config.optim.moments != "fp32":
         make_contiguous(model)
     split_and_wrap(config, mesh, model)
+    batch_norm.join(model, mesh.device, mesh.group("dp"))
+    batch_norm.keep_weights_fp32(model)
     if not initialises:
-        batch_norm.use_fused(model, mesh.device, mesh.group("dp"))
-        batch_norm.keep_weights_fp32(model)
         if sharder is None:
             model.to(device=mesh.device, dtype=dtype)
             take_first_replica(model, mesh)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.own_pipeline_model import Layer, ResidualNet
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.gpt import GPT, GPTHead
@@ -42,6 +44,36 @@ class StridedTiny(Tiny):
         super().__init__(classes)
         self.first.to(memory_format=torch.channels_last)
         self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())
+
+
+class NormedLayer(Layer):
+    """A residual layer that normalises batches."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor] = {}) -> Tensor:
+        return self.norm(super().forward(hidden))
+
+
+class NormedNet(ResidualNet):
+    """A model of three parts with batch statistics."""
+
+    def __init__(self, width: int, image_size: int, n_classes: int) -> None:
+        super().__init__(4, width, image_size, n_classes)
+        self.layers = nn.ModuleDict({str(index): NormedLayer(width) for index in range(4)})
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        if "norm.weight" in name:
+            value.fill_(1)
+        else:
+            super().init_parameter(name, value, generator)
+
+    def init_buffers(self, device: torch.device) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.reset_running_stats()
 
 
 class CountingTiny(Tiny):

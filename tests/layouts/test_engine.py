@@ -23,7 +23,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, take_first_replica
 from hpc_train.plan.techniques import KINDS
 from hpc_train.train.optimizer import Optimizer
-from tests.layouts.cells import CLASSES, Cell
+from tests.layouts.cells import CLASSES, IMAGE, Cell
 from tests.layouts.oracle import local_batch, mesh_of, train_plainly, whole
 from tests.ranks import run_on_world, run_ranks
 
@@ -296,6 +296,37 @@ def test_batch_norms_compute_with_weights_in_bf16() -> None:
     assert first == second
     for loss, variance in first:
         assert (loss, variance) == (pytest.approx(wide[0], rel=0.05), pytest.approx(wide[1], rel=0.05))
+
+
+def statistics_in_parts(rank: int, world_size: int, chosen: list[tuple[dict[str, Any], int]]) -> list[list[float]]:
+    """The gradient norm of a step of a model of three parts, and the statistics of its layers if the rank has all.
+
+    Args:
+        chosen: strategies and numbers of micro-batches.
+    """
+    found = []
+    for strategy, micro_batches in chosen:
+        cell = Cell(world_size, "own", strategy=strategy, batch={"global_size": 8, "micro_batches": micro_batches})
+        config = cell.config()
+        args = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
+        target = "tests.layouts.module.NormedNet"
+        config.model = CustomModelConfig(_target_=target, args=args, sync_batch_norm=True)
+        mesh = join(cell, rank)
+        engine = build_engine(config, mesh)
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+        norm = engine.clip_grad_norm_(0.0).item()
+        variances = {name: value.mean().item() for name, value in engine.named_buffers().items() if "var" in name}
+        found.append([norm, *variances.values()] if mesh.layout.pp == 1 else [norm])
+    return found
+
+
+def test_models_of_three_parts_synchronise_batch_statistics() -> None:
+    ((alone,),) = run_on_world(1, statistics_in_parts, [({}, 1)])
+    first, second = run_on_world(2, statistics_in_parts, [({"dp": 2}, 1), ({"dp": 2}, 2)])
+    assert first == second and first[0] == pytest.approx(alone, rel=1e-12)
+    stages = {"dp": 2, "pp": 2, "data_parallel": "zero1"}
+    for (found,) in run_on_world(4, statistics_in_parts, [(stages, 2)]):
+        assert found == pytest.approx(first[1][:1], rel=1e-12)
 
 
 def losses_of(rank: int, world_size: int, model: str, chosen: list[tuple[str, str]]) -> list[float]:

@@ -9,13 +9,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.own_pipeline_model import ResidualNet
 from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
-from hpc_train.models.batch_norm import SyncBatchNorm, convert
+from hpc_train.models.batch_norm import SyncBatchNorm, convert, has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.gpt import GPT, GPTHead
 from hpc_train.models.model import Head, Model
@@ -381,7 +382,7 @@ def test_resnet18_has_the_usual_size() -> None:
     target = "hpc_train.models.resnet.resnet18"
     model = wrap(target)
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_220_132
-    assert model.has_batch_statistics and not wrap(f"{HERE}.two_layers").has_batch_statistics
+    assert has_batch_statistics(model) and not has_batch_statistics(wrap(f"{HERE}.two_layers"))
     assert model.eval()(torch.randn(2, 3, 32, 32), {}).shape == (2, 100)
     synchronised = wrap(target, sync_batch_norm=True, args={"width": 8})
     assert list(synchronised.state_dict()) == list(resnet18(width=8).state_dict())
@@ -405,6 +406,7 @@ def synchronised_norm(rank: int, world_size: int, values: list[list[list[float]]
     """The output, gradients and running statistics of this rank's share of the batch."""
     norm = convert(nn.BatchNorm1d(3))
     assert isinstance(norm, SyncBatchNorm)
+    norm.group = dist.group.WORLD
     inputs = torch.tensor(values).chunk(world_size)[rank].requires_grad_()
     outputs = norm(inputs)
     (outputs * torch.arange(outputs.numel()).view_as(outputs).add(100 * rank)).sum().backward()
