@@ -29,6 +29,7 @@ from hpc_train.train.step import Control
 from hpc_train.units import format_duration
 
 FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
+LAST_S = 60.0  # training that an error in the evaluation after the last step may lose
 _FAILURE_EVENTS = ("node_lost", "hang_detected", "worker_failed")
 
 
@@ -68,11 +69,16 @@ class SaveSchedule:
         """Returns whether a save is due after ``step`` steps according to their number."""
         return self.every.steps > 0 and step % self.every.steps == 0
 
-    def ask(self) -> bool:
-        """Returns whether a save is due according to the clock; returns True only once before the next ``saved``."""
-        if self._asked:
+    def ask(self, last: bool = False) -> bool:
+        """Returns whether a save is due according to the clock; returns True only once before the next ``saved``.
+
+        Args:
+            last: whether the next step is the last one. Its evaluation runs before the final save.
+        """
+        if self._asked or not self.keeps_time:
             return False
-        self._asked = self.keeps_time and self._interval > 0 and self.clock() - self._since >= self._interval
+        passed = self.clock() - self._since
+        self._asked = 0 < self._interval <= passed or (last and passed >= LAST_S)
         return self._asked
 
     def saved(self, cost_s: float, durable_s: float | None) -> None:

@@ -16,7 +16,9 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.saving import FIRST_S, SaveSchedule, failure_rate
+from hpc_train.train import saving
+from hpc_train.train.evaluation import Evaluation
+from hpc_train.train.saving import FIRST_S, LAST_S, SaveSchedule, failure_rate
 from tests.train.runs import frozen, run_attempt
 
 
@@ -57,6 +59,33 @@ def test_the_clock_asks_once_until_a_save() -> None:
     clock.now = 360
     assert schedule.ask()
     assert not SaveSchedule(SaveEvery(seconds=60), 8, False, clock=clock).ask()  # another rank's clock does not count
+
+
+def test_the_last_step_is_saved_before_its_evaluation_if_much_would_be_lost() -> None:
+    clock = Clock()
+    for every in (SaveEvery(auto=True), SaveEvery()):
+        schedule = SaveSchedule(every, 8, True, clock=clock)
+        clock.now += LAST_S - 1
+        assert not schedule.ask(last=True)
+        clock.now += 1
+        assert not schedule.ask() and schedule.ask(last=True)
+        schedule.saved(1.0, None)
+        assert not schedule.ask(last=True)
+
+
+def fail_to_evaluate(spec: WorkerSpec, stop: StopFlag) -> None:
+    def run(*_: object) -> None:
+        raise ZeroDivisionError("a metric of the user's")
+
+    saving.LAST_S = 0.0
+    Evaluation.run = run  # type: ignore[method-assign, assignment]
+
+
+def test_an_error_in_the_last_evaluation_does_not_lose_the_training(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=3")
+    with pytest.raises(AssertionError, match="a metric of the user's"):
+        run_attempt(run, 2, fail_to_evaluate)
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith("step")] == ["step-00000003"]
 
 
 def test_auto_follows_what_a_save_costs(capsys: pytest.CaptureFixture[str]) -> None:
