@@ -113,7 +113,7 @@ class AllReduceReplicas(LocalReplicas):
 
 
 class DDPReplicas:
-    """Implements the kind ``ddp`` with DistributedDataParallel."""
+    """Implements the kind ``ddp`` with DistributedDataParallel, which does not accept a frozen module."""
 
     compression: Compression | None = None
 
@@ -123,8 +123,9 @@ class DDPReplicas:
         self._wrap(first_cap(strategy))
 
     def _wrap(self, cap_mb: float) -> None:
-        self._wrapped = replicate(self._bare, self._mesh, self._strategy, cap_mb)
-        self.module: nn.Module = self._wrapped
+        trains = any(parameter.requires_grad for parameter in self._bare.parameters())
+        self._wrapped = replicate(self._bare, self._mesh, self._strategy, cap_mb) if trains else None
+        self.module: nn.Module = self._bare if self._wrapped is None else self._wrapped
         # DDP records a static graph in the first backward pass, which fails inside no_sync (an assertion of torch's
         # reducer). Reducing after every micro-batch of the first step gives the same sums.
         self._sync_always = self._strategy.static_graph
@@ -139,7 +140,7 @@ class DDPReplicas:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return accumulating(self._wrapped, last or self._sync_always)
+        return nullcontext() if self._wrapped is None else accumulating(self._wrapped, last or self._sync_always)
 
     def backward_done(self) -> None:
         pass

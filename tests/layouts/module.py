@@ -76,6 +76,15 @@ class NormedNet(ResidualNet):
                 module.reset_running_stats()
 
 
+class FrozenNet(ResidualNet):
+    """A model of three parts whose first half does not train."""
+
+    def __init__(self, width: int, image_size: int, n_classes: int) -> None:
+        super().__init__(4, width, image_size, n_classes)
+        for part in (self.stem, self.layers["0"], self.layers["1"]):
+            part.requires_grad_(False)
+
+
 class CountingTiny(Tiny):
     """Counts its forward passes in a buffer, which does not change its outputs."""
 

@@ -21,6 +21,7 @@ from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, take_first_replica
+from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.techniques import KINDS
 from hpc_train.train.optimizer import Optimizer
 from tests.layouts.cells import CLASSES, IMAGE, Cell
@@ -327,6 +328,28 @@ def test_models_of_three_parts_synchronise_batch_statistics() -> None:
     stages = {"dp": 2, "pp": 2, "data_parallel": "zero1"}
     for (found,) in run_on_world(4, statistics_in_parts, [(stages, 2)]):
         assert found == pytest.approx(first[1][:1], rel=1e-12)
+
+
+def norm_of_half_a_model(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[float, int]:
+    """The gradient norm of a step of a model with a frozen half, and the number of its blocks that were measured."""
+    cell = Cell(world_size, "own", strategy=strategy, batch={"micro_batches": 2})
+    config = cell.config()
+    args = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
+    config.model = CustomModelConfig(_target_="tests.layouts.module.FrozenNet", args=args)
+    mesh = join(cell, rank)
+    engine = build_engine(config, mesh)
+    batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
+    engine.train_step(0, batch)
+    model: Any = build_model(config.model, config.train.seed)
+    costs = measure_blocks(config, mesh, model, batch.micro_batches[0])
+    return engine.clip_grad_norm_(0.0).item(), len(costs)
+
+
+def test_a_pipeline_stage_may_be_frozen() -> None:
+    ((alone, measured),) = run_on_world(1, norm_of_half_a_model, {})
+    assert measured == 6, "a stem, four layers and a head"
+    for norm, _ in run_on_world(4, norm_of_half_a_model, {"dp": 2, "pp": 2, "data_parallel": "ddp"}):
+        assert norm == pytest.approx(alone, rel=1e-12)
 
 
 def losses_of(rank: int, world_size: int, model: str, chosen: list[tuple[str, str]]) -> list[float]:

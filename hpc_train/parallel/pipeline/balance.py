@@ -317,10 +317,9 @@ def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, measure: 
     saved: AbstractContextManager[dict[int, int]] = _saved_bytes(part, hidden) if measure else nullcontext({})
     with saved as kept, autocast(precision, hidden.device):
         output = part(hidden, example.context, example.targets)
-    if isinstance(output, Tensor):
-        output.backward(torch.ones_like(output))
-    else:
-        output[0].backward()
+    result = output if isinstance(output, Tensor) else output[0]
+    if result.requires_grad:  # a frozen stem has no backward pass
+        result.backward(torch.ones_like(result))
     part.zero_grad(set_to_none=True)
     hidden.grad = None
     return sum(kept.values())
