@@ -25,16 +25,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-# Without the preload, every rank would import these modules itself: half a second each, a second for the compiler.
-_PRELOAD = [
-    "torch.distributed.pipelining",
-    "torch.distributed.fsdp",
-    "torch._inductor.compile_fx",
-    "hpc_train.train.worker",
-    "pytest",
-    "tests.config.composing",
-]
-CONTEXT.set_forkserver_preload(_PRELOAD)
+CONTEXT.set_forkserver_preload(["tests.forkserver"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
