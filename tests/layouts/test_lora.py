@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from tests.ranks import run_on_world
 from tests.warm_parents import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+# The functions import peft: every process that collects the tests would take two seconds for it.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 
 STEPS, MIDDLE, LR, MAX_NORM, SEED = 4, 2, 1e-2, 0.05, 3
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -85,6 +87,8 @@ def base(model: str, saved: Path) -> Any:
 
 def bare_model(model: str, saved: Path) -> Any:
     """The model of peft with the first values that ours draws for the adapters."""
+    import peft
+
     theirs = peft.get_peft_model(base(model, saved), peft.LoraConfig(r=3, lora_alpha=6, **THEIRS[model])).double()
     ours = build_model(model_of(model, saved), SEED)
     materialise(ours, torch.device("cpu"), SEED, torch.float64)  # type: ignore[arg-type]
@@ -193,6 +197,8 @@ def cases() -> list[tuple[str, Cell]]:
 
 def test_every_layout_trains_as_a_bare_loop_of_peft(saved: Path, tmp_path: Path) -> None:
     """And so does a run resumed under another layout, whose checkpoint has only adapters, and loads with peft."""
+    import peft
+
     chosen = cases()
     expected = {model: bare_loop(model, saved) for model in TASKS}
     ranks = run_on_world(4, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
@@ -210,6 +216,8 @@ def test_every_layout_trains_as_a_bare_loop_of_peft(saved: Path, tmp_path: Path)
 
 def check_checkpoint(run: RunDirectory, trained: Any, saved: Path, to: Path) -> None:
     """Compares the newest checkpoint of ``run`` and its export with the model that peft has trained."""
+    import peft
+
     checkpoint = choose(run, STEPS)
     manifest = verified_manifest(checkpoint, lambda _: None)
     assert set(manifest.extra[BASE]) == {"config.json", "model.safetensors"}
