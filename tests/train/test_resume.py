@@ -184,9 +184,12 @@ def test_a_run_that_was_killed_before_its_result_gets_it(tmp_path: Path) -> None
     assert {"loss", "val_loss", "weights_sha256"} <= result.keys()
 
 
+STAGES = ("+strategy=pp", "model.n_layers=2")  # of one layer each
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    run = frozen(tmp_path_factory.mktemp("runs") / "whole", "+strategy=pp")
+    run = frozen(tmp_path_factory.mktemp("runs") / "whole", *STAGES)
     assert run_attempt(run, 2) == [0, 0]
     return run
 
@@ -205,7 +208,7 @@ def test_a_stop_request_loses_no_step(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, saved_at: int
 ) -> None:
     """All ranks stop at one step although only one was asked, and going on ends where the uninterrupted run does."""
-    run = frozen(tmp_path / "run", "+strategy=pp")
+    run = frozen(tmp_path / "run", *STAGES)
     assert run_attempt(run, 2, prepare) == [code, code]  # type: ignore[arg-type]
     assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{saved_at:08d}"]
     assert [line["step"] for line in run.read_metrics()] == list(range(1, saved_at + 1))
@@ -226,7 +229,7 @@ def test_a_stop_request_beside_the_steps(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, stopped_at: int
 ) -> None:
     """What is saved is whole, an evaluation is cut short; one step more is taken where its message was under way."""
-    run = frozen(tmp_path / "run", "+strategy=pp", "checkpoint.every=4", "train.eval_every=4")
+    run = frozen(tmp_path / "run", *STAGES, "checkpoint.every=4", "train.eval_every=4")
     assert run_attempt(run, 2, prepare) == [code, code]  # type: ignore[arg-type]
     assert [line["step"] for line in run.read_metrics()] == list(range(1, stopped_at + 1))
     assert run_attempt(run, 2) == [0, 0]
