@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from hpc_train.collector import without_collector
+
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.forkserver"])
 
@@ -160,8 +162,9 @@ def collect(receivers: list[Connection], timeout: float) -> list[Any]:
 def _family(imports: Sequence[str], store: str, connections: list[Connection]) -> None:
     """Imports modules, forks the other ranks, which end with this process, and becomes rank 0."""
     os.setpgid(0, 0)
-    for name in imports:
-        importlib.import_module(name)
+    with without_collector():
+        for name in imports:
+            importlib.import_module(name)
     rank = next((rank for rank in range(1, len(connections)) if os.fork() == 0), 0)
     for each in connections[:rank] + connections[rank + 1 :]:
         each.close()

@@ -168,6 +168,7 @@ def main(address: str, modules: str) -> None:
     print(flush=True)
     own = sys.executable, surroundings(), _at_start(os.environ)
     search_path = sys.path[1:]
+    gc.disable()  # the imports take a sixth less time; ``become`` switches it on again
     for name in (*IMPORTED, *filter(None, modules.split(","))):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)

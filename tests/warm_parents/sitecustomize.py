@@ -6,6 +6,7 @@ i.e. with another interpreter, user or option, or with variables that torch read
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -114,3 +115,5 @@ def send(address: str, request: dict[str, Any], descriptors: list[int]) -> int |
 
 if SOCKET in os.environ and __name__ == "sitecustomize":
     redirect()
+    # The collector runs seldom: with the usual 700 it takes a sixth of an import of torch, in which it finds nothing.
+    gc.set_threshold(100_000)
