@@ -30,6 +30,7 @@ from hpc_train.checkpoint.listing import (
 )
 from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.collector import without_collector
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
@@ -200,7 +201,8 @@ def _export(options: argparse.Namespace) -> int:
     if options.checkpoint not in (None, NEWEST):
         step = choose_by_name(run, options.checkpoint, _ranking_metric(run)).step
     choose(run, step)
-    from hpc_train.checkpoint.transfer import export  # imports torch
+    with without_collector():  # it takes a sixth of the import of torch
+        from hpc_train.checkpoint.transfer import export
 
     format = options.format or ("pt" if options.to.suffix in (".pt", ".pth") else None)
     result = export(run, step, options.to, format, options.dtype, _bar, options.weights)
@@ -249,7 +251,8 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _import_files(options: argparse.Namespace) -> int:
-    from hpc_train.checkpoint.transfer import import_hf
+    with without_collector():
+        from hpc_train.checkpoint.transfer import import_hf
 
     result = import_hf(Path(options.source), options.to, _root(), options.dtype, _bar)
     if options.json:
