@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
@@ -38,7 +37,11 @@ class Allocations(TorchDispatchMode):
             if storage._cdata not in given:  # the tensor is not a view
                 self._add(storage)
                 self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
+        self._after_operator()
         return made
+
+    def _after_operator(self) -> None:
+        """Looks at the tensors that exist; for subclasses, since torch wraps each ``__torch_dispatch__`` at a cost."""
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -51,9 +54,13 @@ class Allocations(TorchDispatchMode):
         return sum(self._sizes.values())
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-    return [value._local_tensor if isinstance(value, DTensor) else value for value in found]  # a DTensor has no memory
+def _tensors(values: Any) -> list[Tensor]:
+    """Returns the tensors in nested lists, tuples and dicts; torch's own search takes as long as the operators do."""
+    if isinstance(values, Tensor):
+        return [values._local_tensor if isinstance(values, DTensor) else values]  # a DTensor has no memory
+    if not isinstance(values, (list, tuple, dict)):
+        return []
+    return [tensor for value in (values.values() if isinstance(values, dict) else values) for tensor in _tensors(value)]
 
 
 class PeakMemory(Allocations):
@@ -87,10 +94,8 @@ class PeakMemory(Allocations):
         self._watch.stop()
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_dispatch__(func, types, args, kwargs)
+    def _after_operator(self) -> None:
         self.peak = max(self.peak, self.alive)
-        return made
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type != "meta":
