@@ -50,7 +50,8 @@ def clip_(
         if name not in skip:
             counted.setdefault(1.0 / _holders(parameter, mesh), []).append(local)
     inverse_scale = None if loss_scale is None else loss_scale.reciprocal()
-    norm = _global_norm(counted, inverse_scale, mesh)
+    dtype = _sum_dtype(parameters.values())  # also of a stage without gradients, which is frozen
+    norm = _global_norm(counted, inverse_scale, mesh, dtype)
     multiply_(gradients, _factor(norm, max_norm, inverse_scale))
     return norm
 
@@ -66,8 +67,9 @@ def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
     )
 
 
-def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | None, mesh: Mesh) -> Tensor:
-    dtype = _sum_dtype(gradient for gradients in counted.values() for gradient in gradients)
+def _global_norm(
+    counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | None, mesh: Mesh, dtype: torch.dtype
+) -> Tensor:
     total = torch.zeros((), dtype=dtype, device=mesh.device)
     replicated = 1.0 / mesh.layout.world_size
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
