@@ -27,13 +27,18 @@ class DebuggedEngine(WrappedEngine):
 
     ``train_step`` raises FloatingPointError with the rank, step and module or parameter of the first value that is not
     finite.
+
+    Args:
+        detects_anomaly: whether to name the function of a backward pass, by a mode of autograd that does not support
+            the DTensors of tensor parallelism.
     """
 
-    def __init__(self, engine: Engine, rank: int) -> None:
+    def __init__(self, engine: Engine, rank: int, detects_anomaly: bool) -> None:
         super().__init__(engine)
         self._rank = rank
         self._step = 0
-        torch.autograd.set_detect_anomaly(True)
+        if detects_anomaly:
+            torch.autograd.set_detect_anomaly(True)
         for part in engine.parts:
             for name, module in part.named_modules():
                 module.register_forward_hook(partial(self._check_output, canonical_name(name)))

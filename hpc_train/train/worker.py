@@ -265,7 +265,7 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
     engine = build_engine(known, mesh, None if plan is None else plan.layers, bucket_choice_recorder(run, mesh, events))
     if mesh.layout.pp > 1:
         engine = _watch_pipeline(engine, mesh, plan, events)
-    return DebuggedEngine(engine, mesh.rank) if config.train.debug else engine
+    return DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1) if config.train.debug else engine
 
 
 def _watch_pipeline(engine: Engine, mesh: Mesh, plan: SplitPlan | None, events: EventLog) -> Engine:

@@ -65,6 +65,7 @@ def a_collective_of_its_own(spec: WorkerSpec, stop: StopFlag) -> None:
             r"FloatingPointError: rank 1, step 2: the output of layers\.2\.ffn \(\w*GatedFeedForward\) is not finite; "
             "its inputs are finite; its parameters are finite",
         ),
+        ("tp", third_layer_of_the_second_step, r"rank 1, step 2: the output of layers\.2\.ffn \(GatedFeedForward\) is"),
         ("dp", root_of_zero, r"FloatingPointError: rank \d, step 1: in the backward pass: Function '\w+' returned nan"),
         ("dp", a_collective_of_its_own, "Detected mismatch between collectives on ranks"),
     ],
