@@ -135,8 +135,8 @@ def check_length(tokens: int, ranks: int, sequence_shards: int) -> None:
         split = f" of {sequence_shards} tensor-parallel ranks each" if sequence_shards > 1 else ""
         raise UserError(
             f"{tokens} tokens cannot be split over {ranks} context-parallel ranks{split}",
-            where="data.sequence_length, strategy.cp",
-            fix=f"use a multiple of {parts} as data.sequence_length",
+            where="data, strategy.cp",
+            fix=f"sequences of a multiple of {parts} tokens, by data.sequence_length or by padding in your dataset",
         )
 
 

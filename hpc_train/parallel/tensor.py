@@ -55,8 +55,9 @@ def check_sequence(model: Model, inputs: Tensor) -> None:
     if model.sequence_shards > 1 and inputs.shape[1] % model.sequence_shards:
         raise UserError(
             f"{inputs.shape[1]} tokens cannot be split over {model.sequence_shards} tensor-parallel ranks",
-            where="data.sequence_length, strategy.tp",
-            fix=f"use a multiple of {model.sequence_shards} as data.sequence_length",
+            where="data, strategy.tp",
+            fix=f"sequences of a multiple of {model.sequence_shards} tokens, by data.sequence_length or by padding in "
+            "your dataset",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -400,19 +401,19 @@ def test_what_a_module_without_parts_cannot_do() -> None:
     assert "padding would enter" in why(padded, custom(batch_norm=True))
 
 
-def odd_sequence(rank: int, world_size: int) -> str:
-    cell = Cell(2, strategy={"tp": 2})
+def odd_sequence(rank: int, world_size: int, strategy: dict[str, Any]) -> None:
+    cell = Cell(world_size, strategy=strategy)
     engine = build_engine(cell.config(), join(cell, rank))
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    try:
-        engine.train_step(0, StepBatch((Batch(tokens, tokens),), 14))
-    except UserError as error:
-        return str(error)
-    return "nothing was refused"
+    batch = StepBatch((Batch(tokens, tokens),) * 2, 28)
+    for step in (engine.eval_step, partial(engine.train_step, 0)):
+        with pytest.raises(UserError, match="7 tokens cannot be split over 2 tensor-parallel ranks"):
+            step(batch)
 
 
-def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks() -> None:
-    assert all("cannot be split over 2 tensor-parallel ranks" in answer for answer in run_on_world(2, odd_sequence))
+@pytest.mark.parametrize("strategy", [{"tp": 2}, {"tp": 2, "pp": 2}])
+def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks(strategy: dict[str, Any]) -> None:
+    run_on_world(2 * strategy.get("pp", 1), odd_sequence, strategy)
 
 
 def only_padding(rank: int, world_size: int) -> tuple[float, int]:

@@ -209,7 +209,10 @@ class PipelineEngine:
     def _own_tokens(self, batch: StepBatch) -> tuple[Batch, ...]:
         """Returns the micro-batches with the tokens that this rank computes."""
         model = self._parts[0].model
-        return tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)
+        own = tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)
+        for micro in own:
+            check_sequence(model, micro.inputs)
+        return own
 
     def _schedule_for(self, micro_batches: tuple[Batch, ...], whole: Batch) -> Schedule:
         """Returns the schedule for this number and shape of micro-batches, which usually stay the same during a run.
@@ -222,8 +225,6 @@ class PipelineEngine:
         if self._schedule is None or shape != self._schedule_shape:
             if self._schedule is None:
                 check_hidden_shape(self._whole, whole.inputs, whole.context)
-            if self._parts[0].model.sequence_shards > 1:
-                check_sequence(self._parts[0].model, example.inputs)
             layout, group = self._mesh.layout, self._mesh.group("pp")
             self._schedule = Schedule(layout, self._parts, len(micro_batches), example, group, self._loss)
             self._schedule_shape = shape
