@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.units import format_bytes
+
+
+# A slow file system does not end a training that goes on. The next save waits for this one under the eyes of the agent.
+SLOWEST_WRITE = timedelta(days=1)
 
 
 class Superseded(Exception):
@@ -113,7 +118,7 @@ class CheckpointManager:
         side = SideStream(self.mesh.device) if on_gpu and self._asynchronous else None
         self._copies = HostCopies(self.mesh.device, side)
         if self._asynchronous:
-            self._group = dist.new_group(backend="gloo", timeout=self.mesh.timeout)
+            self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._writer = TensorWriter(self._group)
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
         self._base = {} if base is None else {BASE: base}

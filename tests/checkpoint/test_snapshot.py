@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -308,6 +310,29 @@ def test_no_copy_runs_when_a_save_has_failed(tmp_path: Path) -> None:
     """It would overwrite what the next save puts into the arena."""
     run = frozen(tmp_path / "run", "+strategy=single", "checkpoint.asynchronous=true")
     assert run_ranks(1, fail_a_save, str(run.path)) == [(True, False)]
+
+
+def save_with_a_late_rank(rank: int, world_size: int, path: str) -> None:
+    run = RunDirectory(Path(path))
+    config = load(run)
+    mesh = replace(join(config, rank, world_size), timeout=timedelta(seconds=1))
+    manager = Training.of(run, config, mesh).manager
+    write = manager._writer.write
+
+    def late(*args: Any) -> Any:
+        time.sleep(2 * rank)
+        return write(*args)
+
+    manager._writer.write = late  # type: ignore[method-assign]
+    manager.save(1, {})
+    manager.wait()
+
+
+def test_a_rank_that_writes_slowly_does_not_end_the_training(tmp_path: Path) -> None:
+    """The others wait for it longer than for a collective of the training."""
+    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.asynchronous=true")
+    run_ranks(2, save_with_a_late_rank, str(run.path))
+    assert (run.checkpoints / "step-00000001").is_dir()
 
 
 class ThreadRecord(list[tuple[Any, ...]]):
