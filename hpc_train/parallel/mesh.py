@@ -115,10 +115,10 @@ def _axis_groups(
         if not is_used:
             groups[axis] = silent
         elif axis == "cp":
-            groups[axis] = _split_world(partition, device, timeout, "mesh_cp")
+            groups[axis] = split_world(partition, device, timeout, "mesh_cp")
         else:
             if own not in made:
-                made[own] = _split_world(partition, device, timeout, f"mesh_{axis}")
+                made[own] = split_world(partition, device, timeout, f"mesh_{axis}")
             groups[axis] = made[own]
     return groups
 
@@ -129,10 +129,13 @@ def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:
     return lines
 
 
-def _split_world(
+def split_world(
     partition: list[list[int]], device: torch.device, timeout: timedelta | None, description: str
 ) -> dist.ProcessGroup:
-    """Returns this rank's group of a partition of all ranks. Collective over all ranks."""
+    """Returns this rank's group of a partition of all ranks. Collective over all ranks.
+
+    With NCCL this is one split of the communicator of all ranks, whereas each ``new_group`` would be one.
+    """
     if device.type == "cuda":  # one split of NCCL's communicator for all groups
         found = dist.split_group(split_ranks=partition, timeout=timeout, group_desc=description)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.models.model import Model, canonical_name
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, split_world
 from hpc_train.parallel.reduction import local_gradient
 from hpc_train.plan.partition import check_split, layer_counts
 
@@ -127,19 +127,17 @@ class TiedWeights:
 
 
 def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:
-    """Returns the group of ``pp_ranks`` in this rank's pipeline. Collective: all ranks create all groups."""
+    """Returns the group of ``pp_ranks`` in this rank's pipeline; None if it is not in it. Collective over all ranks."""
     if len(pp_ranks) == 1:
         return None
     if len(pp_ranks) == mesh.layout.pp:
         return mesh.group("pp")
-    own = None
-    pipelines = mesh.device_mesh.mesh.flatten(1).t()  # [pipelines, pp]
-    for pipeline in pipelines.tolist():
+    partition = []
+    for pipeline in mesh.device_mesh.mesh.flatten(1).t().tolist():
         members = [pipeline[pp_rank] for pp_rank in pp_ranks]
-        group = dist.new_group(members, timeout=mesh.timeout)
-        if mesh.rank in members:
-            own = group
-    return own
+        partition += [members, [rank for rank in pipeline if rank not in members]]
+    group = split_world(partition, mesh.device, mesh.timeout, "tied_weights")
+    return group if mesh.pp_rank in pp_ranks else None
 
 
 def _find(part: nn.Module, name: str) -> nn.Parameter:

@@ -16,6 +16,7 @@ from hpc_train.measure.time_breakdown import Chunk, timed_stages
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.pipeline.balance import SplitPlan
+from hpc_train.preflight.measure import to_first
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 3
@@ -88,8 +89,7 @@ class PipelineWatch(WrappedEngine):
     def _gather_and_report(self, step_s: float, work: Sequence[Chunk], micro_batches: int) -> None:
         """Gathers the times of all ranks and reports them on rank 0. Collective."""
         own = _OfRank(self._stage_s, self._elapsed, step_s, self._drawn(work))
-        gathered: list[Any] = [None] * self._mesh.layout.world_size
-        dist.all_gather_object(gathered, own, group=self._mesh.control)
+        gathered: list[_OfRank] = to_first(own, self._mesh)
         if self._mesh.rank != 0:
             return
         if self._plan is not None:
