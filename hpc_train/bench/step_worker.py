@@ -8,7 +8,7 @@ saves, evaluation and logging.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class StepBench:
         self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
         self.samples = len(dataset)
-        self.inputs_shape = dataset.inputs_shape()
+        self._dataset = dataset
         self._control = Control(mesh)
         self._stop = stop
         self.example = self._with_target_count(next(self._feed))
@@ -99,6 +99,13 @@ class StepBench:
         self._control.post(False, self._following.local_count)
         self._step = 0
         self.stopped = False
+
+    def inputs_shape(self) -> tuple[int, ...] | None:
+        """Returns the shape of a sample's inputs; None if ``data.collate`` gives the model several."""
+        if getattr(self.config.data, "collate", None) is None:
+            return self._dataset.inputs_shape()
+        inputs = self.example.micro_batches[0].inputs
+        return None if isinstance(inputs, Mapping) else tuple(inputs.shape[1:])
 
     def step(self) -> StepOutcome:
         """Runs one iteration of the loop in ``Trainer.run``."""
@@ -266,9 +273,10 @@ def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
         dtype = compute_dtype(precision) or parameter_dtype(precision)
         peak, source = measured_gemm_flops(mesh.device, dtype, 8192 if cuda else 1024), "measured matrix product"
     peaks: list[float] = _gather(peak, mesh)
-    if not isinstance(model, Model):
+    shape = bench.inputs_shape() if isinstance(model, Model) else None
+    if not isinstance(model, Model) or shape is None:
         return None
-    inputs = torch.empty((1, *bench.inputs_shape), device="meta")
+    inputs = torch.empty((1, *shape), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
     found = count.utilisation(samples_per_s, sum(peaks))
     return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.agreement import lowest
-from hpc_train.data.dataset import Batch, Dataset, StepBatch
+from hpc_train.data.dataset import Batch, Dataset, Nested, StepBatch, map_leaves
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.wrapped import WrappedModel
@@ -57,7 +57,7 @@ def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> 
         halves, problem = _sums_of_halves(engine, batch, mesh)
     if problem is not None:
         return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch fails: {problem}"
-    return None if _equal(whole, halves, tolerance) else _warning(len(batch.inputs), whole, halves, mesh.layout.dp)
+    return None if _equal(whole, halves, tolerance) else _warning(_rows(batch), whole, halves, mesh.layout.dp)
 
 
 TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
@@ -94,7 +94,7 @@ def _global(engine: Engine, result: StepResult) -> Sums:
 
 def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str | None]:
     """Returns the sums of the two halves, or the error if the model does not accept half a micro-batch."""
-    size = len(batch.inputs)
+    size = _rows(batch)
     middle = size // 2 // 2 * 2 or 1  # even, because samples may belong together in pairs
     problem = result = None
     try:
@@ -110,9 +110,16 @@ def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str
     return _global(engine, result), None
 
 
+def _rows(batch: Batch) -> int:
+    return len(next(batch.tensors))
+
+
 def _part(batch: Batch, first: int, last: int) -> Batch:
-    context = {name: value[first:last] for name, value in batch.context.items()}
-    return Batch(batch.inputs[first:last], batch.targets[first:last], context, batch.samples[first:last])
+    def rows(part: Nested) -> Nested:
+        return map_leaves(lambda value: value[first:last], part)
+
+    context = {name: rows(value) for name, value in batch.context.items()}
+    return Batch(rows(batch.inputs), rows(batch.targets), context, batch.samples[first:last])
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from hpc_train.bench.step_worker import StepBench
 from hpc_train.config.schema import (
     BatchConfig,
     Config,
@@ -33,6 +34,8 @@ from hpc_train.data.feed import TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.parallel.build import build_engine
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.loss_check import check_loss
 from hpc_train.train.step import Control
 from hpc_train.train.streams import has_ended, positions
 from tests.checkpoint.training import join_again
@@ -158,3 +161,15 @@ def test_ranks_and_stops_change_nothing(name: str) -> None:
     assert len(expected) == (6 if name == "stream that ends" else 8)
     losses, found = train(name, [(2, 2), (4, 3), (1, 1), (2, 2)])
     assert losses == pytest.approx(expected, rel=1e-12) and error(found, weights) < 1e-10
+
+
+def measures_of_several_inputs(rank: int, world_size: int) -> tuple[Any, str | None]:
+    """The shape of a sample in ``bench step``, and the warning about the loss."""
+    config = config_of("collate", world_size)
+    bench = StepBench(config, join_again(config, rank, world_size), StopFlag())
+    dataset = build_dataset(config.data, "train", 3)
+    return bench.inputs_shape(), check_loss(bench.engine, dataset, bench.mesh, "fp64")
+
+
+def test_a_dict_of_inputs_is_measured_and_its_loss_checked() -> None:
+    assert run_on_world(1, measures_of_several_inputs) == [(None, None)]

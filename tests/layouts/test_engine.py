@@ -416,6 +416,20 @@ def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks(strategy: di
     run_on_world(2 * strategy.get("pp", 1), odd_sequence, strategy)
 
 
+def several_inputs(rank: int, world_size: int) -> None:
+    cell = Cell(world_size, strategy={"pp": 2})
+    engine = build_engine(cell.config(), join(cell, rank))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    for batch in (Batch({"tokens": tokens}, tokens), Batch(tokens, {"next": tokens})):
+        for step in (engine.eval_step, partial(engine.train_step, 0)):
+            with pytest.raises(UserError, match="of a micro-batch are a dict, but pipeline stages take one tensor"):
+                step(StepBatch((batch, batch), 32))
+
+
+def test_several_inputs_are_refused_by_pipelines() -> None:
+    run_on_world(2, several_inputs)
+
+
 def only_padding(rank: int, world_size: int) -> tuple[float, int]:
     cell = Cell(1)
     engine = build_engine(cell.config(), join(cell, rank))

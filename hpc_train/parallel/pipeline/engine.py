@@ -209,6 +209,8 @@ class PipelineEngine:
     def _own_tokens(self, batch: StepBatch) -> tuple[Batch, ...]:
         """Returns the micro-batches with the tokens that this rank computes."""
         model = self._parts[0].model
+        for micro in batch.micro_batches:
+            _check_tensors(micro)
         own = tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)
         for micro in own:
             check_sequence(model, micro.inputs)
@@ -235,6 +237,17 @@ class PipelineEngine:
             return StepResult(torch.stack(sums).sum(), torch.stack(counts).sum())
         zero = torch.zeros((), dtype=parameter_dtype(self._precision), device=self._mesh.device)
         return StepResult(zero, zero.to(torch.int64))
+
+
+def _check_tensors(micro: Batch) -> None:
+    """Raises UserError if the inputs or targets are several tensors, which no stage sends on."""
+    for name, value in (("inputs", micro.inputs), ("targets", micro.targets)):
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"the {name} of a micro-batch are a dict, but pipeline stages take one tensor",
+                where="strategy.pp, data.collate",
+                fix=f"return one tensor as {name} and the others as context, or use strategy=zero3",
+            )
 
 
 Sums = tuple[Tensor, Tensor, Tensor | None]  # of one micro-batch: loss, target count, correct predictions
