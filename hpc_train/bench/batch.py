@@ -128,9 +128,16 @@ def _trials(
         if time.monotonic() - began > options.seconds:
             trials.append(Trial(size, None, None, f"skipped, the time limit of {options.seconds:g} s is over"))
             break
-        request = StepRequest(options.steps, options.pairs, WARMUP, None)
+        request, sized = StepRequest(options.steps, options.pairs, WARMUP, None), _with_micro_size(config, layout, size)
+        try:
+            validate(sized, 1, layout.world_size)
+        except UserError as error:  # such as a budget of activations
+            if not trials:
+                raise
+            trials.append(Trial(size, None, None, error.what))
+            break
         failed: list[str] = []
-        code, result = run_benchmark(_with_micro_size(config, layout, size), request, ENTRY, failures=failed)
+        code, result = run_benchmark(sized, request, ENTRY, failures=failed)
         if result is None:
             trials.append(Trial(size, None, None, failed[-1] if failed else f"failed with exit code {code}"))
             break
@@ -221,7 +228,8 @@ def table(trials: Sequence[Trial], unit: str) -> str:
     lines = [f"{'micro_size':>10}  {unit:>12}  {'GiB/rank':>8}"]
     for trial in trials:
         if trial.speed is None or trial.memory is None:
-            lines.append(f"{trial.micro_size:>10}  {trial.problem.replace('_', ' ')}")
+            told = trial.problem.replace("_", " ") if trial.problem.isidentifier() else trial.problem
+            lines.append(f"{trial.micro_size:>10}  {told}")
             continue
         mark = f"  <- knee: smallest with {KNEE:.0%} of the best speed" if trial == chosen else ""
         lines.append(f"{trial.micro_size:>10}  {trial.speed:>12,.0f}  {trial.memory / GIB:>8.2f}{mark}")

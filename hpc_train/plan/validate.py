@@ -262,10 +262,11 @@ def _check_stages(config: Config, layout: Layout) -> None:
 
 
 def _check_static_graph(config: Config, layout: Layout) -> None:
-    kind = layout.kind
+    kind, asked = layout.kind, config.strategy.data_parallel
     if config.strategy.static_graph and not kind.static_graph:
+        instead = "" if kind.name == asked else f", which this layout uses instead of {asked}"
         raise UserError(
-            f"strategy.static_graph does not apply to strategy.data_parallel={kind.name}",
+            f"strategy.static_graph does not apply to strategy.data_parallel={kind.name}{instead}",
             where="strategy.static_graph",
             fix=f"strategy.static_graph=false, or strategy.data_parallel={kinds_where(lambda row: row.static_graph)}",
         )
@@ -273,7 +274,8 @@ def _check_static_graph(config: Config, layout: Layout) -> None:
 
 def _check_bucket_search(config: Config, layout: Layout) -> None:
     kind = layout.kind
-    if config.strategy.bucket_cap_mb == "auto" and layout.pp > 1 and kind.bucket_search == "without_pipeline":
+    searches = config.strategy.bucket_cap_mb == "auto" and layout.dp_cp > 1
+    if searches and layout.pp > 1 and kind.bucket_search == "without_pipeline":
         raise UserError(
             f"strategy.bucket_cap_mb=auto cannot change the buckets of {kind.name} inside a pipeline schedule",
             where="strategy.bucket_cap_mb",

@@ -67,6 +67,14 @@ def test_gradients_are_exact_during_the_search(cell: Cell) -> None:
 def test_ddp_inside_a_pipeline_is_refused() -> None:
     with pytest.raises(UserError, match="cannot change the buckets of ddp"):
         pipeline().layout()
+    alone = Cell(2, strategy={"pp": 2, "data_parallel": "ddp", "bucket_cap_mb": "auto"})
+    assert alone.layout().dp_cp == 1, "without replicas the key has no effect"
+
+
+def test_a_static_graph_is_refused_by_what_replaces_ddp() -> None:
+    replaced = Cell(2, strategy={"dp": 2, "static_graph": True, "compression": "topk"})
+    with pytest.raises(UserError, match="data_parallel=allreduce, which this layout uses instead of ddp"):
+        replaced.layout()
 
 
 def reductions_after_a_change(rank: int, world_size: int) -> tuple[bool, int]:

@@ -256,6 +256,9 @@ def test_a_module_without_layers_takes_part_as_a_whole() -> None:
 
 
 def test_a_model_without_such_matrices_is_refused() -> None:
+    model, precision = whole_model(fp8_skip=["attention", "atention"])
+    with pytest.raises(UserError, match=r"precision\.fp8_skip has 'atention', which matches no matrix of the model"):
+        check_use(model, precision, CPU, compiled=False)
     model, precision = whole_model(fp8_skip=["layers"])
     with pytest.raises(UserError, match=r"no matrix of the model can be computed in fp8: .*precision\.fp8_skip"):
         check_use(model, precision, CPU, compiled=False)

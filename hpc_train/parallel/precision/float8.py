@@ -17,6 +17,7 @@ together, since one scale would then serve three matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -127,7 +128,8 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
     """Checks a whole model and the device of this rank before the training; returns one line that says what is done.
 
     Raises:
-        UserError: no matrix can be computed in fp8, torchao is missing, or the device has no units for it.
+        UserError: no matrix can be computed in fp8, torchao is missing, the device has no units for it, or
+            ``precision.fp8_skip`` names no matrix.
     """
     if precision.fp8 is None:
         return None
@@ -138,6 +140,14 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
             where=WHERE,
             fix=f"layers with linear layers whose sizes are multiples of {MULTIPLES[str(precision.fp8)]}, or {OFF}",
         )
+    names = [*found.chosen, *found.skipped]
+    for pattern in precision.fp8_skip:
+        if not any(re.search(pattern, name) for name in names):
+            raise UserError(
+                f"precision.fp8_skip has {pattern!r}, which matches no matrix of the model",
+                where="precision.fp8_skip",
+                fix=f"a part of a name, such as those of {shortened(names)}",
+            )
     check_device(precision.fp8, device)
     _try_product(precision.fp8, device)
     slow = "" if compiled or device.type == "cpu" else "; train.compile=true fuses the casts, which are slow alone"
