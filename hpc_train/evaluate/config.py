@@ -29,6 +29,8 @@ WITHOUT_BACKWARD = {
     "train.activation_checkpointing": "none",
     "train.activation_offload": "none",
     "train.cuda_graphs": False,
+    "train.reproducible": None,
+    "precision.weights": "fp32",
 }
 TRAINING_ONLY = re.compile(r"[+~]*(?:(?:optim|checkpoint|hooks|launch)[=.]|train\.(?:steps|epochs)=)")
 
