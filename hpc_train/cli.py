@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_train.cluster.rejected_variable import rejected_variable
-from hpc_train.commands import COMMANDS, function_of
+from hpc_train.commands import COMMANDS, checkpoints, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
@@ -69,10 +69,9 @@ def run(arguments: Sequence[str]) -> int:
         return Exit.REFUSED
 
 
-OF_RUNS = (
+TAKES_NO_OVERRIDES = (
     "status", "top", "logs", "why", "compare", "plot", "report", "stacks", "wait", "sync", "retry", "cancel",
 )  # fmt: skip
-OF_CHECKPOINT = ("export", "import", "verify")  # actions of the command ``checkpoint``
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
@@ -83,9 +82,9 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
         name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
-        fix = f"checkpoint {name}" if name in OF_CHECKPOINT else nearest(name, sorted(COMMANDS))
+        fix = f"checkpoint {name}" if name in checkpoints.ACTIONS else nearest(name, sorted(COMMANDS))
         raise UserError(f"unknown command {name!r}", where="the command line", fix=fix)
-    if name in OF_RUNS:
+    if name in TAKES_NO_OVERRIDES:
         _refuse_root(name, rest)
     if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
         name = "help"  # Hydra's own would load every file of every config group

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS, function_of
+from hpc_train.commands import COMMANDS, checkpoints, function_of
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 
@@ -52,11 +52,11 @@ SHELLS = {  # what defines the completion, and what removes it
     "fish": (FISH, "complete --command hpc-train --erase; functions --erase __hpc_train_complete\n"),
 }
 ACTIONS = ("install", "uninstall", "query")
-OF_RUNS = (
-    "status", "logs", "why", "plot", "report", "stacks", "wait", "resume", "retry", "cancel", "checkpoint",
-    "evaluate", "generate",
+TAKES_RUN_NAMES = (
+    "status", "top", "logs", "why", "compare", "plot", "report", "stacks", "wait", "sync", "resume", "retry", "cancel",
+    "checkpoint", "evaluate", "generate",
 )  # fmt: skip
-OVERRIDES = ("train", "freeze", "script", "doctor", "bench", "evaluate", "generate")  # they take overrides
+TAKES_OVERRIDES = ("train", "freeze", "script", "plan", "doctor", "bench", "evaluate", "generate")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
@@ -95,7 +95,7 @@ def complete(line: str) -> list[str]:
     named = bool(before) and before[0] in COMMANDS
     name, rest = (before[0], before[1:]) if named else ("train", before)
     found = {each for each in _candidates(name, named, rest, word) if each.startswith(word)}
-    if not found and word and name in OVERRIDES:  # it takes longer: Hydra composes the config
+    if not found and word and name in TAKES_OVERRIDES:  # it takes longer: Hydra composes the config
         found.update(_overrides([*(each for each in rest if "=" in each), word]))
     return sorted(found)
 
@@ -107,7 +107,7 @@ def _candidates(name: str, named: bool, rest: list[str], word: str) -> Iterable[
         return COMMANDS
     if not rest and (subcommands := _subcommands(name)):
         return subcommands
-    return _run_names(word) if name in OF_RUNS else ()
+    return _run_names(word) if name in TAKES_RUN_NAMES else ()
 
 
 def _subcommands(name: str) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def _subcommands(name: str) -> tuple[str, ...]:
         from hpc_train.commands.bench import BENCHMARKS
 
         return tuple(BENCHMARKS)
-    return ("list", "verify", "export", "import") if name == "checkpoint" else ()
+    return checkpoints.ACTIONS if name == "checkpoint" else ()
 
 
 def _options(name: str, rest: Sequence[str]) -> Iterable[str]:

@@ -22,6 +22,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     # unknown words
     (["foo"], "unknown command 'foo'"),
     (["trian"], "did you mean train?"),
+    (["promote", "mine"], "fix:    checkpoint promote"),
+    (["list", "mine"], "fix:    checkpoint list"),
     (["optim.lrr=1"], "did you mean lr?"),
     (["+optim.lrr=1"], "optim.lrr is not a config key"),
     (["+strategy=dp", "strategy.ppp=2"], "strategy.ppp is not a config key"),

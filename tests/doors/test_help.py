@@ -10,9 +10,10 @@ import pytest
 from hpc_train.cli import run
 from hpc_train.commands import COMMANDS
 from hpc_train.commands.bench import BENCHMARKS
+from hpc_train.commands.checkpoints import ACTIONS
 from hpc_train.version import __version__
 
-SUBCOMMANDS = {"checkpoint": ("list", "verify", "export", "promote", "import"), "bench": tuple(BENCHMARKS)}
+SUBCOMMANDS = {"checkpoint": ACTIONS, "bench": tuple(BENCHMARKS)}
 WITHOUT_JSON = ("train", "agent")  # `status RUN --json` gives the result of a training
 
 

@@ -31,6 +31,7 @@ from hpc_train.checkpoint.listing import (
 from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.collector import without_collector
+from hpc_train.commands.checkpoints import ACTIONS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
@@ -64,14 +65,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if getattr(options, "submit", False):
         return _submit(arguments, options)
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "list": _list,
-        "verify": _verify,
-        "export": _export,
-        "promote": _promote,
-        "import": _import,
-    }
-    return actions[options.action](options)
+    functions = (_list, _verify, _export, _promote, _import)  # in the order of ACTIONS
+    return dict(zip(ACTIONS, functions, strict=True))[options.action](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|promote|import")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="|".join(ACTIONS))
     listed = actions.add_parser("list", help="list steps, ages, sizes and layouts; check file names and sizes")
     verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
     exported = actions.add_parser("export", help="export the model in Hugging Face's format or as one .pt file")
