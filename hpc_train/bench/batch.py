@@ -84,8 +84,8 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train bench batch",
-        usage="python -m hpc_train bench batch [overrides] [--most N] [--memory GIB] [--seconds S] [--noise N]"
-        " [--plot FILE] [--json]",
+        usage="python -m hpc_train bench batch [overrides] [--most N] [--memory GIB] [--seconds S] [--steps N]"
+        " [--pairs N] [--noise N] [--plot FILE] [--json]",
         description="Doubles the micro-batch size until memory or time runs out, and estimates the noise scale of the"
         " gradient. It takes the same overrides as a training, including its strategy.",
         epilog="example:\n  python -m hpc_train bench batch +strategy=zero3 model=gpt_124m precision=bf16 --plot b.png",

@@ -137,7 +137,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def mix(value: int) -> int:
-    """Applies the finaliser of splitmix64 (Steele, Lea and Flood 2014) to a 64-bit number."""
+    """Returns the output of splitmix64 (Steele, Lea and Flood 2014) for the 64-bit state ``value``."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -191,7 +191,7 @@ def _mask(bits: int) -> np.uint64:
 
 
 def _scramble(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Applies ``mix`` to each of ``values ^ key``; unsigned arithmetic wraps."""
+    """Applies the finalizer of splitmix64 to each element of ``values ^ key``; unsigned arithmetic wraps."""
     values = values ^ key
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

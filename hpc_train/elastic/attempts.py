@@ -121,7 +121,10 @@ class Attempts:
         return REPLACED if current is False else None
 
     def _ask_for_requeue(self, leave: Leave, events: EventLog) -> tuple[Leave, Exit]:
-        """Returns the exit code, and the decision, which changes to a failure if the job cannot ask for the requeue."""
+        """Returns ``leave`` and the exit code.
+
+        The decision in ``leave`` changes to a failure if the job cannot request the requeue.
+        """
         action, reason, end = leave.decision.action, leave.decision.reason, self.end
         if action is not Action.REQUEUE or end is None:
             return leave, EXITS[action]

@@ -229,7 +229,7 @@ def replica_class(layout: Layout) -> Any:
         raise UserError(
             f"{kind.replicas} has no method {' and no method '.join(missing)}",
             where=where,
-            fix="implement the methods of hpc_train.parallel.replicas.Replicas, and rebucket for a bucket search",
+            fix="implement the methods of hpc_train.parallel.engine.Replicas, and rebucket for a bucket search",
         )
     return found
 

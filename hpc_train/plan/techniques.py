@@ -106,7 +106,7 @@ class DataParallelKind:
 
     Attributes:
         name: used in messages.
-        replicas: ``module:attribute`` of the class with the methods of ``hpc_train.parallel.replicas.Replicas``,
+        replicas: ``module:attribute`` of the class with the methods of ``hpc_train.parallel.engine.Replicas``,
             imported on workers only and called as ``make_replicas`` calls it.
         sharder: ``module:attribute`` of the function that shards the model before it gets its values, with the
             signature of ``hpc_train.parallel.fsdp.shard``; None where nothing is sharded.

@@ -34,8 +34,8 @@ def worst_exit(codes: Iterable[int | None]) -> Exit:
 class Failure(StrEnum):
     """Classes of failure, as recorded in events and used in the agent's decisions."""
 
-    USER_ERROR = "user_error"  # an exception in the model, the data or the config
-    REFUSED = "refused"  # a UserError; nothing was started
+    USER_ERROR = "user_error"  # an exception in the user's model, data or training code
+    REFUSED = "refused"  # a UserError: wrong config, input or code; found on the login node or by a worker
     OUT_OF_MEMORY = "out_of_memory"
     DEVICE = "device_error"  # a GPU, its memory or its driver failed, or the GPU disappeared
     KERNEL = "kernel_error"  # a GPU kernel failed: usually a bug in the code, sometimes the GPU
@@ -57,7 +57,8 @@ class Action(StrEnum):
     STOP = "stop"  # a stop was requested
     REQUEUE = "requeue"  # time limit or preemption: ask Slurm to run the job again
     RESTART = "restart"  # on the same nodes, from the newest checkpoint
-    RESTART_IF_FURTHER = "restart_if_further"  # restart only if the attempt got further than earlier ones
+    # restart if the attempt made progress, or if the node may be to blame (``Ended.first``)
+    RESTART_IF_FURTHER = "restart_if_further"
     RESTART_OR_REQUEUE = "restart_or_requeue"  # restart; after several attempts without a step, requeue
     RESTART_ONCE = "restart_once"  # restart only if another process may have caused the failure, and once per job
     REPLACE = "replace"  # drop the node: use a spare, continue on fewer nodes, or requeue

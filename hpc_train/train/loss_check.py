@@ -39,7 +39,7 @@ def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> 
         precision: the precision of the config, whose rounding errors are tolerated.
 
     Raises:
-        UserError: the count of the loss is not a number, is negative, or is 0 for a sum that is not.
+        UserError: the count is NaN or negative, or it is 0 while the sum is not 0.
     """
     batch = example_micro_batch(dataset, replace(mesh.layout, micro_size=max(2, mesh.layout.micro_size)), mesh.device)
     devices = [mesh.device] if mesh.device.type == "cuda" else []

@@ -79,8 +79,9 @@ class ElasticConfig:
     hang_timeout_s: str = key(
         "auto",
         "The number of seconds after which a step counts as a hang and the workers restart. 0 means no limit. auto "
-        "uses 5 times the slowest step, at least 3 s, and at least 120 s on several nodes or GPUs. Time in which "
-        "a worker waits for a processor does not count.",
+        "uses 5 times the 99th percentile of the last 256 steps, at least 3 s, and at least 120 s on several nodes "
+        "or GPUs. Before 5 steps are known, it uses 5 times the first step and at least 30 s. Time in which a worker "
+        "waits for a processor does not count.",
     )
     stop_grace_s: float | int | str = key(
         "auto",

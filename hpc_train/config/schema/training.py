@@ -203,7 +203,8 @@ class OptimConfig:
     in_backward: bool = key(
         False,
         "Whether each parameter is updated during the backward pass, as soon as its gradient is known, and the "
-        "gradient is freed. For single, dp and cp, with one micro-batch per step and without clipping.",
+        "gradient is freed. For single and dp, and for cp with data_parallel=ddp or allreduce; with one micro-batch "
+        "per step and without clipping.",
     )
     schedule: Any = key(
         "cosine",

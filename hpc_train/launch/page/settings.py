@@ -12,9 +12,8 @@ from hpc_train.launch.diagnosis import shown as shown_path
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, listed, section, table, tag
+from hpc_train.run.comparison import UNCOMPARED
 from hpc_train.run.directory import RunDirectory
-
-UNCOMPARED = ("run.name", "run.fork", "run.root")
 
 
 def settings(of_run: RunFacts) -> Html | None:
