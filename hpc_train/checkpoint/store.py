@@ -55,14 +55,6 @@ class Checkpoint:
         """
         return read_manifest(self.path)
 
-    def is_complete(self) -> bool:
-        """Returns whether all files exist in their full size; does not read their content."""
-        try:
-            verify(self.path, self.manifest(), full=False)
-        except (BadCheckpoint, OSError):
-            return False
-        return True
-
 
 @dataclass(frozen=True)
 class CheckpointStore:

@@ -15,7 +15,6 @@ from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 SUBJECT = "port health"
 FEWEST = 10
 DAY_S = 86400.0
-SATURATED = 65535  # counters of 16 bits stop here
 MEMBER = 0x8000  # bit of a partition key: full member; limited members cannot reach each other
 BEST_ROCE_MTU = 4200  # bytes of the interface's MTU for RoCE packets of 4096 bytes
 

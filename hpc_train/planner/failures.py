@@ -33,7 +33,6 @@ RSC_2 = PublishedRate(
     2.34e-3 / (8 * 24),
     "https://arxiv.org/abs/2410.21680",
 )
-PUBLISHED = (RSC_2, LLAMA_3, RSC_1)
 PRIOR_PER_GPU_HOUR = 2.7e-5  # failures; between those of Llama 3 and of RSC-1
 RECOVERY_S = 120.0  # time to detect a failure and restart
 

@@ -14,6 +14,7 @@ from hpc_train.checkpoint.manifest import COMMITTED, NAME, BadCheckpoint
 from hpc_train.checkpoint.removals import Retention
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.storage import FileSystem
+from tests.checkpoint.made import is_complete
 from tests.checkpoint.test_crash_states import Recorder
 from tests.checkpoint.tiny import LIMIT_S, commit
 from tests.ranks import run_ranks
@@ -67,7 +68,7 @@ def test_both_kinds_are_found_and_told_from_what_was_never_finished(tmp_path: Pa
     marks.begin(5, attempt=0)
     for store in (renames, marks):
         assert [found.step for found in store.committed()] == [1, 2, 3, 4]
-        assert all(found.is_complete() for found in store.committed())
+        assert all(is_complete(found) for found in store.committed())
         with pytest.raises(FileExistsError):
             commit(store, 2)
     (tmp_path / "step-00000002.attempt-000.0" / COMMITTED).write_bytes(b"cut sho")
@@ -100,7 +101,7 @@ def test_a_marker_that_cannot_be_read_now_is_not_missing(
         store.revoke(attempt=1)
         store.prune(Retention(1), attempt=1)
         assert [found.step for found in store.committed()] == [1, 2]
-    assert all(found.is_complete() for found in store.committed())
+    assert all(is_complete(found) for found in store.committed())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from tests.checkpoint.made import commit
+from tests.checkpoint.made import commit, is_complete
 
 
 def save(run: RunDirectory, step: int) -> None:
@@ -113,4 +113,4 @@ def test_a_foreign_file_is_told_and_harmless(run: RunDirectory, capsys: pytest.C
         capsys.readouterr().out.split()
     )
     newest = CheckpointStore(run.checkpoints).newest()
-    assert newest is not None and newest.is_complete()
+    assert newest is not None and is_complete(newest)

@@ -21,6 +21,7 @@ from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_network
 from hpc_train.checkpoint.writer import quiet
+from tests.checkpoint.made import is_complete
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.tiny import commit, state_of
 from tests.checkpoint.training import make_manager
@@ -109,7 +110,7 @@ def search_in_vain(rank: int, world_size: int, folder: str, code: int) -> tuple[
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_bad(checkpoint: Checkpoint, code: int, kind: str) -> None:
     ((reported, bad),) = run_ranks(1, search_in_vain, str(checkpoint.path.parent), code)
     assert reported.startswith(kind) and "rank 0 cannot read a checkpoint" in reported
-    assert bad == [] and checkpoint.is_complete()
+    assert bad == [] and is_complete(checkpoint)
 
 
 def test_waiting_ends(checkpoint: Checkpoint) -> None:

@@ -14,8 +14,6 @@ from tests.doors.command import TINY, environment, hpc_train
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
-BY_TORCHRUN = TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}
-
 
 @pytest.mark.parametrize(
     "variables",
