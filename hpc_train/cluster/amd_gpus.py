@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from hpc_train.cluster.sysfs import read_text
+
 NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PCI = Path("/sys/bus/pci/devices")
 VENDOR = "0x1002"
@@ -311,15 +313,8 @@ def instinct_on_bus(pci: Path) -> tuple[str, ...]:
     """Returns the addresses of the Instinct GPUs on the PCI bus, which shows them without a driver, too."""
     if not pci.is_dir():
         return ()
-    found = [path for path in sorted(pci.iterdir()) if _text(path / "vendor") == VENDOR]
-    return tuple(path.name for path in found if _text(path / "device").lower() in _IDS)
+    found = [path for path in sorted(pci.iterdir()) if read_text(path / "vendor") == VENDOR]
+    return tuple(path.name for path in found if read_text(path / "device").lower() in _IDS)
 
 
 _IDS = {f"0x{number:04x}" for number in _PRODUCTS}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

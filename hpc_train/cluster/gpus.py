@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_train.cluster.amd_gpus import NODES, PCI, AmdNode, amd_memory
+from hpc_train.cluster.sysfs import read_text
 from hpc_train.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -81,12 +82,12 @@ def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
 
 def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
     """Returns the UUIDs of the GPUs that this process may open, and of their MIG slices; [] if they are unknown."""
-    texts = [_file_text(driver / address / "information") for address in own_gpus(driver, devices)]
+    texts = [read_text(driver / address / "information") for address in own_gpus(driver, devices)]
     found = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
     known = [each[1] for each in found if each is not None]  # question marks until the GPU is initialized
     if known and len(known) == len(texts) and not with_slices:
         return known
-    return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", _listing())
+    return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", print_listing())
 
 
 def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
@@ -113,11 +114,11 @@ def _present(driver: Path, devices: Path) -> int:
     """Counts the GPUs that this process may open. Some containers show an empty ``driver``."""
     if _entries(driver):
         return len(own_gpus(driver, devices))
-    return sum(line.startswith("GPU ") for line in _listing().splitlines())
+    return sum(line.startswith("GPU ") for line in print_listing().splitlines())
 
 
-def _listing() -> str:
-    """Returns what ``nvidia-smi -L`` prints; empty without a driver."""
+def print_listing() -> str:
+    """Returns the output of ``nvidia-smi -L``; "" without the tool."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -127,7 +128,7 @@ def _listing() -> str:
 
 def gpu_names() -> frozenset[str]:
     """Returns the names of the NVIDIA GPUs of this machine; empty without a driver."""
-    return frozenset(re.findall(r"^GPU \d+: (.+) \(UUID", _listing(), re.MULTILINE))
+    return frozenset(re.findall(r"^GPU \d+: (.+) \(UUID", print_listing(), re.MULTILINE))
 
 
 KEY = "cluster.gpus_per_node"
@@ -186,7 +187,7 @@ class Machine:
         """Returns the version of a torch that was built without CUDA, or on a machine with AMD GPUs without ROCm; None
         for any other.
         """
-        text = "" if self.torch is None else _file_text(self.torch / "version.py")
+        text = "" if self.torch is None else read_text(self.torch / "version.py")
         platform = "cuda" if self.amd() is None else "hip"
         if not re.search(rf"^{platform}\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
             return None
@@ -320,21 +321,14 @@ def _count(names: str) -> int:
 
 def _is_idle_gpu(device: Path) -> bool:
     """Returns whether a PCI device is an NVIDIA GPU, but not one that drives a display by the kernel's own driver."""
-    kind = _file_text(device / "class")
-    if _file_text(device / "vendor") != NVIDIA or not kind.startswith(GPU_CLASSES):
+    kind = read_text(device / "class")
+    if read_text(device / "vendor") != NVIDIA or not kind.startswith(GPU_CLASSES):
         return False
     return not (kind.startswith(DISPLAY) and (device / "driver").resolve().name == "nouveau")
 
 
 def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _file_text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 # GPU models with a single memory size (from the vendors' data sheets); of those with several, the usual one

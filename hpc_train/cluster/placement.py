@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_train.cluster.allocation import expand
+from hpc_train.cluster.natural_order import natural
 from hpc_train.plan.layout import Layout
 
 TORUS = re.compile(r"(?P<name>.+):(?P<x>\d+):(?P<y>\d+):(?P<z>\d+)\..+")
@@ -53,7 +54,7 @@ def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
 
     def sort_key(index: int) -> list[tuple[bool, list[tuple[int, str]]]]:
         names = addresses[index].split(".")
-        return [(name != own, _natural(name)) for name, own in itertools.zip_longest(names, home, fillvalue="")]
+        return [(name != own, natural(name)) for name, own in itertools.zip_longest(names, home, fillvalue="")]
 
     return tuple(sorted(range(len(addresses)), key=sort_key))
 
@@ -64,17 +65,12 @@ def _torus_order(nodes: Sequence[re.Match[str]]) -> tuple[int, ...]:
     def position(index: int) -> tuple[bool, list[tuple[int, str]], int, int, int]:
         name, (x, y, z) = nodes[index]["name"], (int(nodes[index][axis]) for axis in "xyz")
         turned_y, turned_z = -y if x % 2 else y, -z if (x + y) % 2 else z
-        return name != nodes[0]["name"], _natural(name), x, turned_y, turned_z
+        return name != nodes[0]["name"], natural(name), x, turned_y, turned_z
 
     path = sorted(range(len(nodes)), key=position)
     home = sum(node["name"] == nodes[0]["name"] for node in nodes)
     start = path.index(0)
     return (*path[start:home], *path[:start], *path[home:])
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key that orders n9 before n10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]
 
 
 def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from hpc_train.cluster.gpus import own_gpus, visible_devices
+from hpc_train.cluster.gpus import own_gpus, print_listing, visible_devices
 from hpc_train.fabric.discovery import discover, merge, print_matrix
 from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.fabric.libfabric import find_plugin
@@ -25,7 +25,6 @@ from hpc_train.fabric.nccl_settings import settings_of_communication
 from hpc_train.fabric.nvidia_smi import (
     parse_matrix,
     parse_nvlink_domain,
-    print_listing,
     print_nvlink_domain,
     with_slices,
 )

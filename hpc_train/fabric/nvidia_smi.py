@@ -263,15 +263,6 @@ def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def print_listing() -> str:
-    """Returns the output of ``nvidia-smi -L``; "" without the tool."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
-
-
 NVLINK_QUERY = ("nvidia-smi", "--query-gpu=fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader")
 _DOMAIN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}),\s*(\d+)")
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from hpc_train.cluster.natural_order import natural
 from hpc_train.fabric.facts import FLAPS, Gpu, Nic, NodeFacts, Port, distance
 from hpc_train.fabric.machines import once_per_machine
-from hpc_train.fabric.rdma import NIC_RATE_GBPS, natural
+from hpc_train.fabric.rdma import NIC_RATE_GBPS
 
 Kind = TypeVar("Kind", str, float)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_train.cluster.natural_order import natural
 from hpc_train.fabric.facts import Nic, Port
 
 # highest rate in Gb/s per NIC type as reported by Mellanox drivers; a port below it negotiated a low rate
@@ -54,11 +55,6 @@ def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
     for device in _directories(sysfs / "class/cxi"):
         found.setdefault(device.name, _slingshot(sysfs, device))
     return tuple(found[name] for name in sorted(found, key=natural))
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that orders mlx5_9 before mlx5_10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]
 
 
 def read_text(path: Path) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.cluster.amd_gpus import VENDOR, AmdGpu, AmdNode, instinct_on_bus
+from hpc_train.cluster.sysfs import read_text
 from hpc_train.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 from hpc_train.health.gpu_health import (
     HANGS,
@@ -105,7 +106,7 @@ def read_texts(device: Path) -> dict[str, str]:
     card = device.resolve()
     inside = [card]
     for parent in card.parents:
-        if _text(parent / "vendor") != VENDOR:
+        if read_text(parent / "vendor") != VENDOR:
             break
         inside.append(parent)
     names = [*LINK, "mem_info_vram_used", "gpu_busy_percent", BAD_PAGES]
@@ -113,24 +114,17 @@ def read_texts(device: Path) -> dict[str, str]:
     files = {name: card / name for name in names}
     files |= {f"link/{name}": inside[-1] / name for name in LINK}
     files |= {f"slot/{name}": inside[-1].parent / name for name in LINK}
-    return {name: text for name, path in files.items() if (text := _text(path))}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return {name: text for name, path in files.items() if (text := read_text(path))}
 
 
 def read_processes(paths: Paths) -> dict[int, tuple[GpuProcess, ...]]:
     """Returns the processes with memory on each GPU, by its number in the driver's topology."""
     found: dict[int, tuple[GpuProcess, ...]] = {}
     for place in (paths.kfd / "topology/nodes").glob("[0-9]*"):
-        name = f"vram_{_text(place / 'gpu_id')}"
-        used = [(int(path.parent.name), _text(path)) for path in paths.kfd.glob(f"proc/[0-9]*/{name}")]
+        name = f"vram_{read_text(place / 'gpu_id')}"
+        used = [(int(path.parent.name), read_text(path)) for path in paths.kfd.glob(f"proc/[0-9]*/{name}")]
         found[int(place.name)] = tuple(
-            GpuProcess(pid, _text(paths.proc / f"{pid}/comm") or "?", int(memory))
+            GpuProcess(pid, read_text(paths.proc / f"{pid}/comm") or "?", int(memory))
             for pid, memory in sorted(used)
             if memory.isdigit() and int(memory)
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.gpus import own_gpus
+from hpc_train.cluster.sysfs import read_text
 from hpc_train.health.amd_health import amd_health
 from hpc_train.health.finding import ERROR, OK, WARNING, Finding, worst
 from hpc_train.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
@@ -140,14 +141,9 @@ def _on_bus(pci: Path) -> int:
         devices = list(pci.iterdir())
     except OSError:
         return 0
-    return sum(_read(one / "vendor") == NVIDIA and _read(one / "class").startswith(ACCELERATOR) for one in devices)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    return sum(
+        read_text(one / "vendor") == NVIDIA and read_text(one / "class").startswith(ACCELERATOR) for one in devices
+    )
 
 
 def _missing(on_bus: int, managed: int, own: int, reading: GpuReading, node: str) -> Iterator[Finding]:
@@ -185,15 +181,15 @@ def fabric_manager_runs(paths: Paths) -> bool | None:
     """Returns whether a node with NVSwitches runs the fabric manager; None without switches or if it cannot be seen."""
     if not any(paths.devices.glob("nvidia-nvswitch[0-9]*")):
         return None
-    if _read(paths.proc / "1/comm") not in ("systemd", "init"):  # a container, or a /proc that hides processes
+    if read_text(paths.proc / "1/comm") not in ("systemd", "init"):  # a container, or a /proc that hides processes
         return None
-    names = (_read(process / "comm") for process in paths.proc.glob("[0-9]*"))
+    names = (read_text(process / "comm") for process in paths.proc.glob("[0-9]*"))
     return any(name.startswith("nv-fabricmanage") for name in names)  # the kernel keeps 15 characters
 
 
 def uptime(proc: Path = Path("/proc")) -> float:
     """Returns the seconds since boot; 0 if unknown."""
-    words = _read(proc / "uptime").split()
+    words = read_text(proc / "uptime").split()
     return float(words[0]) if words else 0.0
 
 

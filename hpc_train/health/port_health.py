@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cluster.sysfs import read_text
 from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 
 SUBJECT = "port health"
@@ -45,12 +46,12 @@ class PortState:
 def read_ports(rdma: Path = Path("/sys/class/infiniband")) -> tuple[PortState, ...]:
     """Returns the active ports below ``rdma``, in the order of their names."""
     ports = sorted(rdma.glob("*/ports/*"), key=lambda path: (len(path.parts[-3]), path.parts[-3], path.name))
-    return tuple(_port(path) for path in ports if "ACTIVE" in _text(path / "state") and path.name.isdigit())
+    return tuple(_port(path) for path in ports if "ACTIVE" in read_text(path / "state") and path.name.isdigit())
 
 
 def _port(path: Path) -> PortState:
-    layer = _text(path / "link_layer")
-    mtus = [int(text) for text in map(_text, path.parent.parent.glob("device/net/*/mtu")) if text.isdigit()]
+    layer = read_text(path / "link_layer")
+    mtus = [int(text) for text in map(read_text, path.parent.parent.glob("device/net/*/mtu")) if text.isdigit()]
     return PortState(
         device=path.parts[-3],
         number=int(path.name),
@@ -63,22 +64,15 @@ def _port(path: Path) -> PortState:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:  # some drivers return EINVAL
-        return ""
-
-
 def _count(path: Path) -> int | None:
-    text = _text(path)
+    text = read_text(path)
     return int(text) if text.isdigit() else None
 
 
 def _keys(folder: Path) -> Iterator[int]:
     """Yields the keys in the order of their index; the key 0 marks an empty entry."""
     index = 0
-    while text := _text(folder / str(index)):
+    while text := read_text(folder / str(index)):
         yield int(text, 16)
         index += 1
 
