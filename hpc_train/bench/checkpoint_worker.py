@@ -29,7 +29,7 @@ from hpc_train.checkpoint.writer import quiet
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -178,8 +178,7 @@ class _CheckpointBench:
         return found.item()
 
     def _synchronize(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
+        synchronize(self.mesh.device)
         dist.barrier(group=self.mesh.control)
 
     def _forget(self, path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -18,7 +18,19 @@ REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-
 
 
 @dataclass(frozen=True)
-class StepRequest:
+class WorkerRequest:
+    """Passes a request to the workers through a file in the run directory."""
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> Self:
+        return cls(**read_json(run.path / REQUEST))
+
+
+@dataclass(frozen=True)
+class StepRequest(WorkerRequest):
     """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if that is not None.
 
     Attributes:
@@ -31,37 +43,20 @@ class StepRequest:
     raw: str | None
     profile_gap: bool = False
 
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> StepRequest:
-        return cls(**read_json(run.path / REQUEST))
-
 
 @dataclass(frozen=True)
-class CheckpointRequest:
+class CheckpointRequest(WorkerRequest):
     """Requests ``rounds`` rounds with each kind of save and load."""
 
     rounds: int
 
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> CheckpointRequest:
-        return cls(**read_json(run.path / REQUEST))
-
 
 @dataclass(frozen=True)
-class CollectivesRequest:
+class CollectivesRequest(WorkerRequest):
     """Requests each collective at ``sizes`` bytes, for about ``seconds`` each."""
 
     sizes: tuple[int, ...]
     seconds: float
-
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
 
     @classmethod
     def read(cls, run: RunDirectory) -> CollectivesRequest:
@@ -70,32 +65,18 @@ class CollectivesRequest:
 
 
 @dataclass(frozen=True)
-class NoiseRequest:
+class NoiseRequest(WorkerRequest):
     """Requests ``estimates`` of the gradient noise, each from ``times`` global batches and from their union."""
 
     estimates: int
     times: int
 
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> NoiseRequest:
-        return cls(**read_json(run.path / REQUEST))
-
 
 @dataclass(frozen=True)
-class MachineRequest:
+class MachineRequest(WorkerRequest):
     """Requests the numbers of a machine file, for about ``seconds`` each."""
 
     seconds: float
-
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> MachineRequest:
-        return cls(**read_json(run.path / REQUEST))
 
 
 def write_progress(run: RunDirectory, done: int, of: int) -> None:

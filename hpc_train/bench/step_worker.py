@@ -36,7 +36,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression.build import with_chosen_compression
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
@@ -197,8 +197,7 @@ def _timed(loop: Loop, steps: int, mesh: Mesh) -> float:
 
 
 def _synchronize(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    synchronize(mesh.device)
     dist.barrier(group=mesh.control)
 
 

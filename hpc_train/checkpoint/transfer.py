@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.export import PublishedFiles, export_bytes, export_hf, export_pt
-from hpc_train.checkpoint.listing import choose, verified_manifest, was_kept
+from hpc_train.checkpoint.listing import Bar, choose, verified_manifest, was_kept
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.writer import SaveFailed, write_tensors
 from hpc_train.config.extensions import family_of
-from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.run.imported import imported_model, model_overrides, write_imported
+from hpc_train.run.imported import import_directory, imported_model, model_overrides, write_imported
 
 TRIES = 5  # of an export from a run that prunes
 POSITIONS = 2048  # assumed longest sequence where the run does not define one; Llama's value
-Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
 
 
 def export(
@@ -121,9 +118,7 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
     Raises:
         UserError: the files are not a model that hpc_train's GPT can compute, or the name is taken.
     """
-    directory = RunDirectory(Path(run_directory(str(root), name)))
-    if directory.path.exists() and any(directory.path.iterdir()):
-        raise UserError(f"{directory.path} already exists", where="--to", fix="choose another name")
+    directory = import_directory(root, name)
     files = PublishedFiles.open(source)
     kind: torch.dtype = getattr(torch, dtype)
     state = {f"{MODEL}{own}": torch.empty(shape, dtype=kind, device="meta") for own, shape in files.shapes.items()}

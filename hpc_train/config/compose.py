@@ -232,9 +232,13 @@ def _check_missing(node: DictConfig) -> None:
         )
 
 
-def plain(node: DictConfig) -> dict[str, Any]:
-    """Returns the resolved values."""
-    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+def plain(node: Any, resolve: bool = True) -> dict[str, Any]:
+    """Returns the values of a ``DictConfig``.
+
+    Args:
+        resolve: whether interpolations are resolved, and a missing value is an error.
+    """
+    values = OmegaConf.to_container(node, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -284,7 +288,7 @@ def _with_sources(node: DictConfig) -> DictConfig:
     """Adds the defaults of the sources of a mixture, and to the mixture the sizes that a model may refer to."""
     if str(node.data.kind) != "mixture":
         return node
-    values = _container(node.data)
+    values = plain(node.data, resolve=False)
     values["sources"] = {
         str(name): _source(f"data.sources.{name}", source) for name, source in (values.get("sources") or {}).items()
     }
@@ -310,16 +314,10 @@ def _source(key: str, values: Any) -> dict[str, Any]:
         fix = f"+data@{key}=SOURCE; {nearest(kind, [*SOURCES])}"
         raise UserError(f"{key}.kind is {kind!r}, which is unknown", where=key, fix=fix)
     try:
-        return _container(OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values))
+        return plain(OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values), resolve=False)
     except OmegaConfBaseException as error:
         mistake = translate(error)
         raise (error if mistake is None else UserError(mistake.what, where=key, fix=mistake.fix)) from error
-
-
-def _container(node: Any) -> dict[str, Any]:
-    values = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
 
 
 def check_kinds(node: DictConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -29,7 +29,7 @@ def identity(config: Config) -> dict[str, Any]:
         "train": {key: getattr(config.train, key) for key in ("seed", "reproducible", "z_loss")},
         "run": {"entry": config.run.entry, "command": None if config.run.command is None else "set"},
     }
-    return dict(_flat(nested))
+    return dict(flatten(nested))
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -56,12 +56,13 @@ def check_identity(old: Config, new: Config) -> None:
 
 def flat(config: Config) -> dict[str, Any]:
     """Returns all keys of a config as dotted names."""
-    return dict(_flat(asdict(config)))
+    return dict(flatten(asdict(config)))
 
 
-def _flat(nested: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(nested: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings with their dotted names; an empty mapping is a value."""
     for key, value in nested.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{head}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{head}{key}.")
         else:
             yield f"{head}{key}", value

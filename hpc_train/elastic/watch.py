@@ -25,7 +25,7 @@ from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, Ha
 from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.measure.flight_recorder import Collective, read_collectives
-from hpc_train.measure.streak import Streak
+from hpc_train.measure.streak import LEAST_BLAME, LEAST_SHARE, Streak
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -37,8 +37,6 @@ FIRST_S, MOST_S = (
     5.0,
     60.0,
 )  # the pause between two queries, which doubles: each query costs a worker some ten milliseconds
-LEAST_SHARE = 0.2  # minimum share of the time for which the others wait for the rank
-LEAST_BLAME = 0.75  # minimum share of all waiting: on a busy machine every rank is late at times
 FEWEST = 20  # minimum number of collectives
 IN_A_ROW = 2  # windows that must agree
 SAME_WORK = ("mesh_dp", "mesh_cp", "mesh_tp")  # prefixes of the descriptions of such groups

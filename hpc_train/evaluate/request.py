@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from hpc_train.bench.request import REQUEST
-from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, write_json
+from hpc_train.bench.request import WorkerRequest
 
 
 @dataclass(frozen=True)
-class EvaluationRequest:
+class EvaluationRequest(WorkerRequest):
     """Requests an evaluation of the checkpoint of ``step`` in the directory ``checkpoint``.
 
     Attributes:
@@ -20,10 +18,3 @@ class EvaluationRequest:
     checkpoint: str
     step: int
     weights: str | None
-
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
-
-    @classmethod
-    def read(cls, run: RunDirectory) -> EvaluationRequest:
-        return cls(**read_json(run.path / REQUEST))

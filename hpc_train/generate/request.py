@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from hpc_train.bench.request import REQUEST
+from hpc_train.bench.request import REQUEST, WorkerRequest
 from hpc_train.decoding.sampling import Sampling
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import read_json
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(WorkerRequest):
     """Requests up to ``max_tokens`` new tokens for each prompt, by the checkpoint of ``step``.
 
     Attributes:
@@ -28,9 +28,6 @@ class GenerationRequest:
     max_tokens: int
     sampling: Sampling
     ends: tuple[int, ...]
-
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, asdict(self))
 
     @classmethod
     def read(cls, run: RunDirectory) -> GenerationRequest:

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from hpc_train.measure.streak import Streak
+from hpc_train.measure.streak import LEAST_BLAME, LEAST_SHARE, Streak
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.plan.layout import Layout
 
-LEAST_SHARE = 0.2  # smallest share of the time for which the others wait
-LEAST_BLAME = 0.75  # the gap to the next rank, as a share of that wait, that rules out a generally busy cluster
 IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
 
 

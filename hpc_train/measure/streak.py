@@ -7,6 +7,10 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+# A straggler is a rank that the others wait for. Both searches for it, in one node and across nodes, use these.
+LEAST_SHARE = 0.2  # smallest share of the time for which the others wait
+LEAST_BLAME = 0.75  # smallest share of the waiting that one rank alone causes: on a busy machine every rank is late
+
 
 @dataclass
 class Streak(Generic[T]):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hpc_train.parallel.mesh import synchronize
+
 if TYPE_CHECKING:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -121,11 +123,11 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
     the host's clock on the CPU and with events on the GPU; they do not include waiting for messages.
     """
     with timed_stages(device) as computing:
-        _synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         for _ in range(steps):
             step()
-        _synchronize(device)
+        synchronize(device)
         elapsed = time.perf_counter() - begin
     return max(0.0, 1.0 - sum(chunk.seconds() for chunk in computing) / elapsed)
 
@@ -209,8 +211,3 @@ def _timed(
         return result
 
     return timed
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -165,6 +165,12 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until ``device`` has done all work that is queued; a CPU has no queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 # torch 2.13 renamed these collectives.
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

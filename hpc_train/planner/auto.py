@@ -23,7 +23,7 @@ from hpc_train.plan.compilation import compiler_mode
 from hpc_train.plan.open_keys import SIMPLEST, open_keys
 from hpc_train.plan.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
-from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, refusal, with_values
+from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, nested, refusal, with_values
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.work import count_work
 from hpc_train.units import counted, format_bytes
@@ -91,7 +91,7 @@ class Choice:
         main = content["settings"]
         others: dict[str, Any] = dict.fromkeys(map(str, range(content["fewest_nodes"], content["nodes"])))
         for count, found in content["other_nodes"].items():
-            others[count] = None if found["settings"] is None else _nested(_changed(main, found["settings"]))
+            others[count] = None if found["settings"] is None else nested(_changed(main, found["settings"]))
         chosen = with_values(config, main)
         return replace(chosen, strategy=replace(chosen.strategy, for_nodes=others))
 
@@ -267,12 +267,3 @@ def _why(each: Candidate, best: Candidate) -> str:
 
 def _changed(main: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in other.items() if main[name] != value}
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the values of ``group.key`` by group and key."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        group, _, key = name.partition(".")
-        groups.setdefault(group, {})[key] = value
-    return groups

@@ -161,11 +161,16 @@ def distinct(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
 
 def with_values(config: Config, values: Values) -> Config:
     """Returns ``config`` with other values of ``group.key``."""
+    return replace(config, **{group: replace(getattr(config, group), **keys) for group, keys in nested(values).items()})
+
+
+def nested(values: Values) -> dict[str, dict[str, Any]]:
+    """Returns the values of ``group.key`` by group and key."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         group, key = name.split(".")
         groups.setdefault(group, {})[key] = value
-    return replace(config, **{group: replace(getattr(config, group), **keys) for group, keys in groups.items()})
+    return groups
 
 
 def _choices(

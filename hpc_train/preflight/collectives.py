@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.parallel.mesh import all_gather_tensor, reduce_scatter_tensor
+from hpc_train.parallel.mesh import all_gather_tensor, reduce_scatter_tensor, synchronize
 from hpc_train.preflight.bandwidth import Rate
 
 _PERIOD = 13  # period of the test pattern, whose sums are exact in float32
@@ -68,18 +68,13 @@ def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
 
 def _timed(run: Callable[[], object], repeats: int, ranks: Ranks) -> float:
     """Returns the seconds of one run on the slowest rank, the same on all ranks. Collective."""
-    _synchronize(ranks.device)
+    synchronize(ranks.device)
     ranks.largest(0.0)
     began = time.perf_counter()
     for _ in range(repeats):
         run()
-    _synchronize(ranks.device)
+    synchronize(ranks.device)
     return ranks.largest((time.perf_counter() - began) / repeats)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _pattern(elements: int, ranks: Ranks) -> Tensor:

@@ -13,7 +13,6 @@ from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.listing import verified_manifest
 from hpc_train.checkpoint.manifest import COMMITTED
 from hpc_train.checkpoint.store import Checkpoint
-from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.registry.lineage import CONFIG_DIGEST, MANIFEST
@@ -21,6 +20,7 @@ from hpc_train.registry.promotion import registry_of
 from hpc_train.registry.registry import CHECKPOINT, CONFIG, LINEAGE, REGISTRIES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
+from hpc_train.run.imported import import_directory
 
 
 def is_reference(source: str) -> bool:
@@ -40,9 +40,7 @@ def import_reference(source: str, name: str, root: Path, config: Config) -> dict
     Raises:
         UserError: there is no such version, it is damaged, or the name is taken.
     """
-    directory = RunDirectory(Path(run_directory(str(root), name)))
-    if directory.path.exists() and any(directory.path.iterdir()):
-        raise UserError(f"{directory.path} already exists", where="--to", fix="choose another name")
+    directory = import_directory(root, name)
     kind, _, reference = source.partition(":")
     registry = registry_of(kind, config)
     try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hpc_train.checkpoint.listing import BEST, NEWEST, choose_by_name, verified_manifest
+from hpc_train.checkpoint.listing import BEST, NEWEST, Bar, choose_by_name, verified_manifest
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.config.schema import Config
@@ -20,7 +19,6 @@ from hpc_train.registry.registry import CONFIG, LINEAGE, Model, Promoted, Regist
 from hpc_train.registry.wandb import WandbRegistry
 from hpc_train.run.directory import RunDirectory
 
-Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 LAST = "last"
 
 

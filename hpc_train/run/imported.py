@@ -22,6 +22,18 @@ _IMPORTED = "imported.json"
 _FREE = ("dropout",)  # affects training, not what the weights compute
 
 
+def import_directory(root: Path, name: str) -> RunDirectory:
+    """Returns the directory for an import with ``name`` below ``root``.
+
+    Raises:
+        UserError: the name is taken.
+    """
+    directory = RunDirectory(Path(run_directory(str(root), name)))
+    if directory.path.exists() and any(directory.path.iterdir()):
+        raise UserError(f"{directory.path} already exists", where="--to", fix="choose another name")
+    return directory
+
+
 def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
     """Records the model that ``directory`` holds and the source of its weights."""
     write_json(directory.path / _IMPORTED, {"model": asdict(model), "source": source, "time": time.time()})

@@ -121,20 +121,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, s
 DUPLICATE_SIGINT_S = 0.3  # some wrappers forward a Ctrl-C that the terminal already sent to the whole group
 
 
-class StopRequests:
+class StopRequests(StopFlag):
     """Records whether this agent was asked to stop, by which signal and when.
 
     A second SIGINT raises KeyboardInterrupt wherever the agent is, even inside a blocking call.
     """
 
     def __init__(self) -> None:
-        self.reason: str | None = None
-        self.since = 0.0  # time.monotonic() of the first request
+        super().__init__()
         self._interrupted: float | None = None
-
-    @property
-    def requested(self) -> bool:
-        return self.reason is not None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -143,11 +138,6 @@ class StopRequests:
                 raise KeyboardInterrupt
             self._interrupted = self._interrupted or now
         self.request(signal.Signals(number).name)
-
-    def request(self, reason: str) -> None:
-        """Requests a stop; later requests do not change the reason."""
-        if self.reason is None:
-            self.reason, self.since = reason, time.monotonic()
 
 
 @contextmanager

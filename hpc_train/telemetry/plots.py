@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import UserError
+from hpc_train.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 IMAGES = (".png", ".pdf", ".svg")
-GIB = 1 << 30
 SHARES = {  # key of the metrics -> name and line style
     "data_wait_share": ("data", "-"),
     "comm_share": ("communication", "--"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.identity import flatten
 from hpc_train.config.secrets import shown
 from hpc_train.launch.diagnosis import shown as shown_path
 from hpc_train.launch.lookup import RunHandle
@@ -36,7 +37,7 @@ def settings(of_run: RunFacts) -> Html | None:
 def _differences(parent: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Html:
     if not before:
         return tag("p", f"It was forked from {parent}, whose config cannot be read.")
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = dict(flatten(before)), dict(flatten(after))
     keys = [key for key in {**old, **new} if not key.startswith(UNCOMPARED)]
     rows = [[key, _value(key, old), _value(key, new)] for key in keys if old.get(key, "") != new.get(key, "")]
     if not rows:
@@ -46,14 +47,6 @@ def _differences(parent: str, before: Mapping[str, Any], after: Mapping[str, Any
 
 def _value(key: str, values: Mapping[str, Any]) -> str:
     return str(shown(key, values[key])) if key in values else "absent"
-
-
-def _flat(nested: Mapping[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{head}{key}.")
-        else:
-            yield f"{head}{key}", value
 
 
 def reproduce(of_run: RunFacts) -> Html:

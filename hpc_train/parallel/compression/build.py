@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.models.build import build_model
 from hpc_train.parallel.compression.exchange import Dense, Exchange, PowerSGD, TopK
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction
@@ -183,14 +183,12 @@ def _round(
     reduction.begin(1, exchange)
     reduction.reduce()
     exchange.commit(torch.ones((), dtype=torch.bool, device=mesh.device))
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    synchronize(mesh.device)
     return time.perf_counter() - began
 
 
 def _synchronize(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    synchronize(mesh.device)
     dist.barrier(group=mesh.control)
 
 

@@ -30,7 +30,7 @@ from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.context import own_tokens
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.plain_objects import broadcast_plain
@@ -283,10 +283,10 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
     with KeptCasts([part], kept_dtype(config.precision, mesh.layout)).step():
         kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
         for _ in range(PASSES):
-            _synchronize(mesh.device)
+            synchronize(mesh.device)
             begin = clock()
             _pass(part, hidden, example, config.precision.name, measure=False)
-            _synchronize(mesh.device)
+            synchronize(mesh.device)
             seconds.append(clock() - begin)
     kept += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
     return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), kept)
@@ -348,8 +348,3 @@ def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.data.dataset import StepBatch
 from hpc_train.measure.time_breakdown import Chunk, timed_stages
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import SplitPlan
 from hpc_train.preflight.measure import to_first
 
@@ -75,11 +74,11 @@ class PipelineWatch(WrappedEngine):
     def _timed_step(
         self, step: int, batch: StepBatch, loss_scale: Tensor | None
     ) -> tuple[StepResult, float, list[Chunk]]:
-        self._synchronize()
+        synchronize(self._mesh.device)
         with timed_stages(self._mesh.device) as work:
             begin = time.perf_counter()
             result = self._engine.train_step(step, batch, loss_scale)
-            self._synchronize()
+            synchronize(self._mesh.device)
             seconds = time.perf_counter() - begin
         self._elapsed += seconds
         for chunk in work:
@@ -108,10 +107,6 @@ class PipelineWatch(WrappedEngine):
             return []
         times = [(chunk, chunk.begin()) for chunk in work]
         return [(one.kind, one.stage, round(at, 6), round(at + one.seconds(), 6)) for one, at in times]
-
-    def _synchronize(self) -> None:
-        if self._mesh.device.type == "cuda":
-            torch.cuda.synchronize(self._mesh.device)
 
 
 def _message(plan: SplitPlan, found: dict[str, Any]) -> str:
