@@ -39,7 +39,7 @@ from hpc_train.units import GIB, format_bytes
 ENTRY = "hpc_train.bench.step_worker:measure"
 NOISE_ENTRY = "hpc_train.bench.step_worker:measure_noise"
 WARMUP = 2  # steps before a block
-TIMES = 8  # ratio of the two batch sizes for the noise scale
+NOISE_BATCH_RATIO = 8  # of the two batch sizes for the noise scale
 HOST_SHARE = 0.8  # default share of this machine's free memory that trials may use
 
 
@@ -155,7 +155,7 @@ def _with_micro_size(config: Config, layout: Layout, size: int) -> Config:
 
 
 def _noise(config: Config, estimates: int) -> NoiseScale | None:
-    _, found = run_benchmark(config, NoiseRequest(estimates, TIMES), NOISE_ENTRY)
+    _, found = run_benchmark(config, NoiseRequest(estimates, NOISE_BATCH_RATIO), NOISE_ENTRY)
     return None if found is None else noise_scale(**found)
 
 

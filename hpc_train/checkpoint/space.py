@@ -59,7 +59,7 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
 UNKNOWN_S = 120  # for the current step and the exit, before any step has been timed
 LEAVING_S = 30  # for trackers to get the rest and processes to exit
 LEAST_S = 60
-TIMES = 2  # safety factor: the file system may be busy during the next save
+SAVE_SAFETY_FACTOR = 2  # the file system may be busy during the next save
 BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system
 ROUND_S = 30  # rounding lets runs of one sweep share a job array
 
@@ -80,14 +80,16 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
     save_s = _slowest_save(run)
     if save_s is not None:
         step_s = _newest_step_s(run)
-        reason = f"{TIMES} x the slowest save so far ({save_s:.3g} s) plus a step ({step_s:.3g} s)"
-        return StopTime(_rounded(TIMES * save_s + step_s + LEAVING_S), reason)
+        reason = f"{SAVE_SAFETY_FACTOR} x the slowest save so far ({save_s:.3g} s) plus a step ({step_s:.3g} s)"
+        return StopTime(_rounded(SAVE_SAFETY_FACTOR * save_s + step_s + LEAVING_S), reason)
     size = state_bytes(config)
     if size is None:
         return StopTime(UNKNOWN_S, "no save was timed yet, and the size of a custom model is unknown")
     seconds = size / (BYTES_PER_S * nodes)
-    reason = f"{TIMES} x {format_bytes(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; no save was timed yet"
-    return StopTime(_rounded(TIMES * seconds + UNKNOWN_S), reason)
+    reason = (
+        f"{SAVE_SAFETY_FACTOR} x {format_bytes(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; no save was timed yet"
+    )
+    return StopTime(_rounded(SAVE_SAFETY_FACTOR * seconds + UNKNOWN_S), reason)
 
 
 def _slowest_save(run: RunDirectory) -> float | None:

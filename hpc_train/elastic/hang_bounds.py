@@ -32,7 +32,7 @@ UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one ha
 START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
 FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
 KEPT = 256  # step times
-FEWEST = 5  # step times required to learn a bound
+MIN_STEP_TIMES = 5  # with fewer no bound is learned from them
 SEEN_S = 0.5  # cap on the time counted between two polls: the agent itself stalled or waited for the CPU
 
 # Minimum bounds of a hang. 120 s is longer than a Lustre client waits before it sends a lost request again (100 s, its
@@ -202,7 +202,7 @@ class HangWatch:
         return START_S
 
     def _step_bound(self) -> float:
-        if len(self._steps) < FEWEST:
+        if len(self._steps) < MIN_STEP_TIMES:
             return max(COLD_S, self.least_s, FACTOR * self._longest.get(Phase.FIRST_STEP, 0.0))
         ordered = sorted(self._steps)
         return max(self.least_s, FACTOR * ordered[math.ceil(0.99 * len(ordered)) - 1])

@@ -37,7 +37,7 @@ FIRST_S, MOST_S = (
     5.0,
     60.0,
 )  # the pause between two queries, which doubles: each query costs a worker some ten milliseconds
-FEWEST = 20  # minimum number of collectives
+MIN_COLLECTIVES = 20  # with fewer nobody is said to be late
 IN_A_ROW = 2  # windows that must agree
 SAME_WORK = ("mesh_dp", "mesh_cp", "mesh_tp")  # prefixes of the descriptions of such groups
 WORLD = "default_pg"  # replaces a group that contains all ranks
@@ -138,7 +138,7 @@ def on_device(ranks: Mapping[int, Collective]) -> dict[int, float]:
 
 def find_straggler(arrivals: Arrivals) -> Straggler | None:
     """Returns the rank that the others wait for in most collectives and for much of the time, if there is one."""
-    if len(arrivals) < FEWEST:
+    if len(arrivals) < MIN_COLLECTIVES:
         return None
     waits: dict[int, list[float]] = {}
     for times in arrivals.values():

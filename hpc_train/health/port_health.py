@@ -1,7 +1,7 @@
 """The health of InfiniBand and RoCE ports: error counters, partition keys and the MTU, from ``/sys``.
 
 The counters are those of the InfiniBand specification (PortCounters). They grow from the last reset on, so a rate
-decides: at least ``FEWEST`` events, the default threshold of infiniband-diags, and one per day since boot.
+decides: at least ``MIN_ERRORS`` events, the default threshold of infiniband-diags, and one per day since boot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpc_train.cluster.sysfs import read_text
 from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 
 SUBJECT = "port health"
-FEWEST = 10
+MIN_ERRORS = 10
 DAY_S = 86400.0
 MEMBER = 0x8000  # bit of a partition key: full member; limited members cannot reach each other
 BEST_ROCE_MTU = 4200  # bytes of the interface's MTU for RoCE packets of 4096 bytes
@@ -88,7 +88,7 @@ def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Itera
 
 
 def _errors(port: PortState, node: str, uptime_s: float) -> Iterator[Finding]:
-    least = max(FEWEST, uptime_s / DAY_S)
+    least = max(MIN_ERRORS, uptime_s / DAY_S)
     counters = {"symbol errors": port.symbol_errors, "link recoveries": port.recoveries}
     counters["received packets with errors"] = port.receive_errors if port.layer == "InfiniBand" else None
     bad = [f"{count} {name}" for name, count in counters.items() if count is not None and count >= least]

@@ -29,7 +29,8 @@ from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.run.snapshot import has_changed, snapshot_code
 
-LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first
+# A job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first.
+ENDING_JOB_WAIT_S = 30.0
 POLL_LIVE_S = 3.0
 
 
@@ -58,7 +59,7 @@ def resubmit(
         refuse_foreign(item.run, item.config)
     warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
     console = Console(stderr=as_json)
-    until = time.monotonic() + LEAVING_S
+    until = time.monotonic() + ENDING_JOB_WAIT_S
     for item in found:
         wait_if_ending(item.run, until, console)
         refuse_live(item.run)
