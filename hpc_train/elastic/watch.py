@@ -33,10 +33,8 @@ from hpc_train.run.exits import Failure
 from hpc_train.run.processes import activity, process_state
 from hpc_train.run.requests import answer_stacks_request
 
-FIRST_S, MOST_S = (
-    5.0,
-    60.0,
-)  # the pause between two queries, which doubles: each query costs a worker some ten milliseconds
+# the pause between two queries, which doubles: each query costs a worker some ten milliseconds
+FIRST_S, MOST_S = 5.0, 60.0
 MIN_COLLECTIVES = 20  # with fewer nobody is said to be late
 IN_A_ROW = 2  # windows that must agree
 SAME_WORK = ("mesh_dp", "mesh_cp", "mesh_tp")  # prefixes of the descriptions of such groups

@@ -151,11 +151,8 @@ def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus |
     return replace(known[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
 
 
-USER_SIGNALS = (
-    "SIGUSR1",
-    "SIGINT",
-    "SIGHUP",
-)  # signals that users send; after others the scheduler may run the job again
+# signals that users send; after others the scheduler may run the job again
+USER_SIGNALS = ("SIGUSR1", "SIGINT", "SIGHUP")
 
 NOT_STARTED = "not started"  # the user has ended the submission before
 TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet

@@ -59,9 +59,8 @@ class GradientReduction:
     def rebucket(self, cap_mb: float) -> None:
         """Changes the size of the buckets. Call it between two steps."""
         self._buckets = _plan(self._parameters, int(cap_mb * 2**20))
-        self._missing: list[dict[nn.Parameter, int]] = [
-            {} for _ in self._buckets
-        ]  # parameter -> backward passes that have not added yet
+        # parameter -> backward passes that have not added yet
+        self._missing: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]
         self._backwards = 0  # backward passes of the step that have not finished
         self.sent = 0
         for hook in self._hooks:

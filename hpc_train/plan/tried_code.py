@@ -45,14 +45,8 @@ def check_tried_optimizer(config: Config) -> None:
     is_worker = distributed is not None and distributed.is_initialized()
     if is_worker or config.cluster.container.image is not None or importlib.util.find_spec("torch") is None:
         return
-    tried = (
-        "name",
-        "_target_",
-        "args",
-        "elementwise",
-        "groups",
-        "schedule",
-    )  # the jobs of a sweep over lr share a trial
+    # without lr, so that the jobs of a sweep over it share a trial
+    tried = ("name", "_target_", "args", "elementwise", "groups", "schedule")
     optim = {key: value for key, value in asdict(config.optim).items() if key in tried}
     given = {"model": asdict(config.model), "optim": optim, "steps": config.train.steps or 1}
     failed = "the optimizer cannot be tried"

@@ -26,8 +26,8 @@ PANEL = (6.0, 3.6)  # inches
 COLORS = 10  # in matplotlib's default cycle
 MOST_LABELS = 12  # in a legend
 FEW_POINTS = 20
-WIDE_LOSS = 100.0  # the same of the loss
 WIDE = 20.0  # ratio of the largest to the smallest value of a key from which its axis is logarithmic
+WIDE_LOSS = 100.0  # the same ratio for the loss
 
 Line = Mapping[str, Any]
 

@@ -274,9 +274,8 @@ def requeue_after_server_loss(
     """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code."""
     if end is None or _is_decided(end, lost):
         return Exit.STOPPED
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
+    # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     events = log.of(_newest_attempt(run))
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}

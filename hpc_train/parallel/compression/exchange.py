@@ -169,9 +169,8 @@ class TopK:
         if self._momentum:
             added = self._velocity[parameter].view(-1) * self._momentum + gradient
         corrected = self._residual[parameter].view(-1) + added
-        index = (
-            corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
-        )  # topk treats NaN as the largest
+        # topk treats NaN as the largest
+        index = corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
         value = corrected[index]
         self._residual.set_next(parameter, corrected.index_fill_(0, index, 0))
         if self._momentum:

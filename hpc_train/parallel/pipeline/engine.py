@@ -61,9 +61,8 @@ class _Loss:
         total, count = output
         self.sums.append(total.detach())
         self.counts.append(count.detach())
-        loss = (
-            total.squeeze(0) * self.scale
-        )  # this order, since torch detaches the loss in place, which views do not allow
+        # in this order, because torch detaches the loss in place, which views do not allow
+        loss = total.squeeze(0) * self.scale
         return loss if self.loss_scale is None else loss * self.loss_scale
 
 
