@@ -61,7 +61,8 @@ class Mistakes:
             self._found.append(error)
 
     def report(self) -> None:
-        """
+        """Raises what was collected, if there is anything.
+
         Raises:
             UserError: something was collected. Several mistakes are a ``UserErrors``, which has each once.
         """

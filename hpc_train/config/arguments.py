@@ -304,9 +304,8 @@ def _chosen(line: CommandLine) -> _Chosen:
     others = [str(override.input_line) for override in parsed if _is_fixed_choice(override)]
     with line.initialized():
         found = {_choice(line, experiment, others) for experiment in expand(listed)}
-    if not has_strategy and not any(
-        _names_strategy(choice.params) for choice in found
-    ):  # then it does not matter which of them choose one
+    # if no override chooses a strategy, it does not matter which experiments do
+    if not has_strategy and not any(_names_strategy(choice.params) for choice in found):
         found = {choice if choice.overrides_strategy else replace(choice, strategy=False) for choice in found}
     if len(found) > 1:
         raise UserError(
@@ -329,7 +328,8 @@ def _is_fixed_choice(override: Override) -> bool:
 
 
 def _choice(line: CommandLine, experiment: Sequence[str], others: Sequence[str]) -> _Chosen:
-    """
+    """Returns what the command line chooses together with one choice of experiments.
+
     Raises:
         UserError: a setting of Hydra has no effect.
     """

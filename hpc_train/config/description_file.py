@@ -97,7 +97,7 @@ def _imports_torch(spec: ModuleSpec) -> bool:
 
 
 class _TorchImported(ImportError):
-    """Is raised when a description imports torch."""
+    """Signals that a description imports torch."""
 
 
 class _Refusing:

@@ -139,9 +139,8 @@ def _unclosed(value: str) -> str | None:
 def _of_python(error: BaseException) -> UserError | None:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return _of_yaml(error)
-    if isinstance(error, ValueError) and str(error).startswith(
-        "Config group override"
-    ):  # Hydra raises it for group=null
+    # Hydra raises it for group=null
+    if isinstance(error, ValueError) and str(error).startswith("Config group override"):
         return UserError(str(error), where="the command line", fix="GROUP=NAME, with a file of conf/GROUP")
     if isinstance(error, ValueError) and str(error).startswith("Only one of --run"):  # so does Hydra's command line
         return UserError(
@@ -192,7 +191,8 @@ KINDS_OF_NODES: dict[type, tuple[str, str]] = {  # what such a value must be, an
 
 
 def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
-    """
+    """Returns the mistake behind an error of OmegaConf.
+
     Args:
         text: the message of Hydra's error around it.
     """

@@ -34,7 +34,8 @@ class SaveEvery:
 
 
 def parse_save_every(text: str) -> SaveEvery:
-    """
+    """Parses the value of ``checkpoint.every``.
+
     Raises:
         UserError: ``text`` is not a number of steps, a time or auto.
     """
@@ -228,7 +229,8 @@ def fewest_nodes(config: Config) -> int:
 
 
 def check_divides(divisor: int, number: int, key: str, what: str) -> None:
-    """
+    """Checks that a size divides another one.
+
     Raises:
         UserError: ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``.
     """
@@ -273,7 +275,8 @@ class Recomputation:
 
 
 def parse_recomputation(text: str) -> Recomputation:
-    """
+    """Parses the value of ``train.activation_checkpointing``.
+
     Raises:
         UserError: ``text`` is neither in ``RECOMPUTATION_MODES``, ``selective:N`` nor a size.
     """

@@ -1,6 +1,4 @@
-"""The attempts of a job: claims and records them in the run directory, and runs the workers of one node in one
-attempt.
-"""
+"""Claims and records the attempts of a job in the run directory, and runs the workers of one node in an attempt."""
 
 from __future__ import annotations
 

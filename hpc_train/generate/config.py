@@ -60,7 +60,8 @@ def _check_language_model(config: Config) -> None:
 
 
 def check_prompts(config: Config, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """
+    """Checks that the model can continue each prompt by ``max_tokens`` tokens.
+
     Args:
         prompts: token ids.
 

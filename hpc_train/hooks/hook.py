@@ -83,13 +83,13 @@ class Hook:
     """
 
     def start(self, context: HookContext) -> None:
-        """Is called at the start of each attempt and after a rollback, when the weights are loaded."""
+        """Runs at the start of each attempt and after a rollback, when the weights are loaded."""
 
     def step(self, context: HookContext) -> None:
-        """Is called after each optimizer step."""
+        """Runs after each optimizer step."""
 
     def evaluation(self, context: HookContext) -> None:
-        """Is called after each evaluation, with its values in ``context.metrics`` and within ``evaluating``."""
+        """Runs after each evaluation, with its values in ``context.metrics`` and within ``evaluating``."""
 
     @contextmanager
     def evaluating(self, context: HookContext) -> Iterator[None]:
@@ -97,10 +97,10 @@ class Hook:
         yield
 
     def checkpoint(self, context: HookContext) -> None:
-        """Is called before each save, once per step."""
+        """Runs before each save, once per step."""
 
     def end(self, context: HookContext) -> None:
-        """Is called when the run is done, after its last save; not when it stops on request and will continue."""
+        """Runs when the run is done, after its last save; not when the run stops on request and will continue."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the state to save: JSON values, equal on all ranks, and tensors.
@@ -113,7 +113,7 @@ class Hook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a saved state, after ``start``. The tensors are those of ``state_dict``, with loaded values.
 
-        Not called for a hook that the checkpoint does not contain, and not in a fork.
+        It is not called for a hook that the checkpoint does not contain, nor in a fork.
         """
 
 

@@ -33,7 +33,7 @@ FAILURE_RATES = {"optuna": "max_failure_rate", "nevergrad": "optim.max_failure_r
 
 
 class JobFailed(Exception):
-    """Is the result of a job that did not end well.
+    """Replaces the result of a job that did not end well.
 
     Args:
         code: its exit code.

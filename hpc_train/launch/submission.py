@@ -151,7 +151,8 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
 
 
 def _check_float8(config: Config, gpus: int, executor: Executor) -> None:
-    """
+    """Checks that all types of GPUs that the job may get support ``precision.fp8``.
+
     Raises:
         UserError: a type of GPUs that the job may get has no units for ``precision.fp8``. If the types are unknown,
             ``cluster.machine`` describes them. ``strategy=auto`` has refused them already.

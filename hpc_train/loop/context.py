@@ -51,7 +51,7 @@ class _Timer:
 
 @dataclass
 class Context:
-    """Is the argument of ``run.entry``, with the same methods on every rank. A step is whatever the loop counts.
+    """Connects a loop with its run: the argument of ``run.entry``, on every rank. A step is whatever the loop counts.
 
     ``resume``, ``steps``, ``end_step`` and ``save`` are collective: all ranks call them with the same values.
 

@@ -50,7 +50,8 @@ class LoopState:
         self._loading: dict[str, dict[str, Any]] = {}  # state dicts whose tensors a load fills
 
     def register(self, objects: Mapping[str, Registered]) -> None:
-        """
+        """Adds objects whose state belongs to the checkpoints.
+
         Raises:
             UserError: an object has no state, or an optimizer has a parameter of no registered module.
         """
@@ -115,7 +116,7 @@ class LoopState:
         return self.named_state()
 
     def loaded(self) -> None:
-        """Is called after a load into the tensors; ``load_values`` does the rest."""
+        """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
 
     def before_next_update(self, action: Callable[[], None]) -> None:
         """Waits for the copies of an asynchronous save at once: the update of a loop of one's own is not known."""

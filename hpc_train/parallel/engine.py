@@ -131,19 +131,19 @@ class Replicas(Protocol):
     def compression(self) -> Compression | None: ...
 
     def begin(self, step: int, backwards: int) -> None:
-        """Called before a step with ``backwards`` backward passes."""
+        """Prepares a step with ``backwards`` backward passes."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Returns the context for the forward and backward pass of one micro-batch."""
 
     def backward_done(self) -> None:
-        """Called when a backward pass of a pipeline stage has added all its gradients."""
+        """Tells that a backward pass of a pipeline stage has added all its gradients."""
 
     def finish(self) -> None:
-        """Called after the last backward pass; on return the gradients are those of the global batch."""
+        """Ends the step after its last backward pass; on return the gradients are those of the global batch."""
 
     def evaluated(self) -> None:
-        """Called after forward passes without a backward pass."""
+        """Tells that forward passes without a backward pass are over."""
 
 
 class WrappedEngine:

@@ -36,7 +36,8 @@ def parse_activation_offload(text: str) -> int | None:
 
 
 def check_activation_offload(config: Config) -> None:
-    """
+    """Checks that the other options support ``train.activation_offload``.
+
     Raises:
         UserError: another option does not support activation offload.
     """

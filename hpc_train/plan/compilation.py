@@ -40,7 +40,8 @@ def compiler_mode(config: Config) -> CompilerMode:
 
 
 def check_compilation(config: Config, layout: Layout) -> None:
-    """
+    """Checks what CUDA graphs and ``strategy.async_tp`` need.
+
     Raises:
         UserError: the layout does not support CUDA graphs, or something that ``strategy.async_tp`` needs is missing.
     """
@@ -98,7 +99,8 @@ def _missing_for_async(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def check_compiler_device(config: Config, gpus: int) -> None:
-    """
+    """Checks that the nodes have the GPUs that an option of the compiler needs.
+
     Args:
         gpus: the GPUs of a node.
 

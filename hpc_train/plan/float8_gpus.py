@@ -48,7 +48,8 @@ def architecture_of(gpu: str) -> str | None:
 
 
 def check_architecture(recipe: str, device: str, architecture: str, instead: Collection[str] = ()) -> None:
-    """
+    """Checks that a GPU has units for the scaling ``recipe``.
+
     Args:
         architecture: a compute capability such as ``9.0``, or AMD's name such as ``gfx942``.
         instead: other settings that help.
@@ -78,7 +79,8 @@ def _why_not(recipe: str, architecture: str) -> str:
 
 
 def check_gpus(config: Config, gpus: Collection[str]) -> None:
-    """
+    """Checks that all GPUs that a job may get have units for ``precision.fp8``.
+
     Args:
         gpus: the names of the GPUs that a job may get. Unknown ones are not checked.
 

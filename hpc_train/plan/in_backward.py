@@ -20,7 +20,8 @@ OFF = f"{WHERE}=false"
 
 
 def check_in_backward(config: Config, layout: Layout) -> None:
-    """
+    """Checks that the rest of the config supports ``optim.in_backward``, if that is set.
+
     Raises:
         UserError: parameters cannot be updated during the backward pass of this config. The message has all reasons.
     """

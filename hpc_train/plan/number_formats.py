@@ -16,7 +16,8 @@ from hpc_train.plan.peak.sizes import trained_share
 
 
 def check_skip(precision: PrecisionConfig) -> None:
-    """
+    """Checks that ``precision.fp8_skip`` holds regular expressions.
+
     Raises:
         UserError: ``precision.fp8_skip`` has something that is not a regular expression.
     """
@@ -32,7 +33,8 @@ def check_skip(precision: PrecisionConfig) -> None:
 
 
 def check_float8(config: Config, layout: Layout) -> None:
-    """
+    """Checks that the rest of the config supports ``precision.fp8``, if that is set.
+
     Raises:
         UserError: the precision or the layout does not support products in fp8.
     """
@@ -80,7 +82,8 @@ def refused_shard(recipe: str, what: str, width: int, tp: int) -> UserError:
 
 
 def check_weights(config: Config, layout: Layout) -> None:
-    """
+    """Checks that the rest of the config supports ``precision.weights=bf16``, if that is set.
+
     Raises:
         UserError: something in the config needs weights or gradients in fp32.
     """

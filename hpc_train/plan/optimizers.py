@@ -184,7 +184,8 @@ def _refuse_given(where: str, args: Mapping[str, Any], keys: Mapping[str, str]) 
 
 
 def check_matches(groups: list[ParameterGroup], names: list[str]) -> None:
-    """
+    """Checks that each group of parameters matches a parameter.
+
     Args:
         names: all trained parameters of the model.
 
@@ -253,7 +254,8 @@ class Schedule:
 
 
 def parse_schedule(value: Any) -> Schedule:
-    """
+    """Parses the value of ``optim.schedule``.
+
     Raises:
         UserError: ``value`` is neither a built-in schedule nor an import path, alone or with arguments.
     """

@@ -99,7 +99,8 @@ def own_code_notes(config: Config) -> list[str]:
 
 
 def check_own_layout(config: Config, layout: Layout) -> None:
-    """
+    """Checks that the ranks of ``run.command`` are data-parallel only.
+
     Raises:
         UserError: ``run.command`` is to have pipeline, context-parallel or tensor-parallel ranks, which only a mesh
             tells apart.

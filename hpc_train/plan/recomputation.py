@@ -183,7 +183,8 @@ def describe_recomputation(config: Config, layout: Layout) -> str | None:
 
 
 def check_budget(config: Config, layout: Layout) -> None:
-    """
+    """Checks that a choice of recomputation meets the budget, if ``train.activation_checkpointing`` is one.
+
     Raises:
         UserError: the sizes or stages that a budget is compared with are not known, or no choice meets it.
     """

@@ -9,7 +9,8 @@ from hpc_train.plan.layout import Layout
 
 
 def check_z_loss(config: Config, layout: Layout) -> None:
-    """
+    """Checks that the model supports ``train.z_loss``, if that is set.
+
     Raises:
         UserError: ``train.z_loss`` is set, and the model is no language model.
     """

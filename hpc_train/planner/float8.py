@@ -131,7 +131,8 @@ def _operations(model: Any, known: Sequence[Products]) -> float:
 
 
 def check_float8_rate(config: Config, machine: Machine) -> None:
-    """
+    """Checks that the time of products in fp8 can be predicted.
+
     Raises:
         UserError: the GPUs have no units for this scaling, or their rate is unknown. CPUs emulate it.
     """

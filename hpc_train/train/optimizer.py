@@ -252,7 +252,8 @@ class _Part:
 def _part(
     config: OptimConfig, target: Target, members: Mapping[str, ParameterGroup | None], held: Mapping[str, Held]
 ) -> _Part:
-    """
+    """Builds the optimizer of the parameters that ``target`` updates on this rank.
+
     Args:
         members: the names of the parameters of ``target`` on this rank, with their groups.
     """

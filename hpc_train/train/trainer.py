@@ -89,7 +89,7 @@ class Trainer:
         self._end = self.length.total_steps
 
     def resume(self, restored: RestoredState) -> None:
-        """Restores the part of the state that is not tensors."""
+        """Restores the state that is not stored in tensors, such as the step and what the hooks keep."""
         self.step = restored.step
         self.tokens = restored.extra["tokens"]
         self.take_step.load_state(restored.extra)

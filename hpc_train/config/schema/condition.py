@@ -78,7 +78,11 @@ class When:
     negated: bool = False
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Args: value_of: returns the value of a key or a fact."""
+        """Returns whether the condition holds.
+
+        Args:
+            value_of: returns the value of a key or a fact.
+        """
         found = value_of(self.subject)
         return any(type(found) is type(value) and found == value for value in self.values) is not self.negated
 

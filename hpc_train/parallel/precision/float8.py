@@ -165,7 +165,8 @@ def _reasons(found: Matrices) -> str:
 
 
 def check_device(recipe: str, device: torch.device) -> None:
-    """
+    """Checks that ``device`` supports the scaling ``recipe``.
+
     Raises:
         UserError: a GPU has no units for this scaling. A CPU emulates all of them.
     """
@@ -199,7 +200,8 @@ def _try_product(recipe: str, device: torch.device) -> None:
 
 
 def _multiply(recipe: str, emulate: bool, splits_backward: bool = False, shards: Shards | None = None) -> Multiply:
-    """
+    """Returns the function that multiplies in fp8.
+
     Args:
         splits_backward: see ``use_float8``.
         shards: None: this rank holds the whole weight.

@@ -26,7 +26,8 @@ BLOCK, FORMAT, SCALES = 32, torch.float8_e4m3fn, ScaleCalculationMode.RCEIL
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """
+    """Computes the products of a linear layer in fp8, with one scale for each block of 32 values (mxfp8).
+
     Attributes:
         emulate: whether products are computed in bf16, from values that are rounded to fp8.
     """

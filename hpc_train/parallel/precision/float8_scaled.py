@@ -116,7 +116,8 @@ def _largest_of_ranks(own: Sequence[Tensor], shards: Shards) -> Sequence[Tensor]
 
 
 def scaled_products(recipe: str, emulate: bool, shards: Shards | None) -> ScaledProducts:
-    """
+    """Returns the products with the scaling ``recipe`` of torchao.
+
     Args:
         recipe: ``tensorwise`` or ``rowwise``.
         emulate: whether products are computed in fp32, from values that are rounded to fp8.

@@ -36,7 +36,8 @@ class Shards:
 
 
 def shards_of(name: str, weight: DTensor, recipe: str) -> Shards:
-    """
+    """Returns how tensor-parallel ranks share a weight.
+
     Raises:
         UserError: ``weight``, that of the layer ``name``, is not split, or its shards cannot be computed in fp8.
     """
@@ -54,7 +55,8 @@ def shards_of(name: str, weight: DTensor, recipe: str) -> Shards:
 
 
 def linear_of_shards(product: Callable[[Tensor, Tensor], Tensor], input: Any, weight: DTensor, bias: Any) -> DTensor:
-    """
+    """Computes a linear layer whose weight is split over tensor-parallel ranks.
+
     Args:
         product: multiplies local tensors.
         input: a DTensor ``[..., in]``: whole for a weight that is split by outputs, else split in its last dimension.

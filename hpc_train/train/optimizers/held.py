@@ -52,7 +52,8 @@ class Held(Protocol):
 
 
 def hold(parameters: Mapping[str, nn.Parameter], elementwise: Mapping[str, bool], offload: bool) -> dict[str, Held]:
-    """
+    """Returns what the optimizer updates for each parameter, by name.
+
     Args:
         parameters: the trained parameters of this rank by name.
         elementwise: whether the optimizer of a parameter computes each element alone.

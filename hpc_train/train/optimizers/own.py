@@ -234,7 +234,8 @@ class OwnState:
         self._numbers = self._own_numbers()
 
     def check_first_update(self) -> None:
-        """
+        """Checks that a checkpoint can hold the state after the first update.
+
         Raises:
             UserError: the update has left something that a checkpoint cannot hold.
         """

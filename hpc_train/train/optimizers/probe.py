@@ -31,7 +31,8 @@ FURTHEST = 10_000  # a scheduler class is stepped to its last step only in runs 
 
 
 def check(model: Any, optim: OptimConfig, steps: int) -> None:
-    """
+    """Tries the optimizer and the schedule on small parameters.
+
     Args:
         model: the config of the model.
         steps: the steps of the run.
