@@ -1,7 +1,9 @@
 """Defines the run directory, the one interface between submitter, agents, workers, commands and notebooks.
 
 config.yaml                  the current frozen config; earlier ones are config-NNN.yaml
+job.sbatch                   the batch script of the last submission
 job.sh                       commands that a batch script written by hand sources
+gpus.sh                      passes the GPUs of a job on to its steps, for scripts that start the agents themselves
 run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
 run.copy.json                its copy, which replaces it if it is damaged
 metrics/attempt-NNN.jsonl    one object per logged step
