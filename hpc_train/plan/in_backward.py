@@ -49,7 +49,7 @@ def _of_layout(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]
         )
     if layout.tp > 1:
         yield (
-            "tensor-parallel ranks hold parts of the sums that are the gradients of norms until the backward has ended",
+            "the gradients of norms are partial sums on tensor-parallel ranks until the backward pass has ended",
             f"strategy.tp={layout.tp}",
             "strategy=single or dp",
         )
@@ -57,7 +57,7 @@ def _of_layout(config: Config, layout: Layout) -> Iterator[tuple[str, str, str]]
         yield "train.reproducible sums whole gradients over a tree", "train.reproducible", "train.reproducible=null"
     elif layout.shards_state:
         yield (
-            f"{layout.kind.name} keeps a share of the gradients only, and hands them out a block at a time",
+            f"{layout.kind.name} reduces the gradients of a whole block at once and keeps only the shard of each rank",
             f"strategy.data_parallel={layout.kind.name}",
             f"strategy.data_parallel={kinds}",
         )

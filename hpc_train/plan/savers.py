@@ -16,9 +16,10 @@ from hpc_train.plan.techniques import kinds_where
 
 
 def check_savers(config: Config, layout: Layout) -> None:
-    """
+    """Checks that the model and the layout support the options that save memory.
+
     Raises:
-        UserError: the model or the layout does not support options that save memory. The message reports all.
+        UserError: they do not. The message reports all such options.
     """
     check_all(
         lambda: _check_loss_chunks(config, layout),

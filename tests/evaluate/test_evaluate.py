@@ -109,6 +109,10 @@ def test_what_only_backward_passes_do_is_left_out() -> None:
     config = evaluation_config(run, [])
     assert (config.train.activation_checkpointing, config.train.activation_offload) == ("none", "none")
     assert (config.train.cuda_graphs, config.optim.in_backward) == (False, False)
+    exact = typed(compose(["+strategy=single", *TINY, "train.reproducible=any_world_size"]))
+    assert evaluation_config(exact, ["+strategy=zero3"]).train.reproducible is None
+    narrow = typed(compose(["+strategy=dp", *TINY, "precision=bf16", "precision.weights=bf16"]))
+    assert evaluation_config(narrow, []).precision.weights == "fp32"
 
 
 def test_groups_of_the_command_line_replace_those_of_the_run() -> None:

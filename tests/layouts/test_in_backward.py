@@ -223,9 +223,9 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (1, {"optim": {"_target_": "examples.own_optimizer.Lion"}}, r"may need the gradients of several parameters"),
     (1, {"train": {"reproducible": "any_world_size"}}, "sums whole gradients over a tree"),
     (2, {"strategy": {"pp": 2}}, "a pipeline adds the gradients of several micro-batches"),
-    (2, {"strategy": {"tp": 2}}, "tensor-parallel ranks hold parts of the sums"),
+    (2, {"strategy": {"tp": 2}}, "the gradients of norms are partial sums on tensor-parallel ranks"),
     *(
-        (2, {"strategy": {"dp": 2, "data_parallel": kind}}, f"{kind} keeps a share of the gradients")
+        (2, {"strategy": {"dp": 2, "data_parallel": kind}}, f"{kind} reduces the gradients of a whole block")
         for kind in ("zero1", "zero2", "zero3")
     ),
     *(
