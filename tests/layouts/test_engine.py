@@ -377,9 +377,9 @@ def test_parameters_in_other_memory_formats() -> None:
     assert run_on_world(2, losses_of, "StridedTiny", chosen) == run_on_world(2, losses_of, "Tiny", chosen)
 
 
-def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) -> str:
+def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig, residual: str) -> str:
     config = cell.config()
-    config.model = model
+    config.model, config.precision.residual = model, residual
     try:
         build_engine(config, join(cell, rank))
     except UserError as error:
@@ -388,14 +388,16 @@ def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) ->
 
 
 def test_what_a_module_without_parts_cannot_do() -> None:
-    def why(cell: Cell, model: CustomModelConfig) -> str:
-        first, *others = run_on_world(cell.world_size, refusal, cell, model)
+    def why(cell: Cell, model: CustomModelConfig, residual: str = "compute") -> str:
+        first, *others = run_on_world(cell.world_size, refusal, cell, model, residual)
         assert all(other == first for other in others)
         return first
 
     assert "no stem, layers and head" in why(Cell(2, strategy={"pp": 2}), custom())
     assert "no stem, layers and head" in why(Cell(2, strategy={"tp": 2}), custom())
     assert "no repeated blocks were found" in why(Cell(1, train={"activation_checkpointing": "full"}), custom())
+    wide = Cell(1, precision="bf16")
+    assert "whose forward decides" in why(wide, custom(), residual="fp32")
     assert "does not divide" in why(Cell(4, strategy={"dp": 4}), custom(batch_norm=True))
     padded = Cell(2, strategy={"dp": 2}, batch={"drop_last": False})
     assert "padding would enter" in why(padded, custom(batch_norm=True))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hpc_train.config.schema import PrecisionConfig
+from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.plan.layout import Layout
 
@@ -56,9 +57,22 @@ def choose_tf32(precision: PrecisionConfig, device: torch.device) -> None:
 
 
 def set_hidden_dtype(model: nn.Module, precision: PrecisionConfig) -> None:
-    """Makes ``model`` convert the output of its stem under autocast, if it has the parts of a ``Model``."""
-    if isinstance(model, Model) and compute_dtype(precision.name) is not None:
+    """Makes ``model`` convert the output of its stem under autocast, if it has the parts of a ``Model``.
+
+    Raises:
+        UserError: ``precision.residual`` is set for a module without these parts.
+    """
+    if compute_dtype(precision.name) is None:
+        return
+    if isinstance(model, Model):
         model.hidden_dtype = hidden_dtype(precision)
+    elif precision.residual != "compute":
+        raise UserError(
+            f"precision.residual={precision.residual} is the format of hidden states between the layers of a Model, "
+            "but this model is a module without stem, layers and head, whose forward decides",
+            where="precision.residual, model",
+            fix="precision.residual=compute",
+        )
 
 
 def kept_dtype(precision: PrecisionConfig, layout: Layout) -> torch.dtype | None:
