@@ -5,14 +5,16 @@ parameters, so the axes dp_replicate and dp_shard together arrange all ranks of 
 
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
-same ranks share a group, and axes of one rank share a group that does not communicate. Only ``cp`` has a group of its
-own: layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers.
+same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` has a group of its own:
+layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers. So has
+each pair of neighbours in a pipeline of more than two ranks: NCCL runs the messages of a group one after the other, and
+one that waits for its sender would hold up those of the other neighbour (pytorch#172668).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -35,6 +37,8 @@ class Mesh:
         control: a gloo group of all ranks, for small CPU collectives besides those of the training. It is the only
             group for tensors on the CPU if ``device`` is a GPU.
         timeout: that of the collectives of all groups; None is torch's default.
+        links: pp rank of a neighbour in the ring of this rank's pipeline -> the group of the two; empty for fewer than
+            three ranks, which have one neighbour.
     """
 
     layout: Layout
@@ -44,6 +48,7 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup]
     control: dist.ProcessGroup
     timeout: timedelta | None = None
+    links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def pp_rank(self) -> int:
@@ -90,7 +95,8 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     # its members to split NCCL's communicator, which they do not.
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     device_mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, mesh=ranks, mesh_dim_names=AXES)
-    return Mesh(layout, rank, device, device_mesh, groups, control, timeout)
+    links = _links(ranks.flatten(1).t(), rank, device, timeout) if layout.pp > 2 else {}
+    return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links)
 
 
 def _axis_groups(
@@ -121,6 +127,31 @@ def _axis_groups(
                 made[own] = split_world(partition, device, timeout, f"mesh_{axis}")
             groups[axis] = made[own]
     return groups
+
+
+def _links(
+    pipelines: torch.Tensor, rank: int, device: torch.device, timeout: timedelta | None
+) -> dict[int, dist.ProcessGroup]:
+    """Returns the groups of this rank and each neighbour in the ring of its pipeline. Collective.
+
+    Args:
+        pipelines: the global ranks, ``[pipelines, pp]``.
+    """
+    pp = pipelines.shape[1]
+    pairs = [(first, (first + 1) % pp) for first in range(pp)]
+    rounds = [pairs[0 : pp - 1 : 2], pairs[1::2], *([pairs[-1:]] if pp % 2 else [])]  # no rank is twice in one
+    links: dict[int, dist.ProcessGroup] = {}
+    for disjoint in rounds:
+        alone = [own for own in range(pp) if not any(own in pair for pair in disjoint)]
+        partition = [
+            [int(pipeline[own]) for own in group]
+            for pipeline in pipelines
+            for group in (*disjoint, *((own,) for own in alone))
+        ]
+        group = split_world(partition, device, timeout, "mesh_link")
+        own = int((pipelines == rank).nonzero()[0, 1])
+        links |= {other: group for pair in disjoint if own in pair for other in pair if other != own}
+    return links
 
 
 def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from examples.own_pipeline_model import ResidualNet
@@ -22,6 +24,7 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline.engine import PipelineEngine
+from hpc_train.parallel.pipeline.schedules import _Stage
 from hpc_train.parallel.pipeline.split import _group_across
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from tests.checkpoint.progress import LONG
@@ -218,6 +221,33 @@ def _first_messages(rank: int, _: int, cell: Cell) -> set[int]:
     micro_batches = local_batch(cell, mesh.layout, mesh.dp_rank, 0).micro_batches
     schedule: Any = engine._schedule_for(micro_batches, micro_batches[0])._schedule
     return {op.group_peer for stage in schedule._stages for op in stage._get_init_p2p_neighbors_ops()}
+
+
+def sizes_of_groups(rank: int, world_size: int, schedules: list[dict[str, Any]]) -> list[set[int]]:
+    """The sizes of the groups over which a step sends, for each schedule."""
+    found = []
+    for strategy in schedules:
+        cell = Cell(world_size, strategy={"pp": world_size} | strategy, batch={"micro_batches": 8})
+        mesh = mesh_of(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        sizes: set[int] = set()
+        over_links = _Stage._over_links
+
+        def noted(stage: _Stage, ops: list[dist.P2POp], over_links: Any = over_links, sizes: Any = sizes) -> Any:
+            sent = over_links(stage, ops)
+            sizes.update(op.group.size() for op in sent)
+            return sent
+
+        with mock.patch.object(_Stage, "_over_links", noted):
+            engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+        found.append(sizes)
+    return found
+
+
+def test_neighbours_have_a_group_of_their_own() -> None:
+    """With NCCL a message that waits would hold up those of the other neighbour."""
+    chosen = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
+    assert run_on_world(4, sizes_of_groups, chosen) == [[{2}, {2}]] * 4
 
 
 def test_evaluation_leaves_the_training_alone_and_takes_other_shapes() -> None:

@@ -12,7 +12,9 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.pipeline.engine import forward_order
+from hpc_train.parallel.pipeline.schedules import planned_schedule
 from hpc_train.parallel.pipeline.split import cut, split_layers, stage_of
+from hpc_train.plan.layout import Layout
 from hpc_train.plan.techniques import SCHEDULES
 
 
@@ -106,3 +108,28 @@ def _advance(
         if receiver is not None:
             program.popleft()
             receiver.popleft()
+
+
+def messages_of_links(one: Layout) -> dict[frozenset[int], dict[int, list[tuple[str, int, int]]]]:
+    """Returns the messages by link and end, in the order in which torch issues them: kind, sender, micro-batch."""
+    links: dict[frozenset[int], dict[int, list[tuple[str, int, int]]]] = {}
+    sender = {"SEND_F": 0, "RECV_F": -1, "SEND_B": 0, "RECV_B": 1}  # relative to the stage of the action
+    other = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
+    for rank, actions in planned_schedule(one).pipeline_order_with_comms.items():
+        for action in actions:
+            name, stage = action.computation_type.name, action.stage_index
+            if name in sender:
+                link = frozenset((rank, one.placement[stage + other[name]]))
+                message = (name[-1], stage + sender[name], action.microbatch_index)
+                links.setdefault(link, {}).setdefault(rank, []).append(message)
+    return links
+
+
+@pytest.mark.parametrize("pp", [3, 4, 8])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_both_ends_of_a_link_issue_its_messages_in_one_order(schedule: str, pp: int) -> None:
+    """On GPUs a message waits for the one before it on its link, so another order would be a deadlock."""
+    links = messages_of_links(Layout(1, pp, 1, 1, "allreduce", schedule, 2, 2 * pp, 1))
+    assert len(links) == (pp if schedule.startswith("interleaved") else pp - 1)
+    for first, second in (ends.values() for ends in links.values()):
+        assert first == second

@@ -37,6 +37,7 @@ LAYOUTS: dict[int, list[tuple[Layout, list[int]]]] = {
         (layout(dp=2, pp=2), [2, 2]),
         (layout(dp=4, shard=2, kind="zero3"), [2, 2]),
         (layout(cp=4), [4]),
+        (layout(pp=4), [2, 2]),  # one for each neighbour
         (layout(dp=2, cp=2), [2, 2]),
         (layout(cp=2, pp=2), [2, 2, 2]),  # gradients do not wait behind the exchanges of layers
     ],
@@ -179,7 +180,12 @@ def groups_of(_: int, __: int, world_size: int, rank: int) -> dict[str, Any]:
         (8, 7, [], {"dp": 8, "pp": 1, "dp_replicate": 8, "dp_shard": 1, "tp": 1}),
         (64, 0, [8, 32, 16], {"dp": 8, "pp": 2, "dp_replicate": 8, "dp_shard": 1, "tp": 4}),
         (512, 511, [8, 64], {"dp": 512, "pp": 1, "dp_replicate": 64, "dp_shard": 8, "tp": 1}),
-        (8192, 4097, [64, 1024, 1024, 512, 1024], {"dp": 128, "pp": 8, "dp_replicate": 8, "dp_shard": 16, "tp": 8}),
+        (
+            8192,
+            4097,
+            [64, 1024, 1024, 512, 1024, 4096, 4096],
+            {"dp": 128, "pp": 8, "dp_replicate": 8, "dp_shard": 16, "tp": 8},
+        ),
         (
             1024,
             777,

@@ -226,8 +226,7 @@ class PipelineEngine:
         if self._schedule is None or shape != self._schedule_shape:
             if self._schedule is None:
                 check_hidden_shape(self._whole, whole.inputs, whole.context)
-            layout, group = self._mesh.layout, self._mesh.group("pp")
-            self._schedule = Schedule(layout, self._parts, len(micro_batches), example, group, self._loss)
+            self._schedule = Schedule(self._mesh, self._parts, len(micro_batches), example, self._loss)
             self._schedule_shape = shape
         return self._schedule
 

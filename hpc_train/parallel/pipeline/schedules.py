@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+)
 
 from hpc_train.config.description_file import is_import_path
 from hpc_train.config.import_path import locate
@@ -22,11 +26,13 @@ from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import with_equal_numbers
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.dtypes import autocast
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.orders import PipelineShape
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
+Links = Mapping[int, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,13 @@ class Part:
 
 
 class _Stage(PipelineStage):
-    """A stage that computes under autocast and casts its output to the announced dtype."""
+    """A stage that computes under autocast and casts its output to the announced dtype.
 
-    def __init__(self, part: Part, stages: int, example: Batch, group: dist.ProcessGroup) -> None:
+    Args:
+        links: the groups of neighbours, over which the messages go; see ``Mesh.links``.
+    """
+
+    def __init__(self, part: Part, stages: int, example: Batch, group: dist.ProcessGroup, links: Links) -> None:
         inputs = torch.empty_like(example.inputs, device="meta")
         shape = part.hidden_shape(inputs)
         hidden = torch.empty(shape, dtype=part.dtype, device="meta", requires_grad=True)
@@ -80,6 +90,22 @@ class _Stage(PipelineStage):
             group=group,
         )
         self._part = part
+        self._links = links
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over_links(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over_links(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over_links(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._over_links(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _over_links(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return [dist.P2POp(op.op, op.tensor, op.peer, self._links.get(op.group_peer, self.group), op.tag) for op in ops]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(self._part.precision, self.device):
@@ -130,17 +156,12 @@ class Schedule:
         loss: maps the last stage's output for a micro-batch to the scalar that is differentiated.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        parts: Sequence[Part],
-        micro_batches: int,
-        example: Batch,
-        group: dist.ProcessGroup,
-        loss: Loss,
-    ) -> None:
-        built = [_Stage(part, layout.stages, example, group) for part in parts]
+    def __init__(self, mesh: Mesh, parts: Sequence[Part], micro_batches: int, example: Batch, loss: Loss) -> None:
+        layout, group = mesh.layout, mesh.group("pp")
         kind = schedule_class(layout)
+        # other classes of a user's may send to both neighbours in one batch, which must have one group
+        links = mesh.links if issubclass(kind, PipelineScheduleSingle | _PipelineScheduleRuntime) else {}
+        built = [_Stage(part, layout.stages, example, group, links) for part in parts]
         # the gradients are those of the mean over the global batch, so they must not be scaled again
         held = built[0] if issubclass(kind, PipelineScheduleSingle) else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
