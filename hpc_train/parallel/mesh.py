@@ -95,7 +95,7 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     # its members to split NCCL's communicator, which they do not.
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     device_mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, mesh=ranks, mesh_dim_names=AXES)
-    links = _links(ranks.flatten(1).t(), rank, device, timeout) if layout.pp > 2 else {}
+    links = _links(ranks.flatten(1).t().tolist(), rank, device, timeout) if layout.pp > 2 else {}
     return Mesh(layout, rank, device, device_mesh, groups, control, timeout, links)
 
 
@@ -130,27 +130,23 @@ def _axis_groups(
 
 
 def _links(
-    pipelines: torch.Tensor, rank: int, device: torch.device, timeout: timedelta | None
+    pipelines: list[list[int]], rank: int, device: torch.device, timeout: timedelta | None
 ) -> dict[int, dist.ProcessGroup]:
     """Returns the groups of this rank and each neighbour in the ring of its pipeline. Collective.
 
     Args:
-        pipelines: the global ranks, ``[pipelines, pp]``.
+        pipelines: the global ranks of each pipeline.
     """
-    pp = pipelines.shape[1]
+    pp = len(pipelines[0])
+    own = next(pipeline.index(rank) for pipeline in pipelines if rank in pipeline)
     pairs = [(first, (first + 1) % pp) for first in range(pp)]
     rounds = [pairs[0 : pp - 1 : 2], pairs[1::2], *([pairs[-1:]] if pp % 2 else [])]  # no rank is twice in one
     links: dict[int, dist.ProcessGroup] = {}
     for disjoint in rounds:
-        alone = [own for own in range(pp) if not any(own in pair for pair in disjoint)]
-        partition = [
-            [int(pipeline[own]) for own in group]
-            for pipeline in pipelines
-            for group in (*disjoint, *((own,) for own in alone))
-        ]
+        alone = [(place,) for place in range(pp) if not any(place in pair for pair in disjoint)]
+        partition = [[pipeline[place] for place in one] for pipeline in pipelines for one in (*disjoint, *alone)]
         group = split_world(partition, device, timeout, "mesh_link")
-        own = int((pipelines == rank).nonzero()[0, 1])
-        links |= {other: group for pair in disjoint if own in pair for other in pair if other != own}
+        links |= {place: group for pair in disjoint if own in pair for place in pair if place != own}
     return links
 
 
