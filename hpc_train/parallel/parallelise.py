@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpc_train.config.import_path import locate
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.hf.whole import HFWhole
@@ -55,7 +55,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     sharder, values = sharder_of(mesh.layout), dict[str, Tensor]()
     initialises = isinstance(model, Model | HFWhole) and is_meta(model)
     check_no_complex(model)
-    if sharder is not None or config.optim.moments != "fp32":
+    if sharder is not None or _has_compact_moments(config.optim):
         make_contiguous(model)
     split_and_wrap(config, mesh, model)
     batch_norm.join(model, mesh.device, mesh.group("dp"))
@@ -79,6 +79,10 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         narrow_weights(model)
     model.train()
     return model
+
+
+def _has_compact_moments(optim: OptimConfig) -> bool:
+    return optim._target_ is None and optim.name == "adamw" and optim.moments != "fp32"
 
 
 def sharder_of(layout: Layout) -> str | None:
