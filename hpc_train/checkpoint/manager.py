@@ -48,7 +48,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.units import format_bytes
 
-# A slow file system does not end a training that goes on. The next save waits for this one under the eyes of the agent.
+# A slow file system does not end the training. If a save hangs, the next one waits for it, and the agent sees the hang.
 SLOWEST_WRITE = timedelta(days=1)
 
 

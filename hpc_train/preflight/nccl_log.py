@@ -85,12 +85,13 @@ class NCCLLog:
     operations per second.
 
     Attributes:
-        path: what NCCL opens.
+        path: what NCCL opens. It names this process instead of ``self``: NCCL in a child process, which inherits the
+            environment, would otherwise truncate another file that has this descriptor there.
     """
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("nccl-log")
-        self.path = f"/proc/self/fd/{self._descriptor}"
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def read(self, begin: int = 0) -> bytes:
         """Returns the log from byte ``begin`` on."""

@@ -202,7 +202,7 @@ class Trainer:
         return weights_sha256(self.engine) if wanted else None
 
     def _announce(self, batch: LocalBatch | None, step: int | None = None) -> None:
-        """Tells the other ranks about the next step, with ``batch`` and from ``step``, by default the current one."""
+        """Posts what this rank knows before the step with ``batch`` that follows ``step``, by default ``self.step``."""
         count = 0 if batch is None else batch.local_count
         last = (self.step if step is None else step) + 1 == self._end
         self._control.post(self.stop.requested, count, self.schedule.ask(last), self.hooks.end_reason is not None)

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.schema import CustomModelConfig
+from hpc_train.config.schema import Config, CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import canonical_name
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
@@ -272,6 +273,17 @@ def test_batch_statistics_are_the_same_on_every_rank(synchronised: bool) -> None
         assert found == pytest.approx(alone if synchronised else first[0], rel=1e-12)
 
 
+def after_steps(rank: int, cell: Cell, config: Config, steps: int) -> tuple[Engine, StepResult]:
+    """Returns the engine and the result of the last of some steps of the optimizer."""
+    mesh = join(cell, rank)
+    engine = build_engine(config, mesh)
+    optimizer = Optimizer(config.optim, engine.named_parameters())
+    for step in range(steps):
+        result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+        optimizer.step(1e-2, engine.clip_grad_norm_(0.0).isfinite())
+    return engine, result
+
+
 def narrow_batch_norms(rank: int, world_size: int, chosen: list[tuple[str, str]]) -> list[tuple[float, list[float]]]:
     """The loss of a second step in bf16 and the variance that the first has seen, for kinds and dtypes of weights."""
     found = []
@@ -280,12 +292,7 @@ def narrow_batch_norms(rank: int, world_size: int, chosen: list[tuple[str, str]]
         cell = Cell(world_size, "custom", "bf16", strategy, batch={"global_size": 8})
         config = cell.config()
         config.model, config.precision.weights = custom(batch_norm=True), weights
-        mesh = join(cell, rank)
-        engine = build_engine(config, mesh)
-        optimizer = Optimizer(config.optim, engine.named_parameters())
-        for step in range(2):
-            result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-            optimizer.step(1e-2, engine.clip_grad_norm_(0.0).isfinite())
+        engine, result = after_steps(rank, cell, config, 2)
         found.append((engine.reduce(result).loss, engine.named_buffers()["norm.running_var"].tolist()))
     return found
 
@@ -361,12 +368,7 @@ def losses_of(rank: int, world_size: int, model: str, chosen: list[tuple[str, st
         cell = Cell(world_size, "custom", "fp32", strategy, batch={"global_size": 8}, optim={"moments": moments})
         config = cell.config()
         config.model = CustomModelConfig(_target_=f"tests.layouts.module.{model}", args={"classes": CLASSES})
-        mesh = join(cell, rank)
-        engine = build_engine(config, mesh)
-        optimizer = Optimizer(config.optim, engine.named_parameters())
-        for step in range(3):
-            result = engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-            optimizer.step(1e-2, engine.clip_grad_norm_(0.0).isfinite())
+        engine, result = after_steps(rank, cell, config, 3)
         found.append(engine.reduce(result).loss)
     return found
 
