@@ -177,18 +177,22 @@ class OnSlurm:
         assert set(found) <= set(reported) and bool(found) == bool(reported), (found, reported)
 
 
+def everything() -> Iterator[psutil.Process]:
+    """Yields all processes except zombies. Their attributes are in ``info``, because they may end at any time."""
+    for process in psutil.process_iter(["name", "ppid", "cmdline", "environ", "create_time"]):
+        if process.info["cmdline"]:
+            yield process
+
+
 def environment_of(process: psutil.Process, cluster: Cluster) -> dict[str, str]:
     """Returns the environment of a process of this cluster, or an empty dict for any other process."""
-    try:
-        found = process.environ()
-    except psutil.Error:
-        return {}
+    found: dict[str, str] = process.info["environ"] or {}
     return found if found.get("SLURM_CONF") == cluster.environment["SLURM_CONF"] else {}
 
 
 def processes(cluster: Cluster, node: str | None = None, job: str | None = None) -> Iterator[psutil.Process]:
     """Yields the processes that any job has on ``node``, or that ``job`` has on any node."""
-    for process in psutil.process_iter():
+    for process in everything():
         own = environment_of(process, cluster)
         wanted = own.get("SLURMD_NODENAME") == node if node else own.get("SLURM_JOB_ID") == job
         if own.get("SLURMD_NODENAME") and wanted:
@@ -196,14 +200,8 @@ def processes(cluster: Cluster, node: str | None = None, job: str | None = None)
 
 
 def daemons(cluster: Cluster, node: str) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter() if _is_slurmd(one, node) and environment_of(one, cluster)]
-
-
-def _is_slurmd(process: psutil.Process, node: str) -> bool:
-    try:
-        return process.cmdline()[:3] == ["slurmd", "-N", node]
-    except psutil.Error:
-        return False
+    command = ["slurmd", "-N", node]
+    return [one for one in everything() if one.info["cmdline"][:3] == command and environment_of(one, cluster)]
 
 
 def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:
@@ -212,15 +210,16 @@ def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:
     An srun has a child that waits for the end of its parent and then makes Slurm kill the step on all nodes.
     """
     tasks = list(processes(cluster, node))
-    found = {process.pid: process for process in tasks if process.name() == "srun"}
-    sruns = sorted(found.values(), key=lambda process: process.ppid() not in found)  # children first
-    parents = {parent for one in tasks if (parent := one.parent()) is not None and parent.name() == "slurmstepd"}
-    return [*sruns, *daemons(cluster, node), *parents, *(process for process in tasks if process not in sruns)]
+    found = {process.pid: process for process in tasks if process.info["name"] == "srun"}
+    sruns = sorted(found.values(), key=lambda process: process.info["ppid"] not in found)  # children first
+    above = {one.info["ppid"] for one in tasks}
+    parents = [one for one in everything() if one.pid in above and one.info["name"] == "slurmstepd"]
+    return [*sruns, *daemons(cluster, node), *parents, *(process for process in tasks if process.pid not in found)]
 
 
 def agent(cluster: Cluster, node: str) -> psutil.Process:
-    found = [one for one in processes(cluster, node) if one.name() != "srun" and "agent" in one.cmdline()]
-    return min(found, key=lambda one: one.create_time())
+    found = [one for one in processes(cluster, node) if one.info["name"] != "srun" and "agent" in one.info["cmdline"]]
+    return min(found, key=lambda one: one.info["create_time"])
 
 
 def kill_node(cluster: Cluster, node: str) -> float:

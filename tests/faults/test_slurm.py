@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpc_train.run.directory import RunDirectory
@@ -24,6 +23,7 @@ from tests.faults.on_slurm import (
     OnSlurm,
     agent,
     environment_of,
+    everything,
     kill_agent,
     kill_node,
     of_node,
@@ -113,7 +113,7 @@ def test_a_controller_that_is_away_costs_nothing(
 ) -> None:
     on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED)
     on.wait_for_step(step)
-    named = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "slurmctld"]
+    named = [one for one in everything() if one.info["name"] == "slurmctld"]
     (controller,) = [one for one in named if environment_of(one, cluster)]
     controller.suspend()
     try:
