@@ -14,7 +14,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SOCKETS, SCRIPTS, BENCH = "pymp-", "hpc_train-progress-", "hpc_train-bench-"  # prefixes
+SOCKETS, SCRIPTS, BENCH, TRACKING = (
+    "pymp-",
+    "hpc_train-progress-",
+    "hpc_train-bench-",
+    "hpc_train-tracking-",
+)  # prefixes
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class TemporaryDirectory:
 
 
 def _remove_unused(parent: Path) -> None:
-    for prefix in (SOCKETS, SCRIPTS, BENCH):
+    for prefix in (SOCKETS, SCRIPTS, BENCH, TRACKING):
         for lock in parent.glob(f"{prefix}*/{_lock_name()}"):
             with contextlib.suppress(OSError):  # another user's, or in use
                 descriptor = _lock(lock)

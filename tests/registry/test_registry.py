@@ -134,6 +134,7 @@ def artifacts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Artifact]:
     wandb_run.define_metric = lambda name, **more: None
     module = SimpleNamespace(Artifact=Artifact, init=lambda **settings: wandb_run, Settings=dict)
     module.Api = lambda: SimpleNamespace(artifact=lambda reference, type: stored[reference])
+    module.teardown = lambda: None
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(sink, "why_offline", lambda: None)
     return stored

@@ -83,13 +83,16 @@ def test_a_tracker_that_hangs_is_nothing_to_the_ranks(tmp_path: Path, monkeypatc
     assert f"python -m hpc_train sync {run.path} --to wandb" in message
 
 
-def started(path: Path) -> tuple[RunDirectory, TrackingProcess]:
-    run = frozen(path, "+strategy=single", "telemetry.csv=true")
+def started(path: Path, *more: str) -> tuple[RunDirectory, TrackingProcess]:
+    run = frozen(path, "+strategy=single", "telemetry.csv=true", *more)
     return run, TrackingProcess(run, load(run))
 
 
-def test_one_process_follows_all_attempts(tmp_path: Path) -> None:
-    run, process = started(tmp_path / "run")
+def test_one_process_follows_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes the temporary directories that W&B leaves to exit handlers."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    run, process = started(tmp_path / "run", "telemetry.wandb.mode=offline")
     table = run.path / "metrics.csv"
     logged(run, 0, [1, 2, 3])
     wait_for(table.exists)
@@ -99,6 +102,8 @@ def test_one_process_follows_all_attempts(tmp_path: Path) -> None:
         assert [(row["step"], row["attempt"]) for row in csv.DictReader(file)] == [
             ("1", "0"), ("2", "0"), ("3", "1"), ("4", "1"),
         ]  # fmt: skip
+    assert list(run.path.rglob("offline-run-*"))
+    assert not [one.name for one in (tmp_path / "tmp").iterdir()]
     assert warnings(run) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import importlib
 import json
 import os
 import socket
@@ -69,7 +68,8 @@ class FakeArtifact:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
-    module = SimpleNamespace(init=init, Settings=lambda **settings: settings, Artifact=FakeArtifact)
+    own = {"init": init, "teardown": lambda: None}
+    module = SimpleNamespace(**own, Settings=lambda **settings: settings, Artifact=FakeArtifact)
     monkeypatch.setitem(sys.modules, "wandb", module)
 
 
@@ -119,14 +119,10 @@ def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
         assert "sent 5 lines, up to step 5" in capsys.readouterr().out
         assert [line["loss"] for _, line in sorted(receiver.history.items())] == [1.0, 2.0, 3.1, 4.1, 5.0]
         (run.path / "tracking" / "wandb.json").unlink()  # as if the attempt had been killed: the service knows
-        importlib.import_module(
-            "wandb"
-        ).teardown()  # its process accepts an id once; attempts are processes of their own
         replay = Replay(run, BACKENDS["wandb"](Session(with_online(load(run)), run, first_attempt=1)))
         logged(run, 1, [5, 6, 7])
         replay.send_new()
         replay.finish()
-        importlib.import_module("wandb").teardown()
         assert receiver.steps() == [1, 2, 3, 4, 5, 6, 7]
         assert sync.main([str(run.path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["sent"] == 0

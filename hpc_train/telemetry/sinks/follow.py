@@ -2,7 +2,7 @@
 
 The agent of node 0 starts one for all attempts of its job (``tracking.TrackingProcess``) and tells it the end in one
 line on standard input. Each tracker has a thread, so that one that hangs does not delay the others; after an error it
-is given up with one message. The process has the lowest priority, and the kernel kills it with the agent.
+is given up with one message. The process has a low priority, and the kernel kills it with the agent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.temporary import TRACKING, TemporaryDirectory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_or
@@ -30,7 +32,7 @@ from hpc_train.telemetry.sinks.tracking import advice, tracking_events, wanted
 
 FIRST_EVERY_S = 1.0  # until there is a line
 EVERY_S = 5.0
-LOWEST_PRIORITY = 19
+LOW_PRIORITY = 10  # a tenth of a core that ranks keep busy: W&B starts in seconds, and with 19 it took minutes
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def main(arguments: list[str]) -> None:
     path, first_attempt, agent = arguments
     die_with_parent(int(agent))
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
+    folder = TemporaryDirectory.make(TRACKING, Path(tempfile.gettempdir()))
+    tempfile.tempdir = str(folder.path)  # W&B makes directories that only exit handlers remove
     run = RunDirectory(Path(path))
     events = tracking_events(run)
     orders: list[Order] = []
@@ -121,6 +125,7 @@ def main(arguments: list[str]) -> None:
     orders.append(Order(**json.loads(sys.stdin.readline())))  # the kernel kills this process if the agent dies
     _end(followers, orders[0].seconds, before)
     events.close()
+    folder.remove()
     os._exit(0)  # threads may hang
 
 

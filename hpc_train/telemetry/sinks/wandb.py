@@ -148,14 +148,15 @@ class Wandb(Tracker):
             super().finish()
 
     def disconnect(self) -> None:
+        import wandb
+
         folder = self._checkpoint()
         if folder is not None:
-            import wandb
-
             artifact = wandb.Artifact(f"checkpoint-{self._identity.run_id}", type="model")
             artifact.add_dir(str(folder))
             self._run.log_artifact(artifact)
         self._run.finish()
+        wandb.teardown()  # ends W&B's process, which removes its socket
 
     def outcome(self) -> dict[str, Any]:
         return {"mode": self.mode, "url": self.url}
