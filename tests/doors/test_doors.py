@@ -18,7 +18,7 @@ from hpc_train import cli
 from hpc_train.commands import why
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import RESPONSES, Failure
-from tests.checkpoint.progress import IN_LONG_FORM, LONG
+from tests.checkpoint.progress import LONG
 from tests.doors.command import TINY, environment, hpc_train, start
 
 FAULTY = [
@@ -82,7 +82,8 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "attempts"), [("raise", 1, 2), ("kill", 93, 4), pytest.param("exit", 93, 4, marks=IN_LONG_FORM)]
+    ("how", "code", "attempts"),
+    [("raise", 1, 2), *(pytest.param(how, 93, 4, marks=pytest.mark.long_form(40)) for how in ("kill", "exit"))],
 )
 def test_a_failing_rank_is_named_with_its_own_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, code: int, attempts: int
@@ -195,6 +196,7 @@ def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
     assert any(event["event"] == "resumed" for event in run.read_events())
 
 
+@pytest.mark.long_form(40)  # tests/checkpoint/test_purged.py has the refusal
 def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> None:
     command = ["+strategy=dp", *TINY, "train.steps=2", "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
     done = hpc_train(*command, cwd=tmp_path)

@@ -1,7 +1,7 @@
 """Runs the commands of README.md and docs/ with fewer and smaller steps.
 
-Outside ``TRAINED``, a training that no other command reads is only checked, by a dry run. The long form
-(``HPC_TRAIN_LONG=1``) trains everything at full length.
+Outside ``TRAINED``, a training that no other command reads is only checked, by a dry run, and on the pages of
+``LONG_PAGES`` all trainings are only composed. The long form (``HPC_TRAIN_LONG=1``) trains everything at full length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ TAKEN_AS_THEY_ARE = (
     "sync",
     "--help",
 )
-TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
+TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md")
+LONG_PAGES = {  # seconds of each on two cores
+    "docs/howto/hooks.md": 30,
+    "docs/howto/huggingface.md": 120,
+    "docs/howto/model.md": 90,
+    "docs/howto/optimizer.md": 60,
+    "docs/howto/own_loop.md": 60,
+}
 REPLICATED = ("+strategy=dp", "+strategy=zero1", "+strategy=zero2", "+strategy=zero3")  # with two of the four workers
 NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {
@@ -115,20 +122,40 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def run_command(folder: Path, page: str, arguments: Sequence[str]) -> None:
+    env = with_server(environment(), HUGGING_FACE) if page == "docs/howto/huggingface.md" else environment()
+    done = hpc_train(*arguments, cwd=folder, timeout=3500 if LONG else 240, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
+    if trains and not {"-m", "--cfg"}.intersection(arguments):
+        assert "done: " in done.stdout, "the summary of a run"
+
+
 @pytest.mark.timeout(3600 if LONG else 300)
 @pytest.mark.parametrize("number", range(len(commands())), ids=[f"{page}: {line}" for page, line in commands()])
 def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
     page, line = commands()[number]
-    for script, package in NEEDS.items():
-        if script in line and find_spec(package) is None:
-            pytest.skip(f"needs {package}")
+    if is_without_package(line):
+        pytest.skip("its package is not installed")
     arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
-    if arguments[0] == "bench" and page not in TRAINED and not LONG:
+    if page in LONG_PAGES:
+        if not arguments[0].startswith("+strategy"):
+            pytest.skip("with the other commands of its page: HPC_TRAIN_LONG=1")
+        arguments += ["--cfg", "job"]
+    elif arguments[0] == "bench" and page not in TRAINED and not LONG:
         pytest.skip("tests/measure runs each benchmark; this one: HPC_TRAIN_LONG=1")
-    if only_checked(page, arguments):
+    elif only_checked(page, arguments):
         arguments += ["launch.dry_run=true", "-m"]
-    env = with_server(environment(), HUGGING_FACE) if page == "docs/howto/huggingface.md" else environment()
-    done = hpc_train(*arguments, cwd=folders[page], timeout=3500 if LONG else 240, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if arguments[0].startswith("+strategy") and "cluster=local" in arguments and "-m" not in arguments:
-        assert "done: " in done.stdout, "the summary of a run"
+    run_command(folders[page], page, arguments)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long_form(s)) for page, s in LONG_PAGES.items()])
+def test_the_commands_of_a_long_page(folders: dict[str, Path], page: str) -> None:
+    for line in [line for other, line in commands() if other == page]:
+        if not is_without_package(line):
+            run_command(folders[page], page, shortened(line))
+
+
+def is_without_package(line: str) -> bool:
+    return any(script in line and find_spec(package) is None for script, package in NEEDS.items())

@@ -67,8 +67,10 @@ def test_a_missing_or_contradictory_fact_is_refused(
     ("text", "replacement", "words"),
     [
         ("return model.n_layers *", "return 1 + model.n_layers *", "but the model has"),
-        ("return 6.0 *", "return 3.0 * len(shape) +", "flops_per_sample is"),
-        ('"mixer." + name', '{}[name]', "has no name for"),
+        pytest.param(
+            "return 6.0 *", "return 3.0 * len(shape) +", "flops_per_sample is", marks=pytest.mark.long_form(10)
+        ),
+        pytest.param('"mixer." + name', '{}[name]', "has no name for", marks=pytest.mark.long_form(10)),
     ],
 )  # fmt: skip
 def test_a_description_that_contradicts_the_model_is_refused(

@@ -170,7 +170,9 @@ def layout_of(config: Config) -> Layout:
     return resolve_layout(config, 1, ranks)
 
 
-@pytest.mark.parametrize("strategy", [{}, {"pp": 2}], ids=["single", "1f1b"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param({}, id="single"), pytest.param({"pp": 2}, id="1f1b", marks=pytest.mark.long_form(10))]
+)
 def test_a_real_step_keeps_on_the_device_and_in_host_memory_what_the_formula_says(strategy: dict[str, Any]) -> None:
     configs = [config_of(mode, "fp32", **strategy) for mode in ("none", "full", "ops")]
     layout = layout_of(configs[0])

@@ -196,6 +196,7 @@ def kept_for_backward(config: Config) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.long_form(30)
 def test_a_compiled_layer_keeps_what_the_formula_says() -> None:
     """It keeps neither the activation function nor, beside the results of the branches, their sums in fp32."""
     plain = config_of("none")

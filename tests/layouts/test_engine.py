@@ -52,7 +52,9 @@ def losses_and_norms(rank: int, world_size: int, cells: list[Cell], scale: float
     return found
 
 
-@pytest.mark.parametrize(("precision", "scale"), [("bf16", None), ("fp16", 256.0)])
+@pytest.mark.parametrize(
+    ("precision", "scale"), [("bf16", None), pytest.param("fp16", 256.0, marks=pytest.mark.long_form(10))]
+)
 def test_half_precision_stays_near_single_precision(precision: str, scale: float | None) -> None:
     batch = {"micro_batches": 2}
     chosen = [Cell(2, "gpt-tied", precision, split, batch) for split in SPLITS] + [

@@ -164,7 +164,17 @@ def test_the_peak_of_one_rank() -> None:
     check(ALONE, run_on_world(1, peaks, ALONE, timeout=300))
 
 
-@pytest.mark.parametrize("cases", TWO, ids=["data", "pipeline", "tensor", "inside", "copies", "context"])
+KINDS = ["data", "pipeline", "tensor", "inside", "copies", "context"]
+IN_SHORT_FORM = ("data", "inside")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(cases, id=kind, marks=() if kind in IN_SHORT_FORM else pytest.mark.long_form(15))
+        for kind, cases in zip(KINDS, TWO, strict=True)
+    ],
+)
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
     check(cases, run_on_world(2, peaks, cases, timeout=300))
 

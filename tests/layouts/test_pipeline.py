@@ -39,7 +39,7 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("world_size", "pp", "tp"),
-    [(2, 2, 1), (4, 2, 1), (4, 2, 2), (4, 4, 1)],
+    [(2, 2, 1), (4, 2, 1), pytest.param(4, 2, 2, marks=pytest.mark.long_form(15)), (4, 4, 1)],
 )
 def test_every_pipeline_trains_as_one_process_does(
     world_size: int, pp: int, tp: int, record: Callable[..., None]

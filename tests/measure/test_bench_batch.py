@@ -40,6 +40,7 @@ def test_the_noise_scale_of_a_known_noise() -> None:
     assert noise_scale([1.0], [0.0], 4, 64).samples is None and fmean(small) > fmean(big)
 
 
+@pytest.mark.long_form(30)
 def test_sizes_until_the_memory_is_used_up(tmp_path: Path) -> None:
     few = ["--steps", "1", "--pairs", "1", "--noise", "2", "--memory", "0.01", "--plot", "batch.png", "--json"]
     done = hpc_train("bench", "batch", "+strategy=pp", *HERE, "data.samples=4096", *few, cwd=tmp_path)

@@ -45,6 +45,7 @@ def test_the_notebook_of_hugging_face_runs(tmp_path: Path) -> None:
     assert (tmp_path / "tuned/checkpoints").is_dir()
 
 
+@pytest.mark.long_form(90)
 @pytest.mark.timeout(600)
 def test_the_notebooks_run(tmp_path: Path) -> None:
     run([path for path in NOTEBOOKS if path.stem != "hf_finetuning"], tmp_path)

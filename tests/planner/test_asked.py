@@ -24,9 +24,9 @@ OPEN = "# @package _global_\nstrategy:\n  pp: 2\n  bucket_cap_mb: 3\n"  # an exp
         "",
         "strategy.tp=2 model=gpt_124m optim.lr=1 train.debug=true strategy.async_tp=true",
         "strategy.pp_split=[1,3] strategy.bucket_cap_mb=3 +cluster.env.A=1",
-        "+experiment=hybrid_8gpu",
+        pytest.param("+experiment=hybrid_8gpu", marks=pytest.mark.long_form(10)),
         "+experiment=open -cd",
-        "strategy.pp=2 optim.warmup_steps=${strategy.pp}",
+        pytest.param("strategy.pp=2 optim.warmup_steps=${strategy.pp}", marks=pytest.mark.long_form(10)),
         "batch.global_size=64 ++strategy.offload=optimizer",
     ],
 )

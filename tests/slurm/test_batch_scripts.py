@@ -133,6 +133,7 @@ def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer:
         assert call.endswith(f" {image} python -m hpc_train agent {run}")
 
 
+@pytest.mark.long_form(50)
 @pytest.mark.beside
 def test_freeze_checks_against_the_nodes_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
     shell = with_python(cluster)

@@ -126,6 +126,7 @@ class Table(nn.Module):
 """
 
 
+@pytest.mark.long_form(80)
 @pytest.mark.beside
 def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: Path) -> None:
     """First with the code as it was frozen, then with the corrected code."""

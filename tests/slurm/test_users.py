@@ -80,6 +80,7 @@ def other(cluster: Cluster) -> Iterator[Other]:
     shutil.rmtree(home)
 
 
+@pytest.mark.long_form(60)
 def test_two_sweeps_side_by_side(cluster: Cluster, other: Other, tmp_path: Path) -> None:
     code, output = other.hpc_train(*SWEEP)
     assert code == 2, output

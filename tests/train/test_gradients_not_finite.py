@@ -46,9 +46,9 @@ def _poison(spec: WorkerSpec, steps: set[int]) -> None:
     ("workers", "overrides"),
     [
         (2, ["+strategy=dp"]),
-        (2, ["+strategy=zero2", "optim=sgd"]),
+        pytest.param(2, ["+strategy=zero2", "optim=sgd"], marks=pytest.mark.long_form(10)),
         (2, ["+strategy=pp"]),
-        (2, ["+strategy=tp"]),
+        pytest.param(2, ["+strategy=tp"], marks=pytest.mark.long_form(10)),
         (2, ["+strategy=dp", "optim.in_backward=true", "optim.clip_norm=0", "strategy.bucket_cap_mb=0.001"]),
     ],
 )

@@ -156,6 +156,7 @@ def read(run: RunDirectory) -> dict[str, Tensor]:
     return dict(read_tensors(run.checkpoints / "step-00000003"))
 
 
+@pytest.mark.long_form(30)
 def test_checkpoints_load_into_every_format_and_layout(tmp_path: Path) -> None:
     def runs(folder: str, strategy: str) -> dict[str, RunDirectory]:
         return {
