@@ -161,6 +161,10 @@ class Model(nn.Module):
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills ``value`` (the full parameter ``name``, never a shard) in place with its initial values."""
 
+    def is_stored(self, name: str) -> bool:
+        """Returns whether the parameter ``name`` is read from files; replicas get its values from the first one."""
+        return False
+
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         """Returns a box of the parameter ``name`` whose values are read from files, in any dtype.
 

@@ -72,7 +72,8 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if initialises:
         assert isinstance(model, Model | HFWhole)
-        materialise(model, mesh.device, config.train.seed, dtype, home)
+        replicas = mesh.group("dp_cp") if sharder is None and mesh.layout.dp_cp > 1 else None
+        materialise(model, mesh.device, config.train.seed, dtype, home, replicas)
     elif sharder is not None:
         _hand_out(model, mesh, values, home)
     if config.precision.weights == "bf16":
@@ -218,7 +219,12 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 def materialise(
-    module: Model | HFWhole, device: torch.device, seed: int, dtype: torch.dtype, home: torch.device | None = None
+    module: Model | HFWhole,
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+    home: torch.device | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> None:
     """Allocates ``module`` (whole or a stage, sharded or not) and initialises its parameters.
 
@@ -228,6 +234,8 @@ def materialise(
         seed: the seed of the run.
         dtype: the dtype of the floating-point parameters.
         home: the device of sharded parameters if it is not ``device``.
+        replicas: a group whose ranks hold the same parameters. Its first rank reads those that are stored in files, and
+            sends them to the others, so that the shared file system is read once and not by each replica.
     """
     with keep_shared(module):
         module.to_empty(device=home or device)
@@ -235,8 +243,28 @@ def materialise(
     with torch.no_grad():
         for raw, parameter in module.named_parameters():
             name = canonical_name(raw)
-            _fill(module, module.tied.get(name, name), parameter, seed, device)
+            name = module.tied.get(name, name)
+            if replicas is not None and module.is_stored(name):
+                _fill_first(module, name, parameter, seed, device, replicas)
+            else:
+                _fill(module, name, parameter, seed, device)
     module.init_buffers(device)
+
+
+def _fill_first(
+    model: Model | HFWhole,
+    name: str,
+    parameter: Tensor,
+    seed: int,
+    device: torch.device,
+    replicas: dist.ProcessGroup,
+) -> None:
+    """Fills a parameter on the first rank of ``replicas`` and broadcasts it."""
+    if replicas.rank() == 0:
+        _fill(model, name, parameter, seed, device)
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if held.numel():  # a rank of tensor parallelism may hold no rows
+        dist.broadcast(held, dist.get_global_rank(replicas, 0), group=replicas)
 
 
 def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig
+from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig, LoraConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.hf.family import hf_name
+from hpc_train.models.hf.weights import WeightFiles
 from hpc_train.parallel.build import build_engine
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
@@ -153,6 +155,28 @@ def in_pairs(splits: dict[str, list[dict[str, Any]]]) -> list[tuple[str, Cell]]:
             keys = {"loss_chunks": 2} if number % 2 and TASKS[model] == "causal_lm" else {}
             found.append((model, cell_of(model, split, batch=batch, train=keys)))
     return found
+
+
+def files_read(rank: int, world_size: int, cell: Cell, saved: Path, lora: int | None) -> tuple[int, dict[str, Any]]:
+    """The number of tensors that a rank reads, and its first weights."""
+    config = config_of(cell, "llama", saved)
+    config = replace(config, model=replace(config.model, lora=LoraConfig(rank=lora)))
+    with mock.patch.object(WeightFiles, "read", autospec=True, side_effect=WeightFiles.read) as read:
+        engine = build_engine(config, mesh_of(cell, rank))
+    weights = {hf_name(name): whole(value.detach()).numpy() for name, value in engine.named_parameters().items()}
+    return read.call_count, weights
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lora"), [(SPLITS[0], None), (PIPELINES[0], None), (SPLITS[0], 2)], ids=["dp", "stages", "adapters"]
+)
+def test_one_replica_reads_the_files(strategy: dict[str, Any], lora: int | None, saved: Path) -> None:
+    expected = transformers.AutoModelForCausalLM.from_pretrained(saved / "llama", dtype=torch.float32).state_dict()
+    found = run_on_world(4, files_read, cell_of("llama", strategy), saved, lora, imports=HUGGING_FACE)
+    readers = strategy.get("pp", 1)
+    assert sum(count > 0 for count, _ in found) == readers, [count for count, _ in found]
+    for _, weights in found if lora is None else ():
+        assert weights and error({name: torch.from_numpy(one) for name, one in weights.items()}, expected) == 0
 
 
 @pytest.mark.parametrize("form", ["short", pytest.param("more", marks=pytest.mark.long_form(60))])

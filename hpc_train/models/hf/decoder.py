@@ -123,6 +123,10 @@ class HFDecoder(Model):
         """Reads the parameter from the files, or draws it as transformers does."""
         self._values.fill(hf_name(name), value, generator)
 
+    def is_stored(self, name: str) -> bool:
+        """Returns whether the files have the parameter."""
+        return self._values.is_stored(hf_name(name))
+
     def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         """Returns the box from the files; see ``Model.stored_box``."""
         return self._values.read(hf_name(name), begin, size)

@@ -30,6 +30,9 @@ _TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # of 
 class AdapterValues(FirstValues):
     """The first values of a model with adapters: those of the base model, and those of peft for the adapters."""
 
+    def is_stored(self, name: str) -> bool:
+        return not _is_adapter(name) and super().is_stored(name.replace(_BASE, "."))
+
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         return None if _is_adapter(name) else super().read(name.replace(_BASE, "."), begin, size)
 

@@ -85,9 +85,13 @@ class FirstValues:
                 stacklevel=2,
             )
 
+    def is_stored(self, name: str) -> bool:
+        """Returns whether the files have the parameter."""
+        return name in self._stored
+
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
         """Returns a box of a parameter in its stored dtype; None if the files do not have the parameter."""
-        if self._files is None or name not in self._stored:
+        if self._files is None or not self.is_stored(name):
             return None
         return self._files.read(self._stored[name], begin, size)
 
