@@ -52,6 +52,16 @@ def check_activation_offload(config: Config) -> None:
         )
 
 
+def kept_if_less(config: Config, layout: Layout) -> float | None:
+    """Returns the bytes that a layer keeps for a micro-batch if they are less than the size from which tensors are
+    moved, so that none is; None otherwise, and for a model whose activations are unknown."""
+    least = parse_activation_offload(config.train.activation_offload)
+    if least is None or family_of(config.model).activations is None:
+        return None
+    kept = layer_bytes(config, layout)["none"]
+    return kept if kept < least else None
+
+
 def offloaded_bytes(config: Config, layout: Layout, pp_rank: int) -> float:
     """Returns the bytes in host memory that a rank's layers need between forward and backward."""
     layers = layers_of_rank(config, layout, pp_rank)

@@ -17,10 +17,13 @@ from hpc_train.config.schema.condition import FACTS
 from hpc_train.config.schema.key import KeyInfo, info
 from hpc_train.config.services import URL
 from hpc_train.config.values import asked_nodes, runs_own_code
+from hpc_train.plan.activation_offload import kept_if_less
 from hpc_train.plan.layout import Layout
+from hpc_train.units import format_bytes
 
 # groups whose keys code of the user's own reads as it likes; ``plan.own_code`` says what applies
 READ_BY_OWN_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
+OFFLOAD = "train.activation_offload"
 SHOWN_JOBS = 5
 
 
@@ -75,6 +78,10 @@ def without_effect(config: Config, layout: Layout, place: Place, own: Mapping[st
         failed = next((each for each in known.reads if not each.holds(value_of)), None) if known is not None else None
         if failed is not None:
             found.append(WithoutEffect(name, shown, failed.fails(value_of), failed.fix))
+    kept = kept_if_less(config, layout) if OFFLOAD in own else None
+    if kept is not None:
+        reason = f"on layers that keep {format_bytes(kept)} for a micro-batch"
+        found.append(WithoutEffect(OFFLOAD, own[OFFLOAD], reason, f"set {OFFLOAD} to less than the size of a tensor"))
     return found
 
 
