@@ -235,8 +235,10 @@ def check_divides(divisor: int, number: int, key: str, what: str) -> None:
         UserError: ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``.
     """
     if number % divisor:
-        below = max(n for n in range(1, divisor) if number % n == 0)
-        raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=f"{key}={below}")
+        fix = f"{key}={max(n for n in range(1, divisor) if number % n == 0)}"
+        if what.endswith(".sequence_length"):  # unlike a size of the model, it is easily another
+            fix += f", or {what}={number + -number % divisor}"
+        raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=fix)
 
 
 RECOMPUTATION_MODES = ("auto", "none", "full", "selective", "ops")

@@ -207,8 +207,10 @@ def _choices(
 
 
 def _splits_batch(config: Config) -> bool:
-    """Returns whether the size of micro-batches is open: neither their number nor a reproducible sum determines it."""
-    return config.batch.micro_batches == "auto" and config.train.reproducible is None
+    """Returns whether the size of micro-batches is open: neither their number, nor a reproducible sum, nor updates
+    inside the backward, which need one micro-batch, determine it."""
+    is_determined = config.train.reproducible is not None or config.optim.in_backward
+    return config.batch.micro_batches == "auto" and not is_determined
 
 
 def _most_stages(config: Config) -> int:

@@ -72,8 +72,8 @@ CASES = [
     (["optim={betas:[0.1,0.2],name:sgd}"],
      "note: optim.betas has no effect with optim=sgd; remove it, or set optim=adamw"),
     (["train.activation_offload=64GiB"],
-     "note: train.activation_offload=64GiB has no effect on layers that keep 72 MiB for a micro-batch; remove it, or set "
-     "train.activation_offload to less than the size of a tensor"),
+     "note: train.activation_offload=64GiB has no effect on layers that keep 72 MiB for a micro-batch; remove it, or "
+     "set train.activation_offload to less than the size of a tensor"),
     (["train.debug=true", "telemetry.log_every=7"],
      "note: telemetry.log_every=7 has no effect with train.debug=true; remove it, or set train.debug=false"),
 ]  # fmt: skip

@@ -121,8 +121,9 @@ def test_shared_heads_that_no_group_of_ranks_divides_are_refused() -> None:
 @pytest.mark.parametrize("strategy", [{"cp": 2}, {"tp": 2}])
 def test_evaluation_sets_whose_sequences_cannot_be_split_are_refused(strategy: dict[str, Any]) -> None:
     config = replace(Cell(2, strategy=strategy).config(), eval_sets={"odd": {"sequence_length": 7}})
-    with pytest.raises(UserError, match=r"strategy\.[ct]p=2 does not divide eval_sets\.odd\.sequence_length=7"):
+    with pytest.raises(UserError, match=r"strategy\.[ct]p=2 does not divide eval_sets\.odd\.sequence_length=7") as odd:
         validate(config, 1, 2)
+    assert "eval_sets.odd.sequence_length" in odd.value.fix
     config.eval_sets["odd"] = {"sequence_lenth": 8}
     with pytest.raises(UserError) as error:
         validate(config, 1, 2)

@@ -122,6 +122,7 @@ def test_of_equally_fast_layouts_the_simplest_is_taken(monkeypatch: pytest.Monke
         (["model=custom", "model._target_=torch.nn.Linear", "data=synthetic"], "cannot choose a layout.*its size"),
         (["data=synthetic", "strategy.tp=3"], r"strategy.tp is 3, which does not divide"),
         (["data=synthetic", "strategy.schedule=1f2b"], "1f2b"),
+        (["data=synthetic", "optim.in_backward=true"], "^optim.in_backward is true, but clipping"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(overrides: list[str], message: str) -> None:
