@@ -1,7 +1,8 @@
 """Runs the commands of README.md and docs/ with fewer and smaller steps.
 
 Outside ``TRAINED``, a training that no other command reads is only checked, by a dry run, and on the pages of
-``LONG_PAGES`` all trainings are only composed. The long form (``HPC_TRAIN_LONG=1``) trains everything at full length.
+``LONG_PAGES`` all trainings are only composed. The long form (``HPC_TRAIN_LONG=1``) trains the former at full length,
+and the latter with a few steps.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def commands() -> list[tuple[str, str]]:
     return [found for found in lines_of_pages("bash") if found[1].startswith("python -m hpc_train ")]
 
 
-def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
+def shortened(line: str, before: Sequence[str] = (), full: bool = LONG) -> list[str]:
     """The arguments of ``line``, with overrides that make a run short at their end.
 
     Args:
         before: the lines before it on the page: a run that is trained again goes on for two more steps.
+        full: whether runs keep their length.
     """
     arguments = shlex.split(line, comments=True)[3:]
     name = next((part for part in arguments if part.startswith("run.name=")), None)
@@ -81,13 +83,13 @@ def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
     small = ["batch.global_size=8", *FEW.get(data, []), *(["data.pattern=json/*.py"] if data == "text" else [])]
     small += [] if own_model else TINY_GPT
     if arguments[0] == "bench":
-        return [*arguments, *([] if LONG else [*small, *BENCH.get(arguments[1], [])])]
+        return [*arguments, *([] if full else [*small, *BENCH.get(arguments[1], [])])]
     again = sum(name is not None and name in shlex.split(one, comments=True) for one in before)
     steps = [] if "telemetry.profile.steps" in given else [f"train.steps={2 * (1 + again)}"]
     costly = "train.compile=true" in arguments or data == "sft"  # each worker compiles, or reads the chats, for itself
     two = costly or (arguments[0] in REPLICATED and "cluster=local" in arguments and "-m" not in arguments)
     workers = ["cluster.cpu_workers=2"] if two else []
-    own = [NO_WANDB] if LONG else [NO_WANDB, *steps, *small, *workers]
+    own = [NO_WANDB] if full else [NO_WANDB, *steps, *small, *workers]
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 
 
@@ -152,9 +154,10 @@ def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long_form(s)) for page, s in LONG_PAGES.items()])
 def test_the_commands_of_a_long_page(folders: dict[str, Path], page: str) -> None:
-    for line in [line for other, line in commands() if other == page]:
+    lines = [line for other, line in commands() if other == page]
+    for number, line in enumerate(lines):
         if not is_without_package(line):
-            run_command(folders[page], page, shortened(line))
+            run_command(folders[page], page, shortened(line, lines[:number], full=False))
 
 
 def is_without_package(line: str) -> bool:
