@@ -69,16 +69,17 @@ class SaveSchedule:
         """Returns whether a save is due after ``step`` steps according to their number."""
         return self.every.steps > 0 and step % self.every.steps == 0
 
-    def ask(self, last: bool = False) -> bool:
+    def ask(self, is_next_to_last: bool = False) -> bool:
         """Returns whether a save is due according to the clock; returns True only once before the next ``saved``.
 
         Args:
-            last: whether the next step is the last one. Its evaluation runs before the final save.
+            is_next_to_last: whether the save would follow the step before the last one. The final save contains the
+                metrics of the last evaluation, in which an error, such as in a user's metric, must not lose the run.
         """
         if self._asked or not self.keeps_time:
             return False
         passed = self.clock() - self._since
-        self._asked = 0 < self._interval <= passed or (last and passed >= LAST_S)
+        self._asked = 0 < self._interval <= passed or (is_next_to_last and passed >= LAST_S)
         return self._asked
 
     def saved(self, cost_s: float, durable_s: float | None) -> None:

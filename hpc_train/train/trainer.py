@@ -204,8 +204,8 @@ class Trainer:
     def _announce(self, batch: LocalBatch | None, step: int | None = None) -> None:
         """Posts what this rank knows before the step with ``batch`` that follows ``step``, by default ``self.step``."""
         count = 0 if batch is None else batch.local_count
-        last = (self.step if step is None else step) + 1 == self._end
-        self._control.post(self.stop.requested, count, self.schedule.ask(last), self.hooks.end_reason is not None)
+        saves = self.schedule.ask(is_next_to_last=(self.step if step is None else step) + 2 == self._end)
+        self._control.post(self.stop.requested, count, saves, self.hooks.end_reason is not None)
         self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:
@@ -256,13 +256,8 @@ class Trainer:
         if not self._save_due:  # otherwise the host waits for the device
             return
         self._complete_line()
-        self._save_if_due()
-
-    def _save_if_due(self) -> None:
-        """Saves if that is due and the loss is stable; otherwise the save waits until it is."""
-        calm = self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged
-        if self._save_due and calm and self._divergence is None:
-            self._save()
+        if self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged:
+            self._save()  # otherwise the save waits until the loss is stable
 
     def _roll_back(self) -> LocalBatch | None:
         """Rolls back to the newest checkpoint before a divergence, if there was one, and skips the batches since then.
@@ -329,8 +324,6 @@ class Trainer:
         self.last_save.warn_of_slow_steps(step, line["step_s"])
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
-            if step == self._end:  # an error in this evaluation, such as in a user's metric, would lose these steps
-                self._save_if_due()
             self._evaluate(line, skipped)
         else:
             self._report(line, skipped)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.manifest import NAME as MANIFEST
 from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
@@ -61,16 +63,20 @@ def test_the_clock_asks_once_until_a_save() -> None:
     assert not SaveSchedule(SaveEvery(seconds=60), 8, False, clock=clock).ask()  # another rank's clock does not count
 
 
-def test_the_last_step_is_saved_before_its_evaluation_if_much_would_be_lost() -> None:
+def test_the_step_before_the_last_is_saved_if_much_would_be_lost() -> None:
     clock = Clock()
     for every in (SaveEvery(auto=True), SaveEvery()):
         schedule = SaveSchedule(every, 8, True, clock=clock)
         clock.now += LAST_S - 1
-        assert not schedule.ask(last=True)
+        assert not schedule.ask(is_next_to_last=True)
         clock.now += 1
-        assert not schedule.ask() and schedule.ask(last=True)
+        assert not schedule.ask() and schedule.ask(is_next_to_last=True)
         schedule.saved(1.0, None)
-        assert not schedule.ask(last=True)
+        assert not schedule.ask(is_next_to_last=True)
+
+
+def save_before_the_end(spec: WorkerSpec, stop: StopFlag) -> None:
+    saving.LAST_S = 0.0
 
 
 def fail_to_evaluate(spec: WorkerSpec, stop: StopFlag) -> None:
@@ -81,11 +87,23 @@ def fail_to_evaluate(spec: WorkerSpec, stop: StopFlag) -> None:
     Evaluation.run = run  # type: ignore[method-assign, assignment]
 
 
+def saved_steps(run: RunDirectory) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir() if path.name.startswith("step"))
+
+
 def test_an_error_in_the_last_evaluation_does_not_lose_the_training(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=3")
     with pytest.raises(AssertionError, match="a metric of the user's"):
         run_attempt(run, 2, fail_to_evaluate)
-    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith("step")] == ["step-00000003"]
+    assert saved_steps(run) == ["step-00000002"]
+
+
+def test_the_last_checkpoint_has_the_metrics_of_the_last_evaluation(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=3", "data.validation_samples=8")
+    assert run_attempt(run, 2, save_before_the_end) == [0, 0]
+    assert saved_steps(run) == ["step-00000002", "step-00000003"]
+    manifest = json.loads((run.checkpoints / "step-00000003" / MANIFEST).read_text())
+    assert manifest["metrics"]["val_loss"] == pytest.approx(run.read_metrics()[-1]["val_loss"])
 
 
 def test_auto_follows_what_a_save_costs(capsys: pytest.CaptureFixture[str]) -> None:
