@@ -50,6 +50,7 @@ from hpc_train.run.imported import with_imported_model
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.snapshot import snapshot_code
+from hpc_train.slurm.client import own_job
 from hpc_train.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script
@@ -85,7 +86,7 @@ def freeze_run(arguments: list[str]) -> int:
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
         _freeze(config, run, parent, overrides)
         if job_id is not None:
-            add_submission(run, "script", job_id=job_id)
+            add_submission(run, "script", job_id=own_job())
             warn_of_late_signal(config, run)
     print(json.dumps({"run": str(run.path)}) if options.json else run.path)
     return 0

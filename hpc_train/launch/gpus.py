@@ -15,7 +15,7 @@ from functools import cache
 from hpc_train.cluster.gpus import gpu_memory, gpu_names
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.slurm.client import show_job
+from hpc_train.slurm.client import own_job, show_job
 from hpc_train.slurm.site import NodeKind, Site, gpus_of
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
@@ -156,7 +156,7 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):  # one task per node
         if name in environment:
             return JobGpus(_count(environment[name]), True)
-    shown = _show_job(_job_id(environment), environment.get("PATH"))
+    shown = _show_job(own_job(environment), environment.get("PATH"))
     asked = re.findall(r"\bTresPer[A-Za-z]*=(\S*gpu\S*)", shown)
     per_node = re.search(r"\bTresPer(?:Node|Task)=(\S*gpu\S*)", shown)
     inherited = bool(asked) or "SLURM_GPUS" in environment
@@ -169,11 +169,6 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
 def _on_batch_host(environment: Mapping[str, str]) -> int:
     count = environment.get("SLURM_GPUS_ON_NODE")
     return int(count) if count else len([name for name in environment.get("SLURM_JOB_GPUS", "").split(",") if name])
-
-
-def _job_id(environment: Mapping[str, str]) -> str:
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
 
 
 @cache

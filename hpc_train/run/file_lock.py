@@ -220,7 +220,7 @@ class LockOwner:
             machine=f"{boot_id()}:{Path('/proc/self/ns/pid').readlink()}",
             pid=os.getpid(),
             started=started(os.getpid()),
-            job_id=environment.get("SLURM_JOB_ID"),
+            job_id=client.own_job(environment) if "SLURM_JOB_ID" in environment else None,
             restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
             cluster=environment.get("SLURM_CLUSTER_NAME"),
         )

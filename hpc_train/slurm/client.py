@@ -184,9 +184,12 @@ def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
 
 
 def own_job(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array."""
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
+    """Returns the job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array.
+
+    For ``SLURM_JOB_ID`` alone the commands would show the whole array if this process is in its last task.
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 
 def is_suspended() -> bool:

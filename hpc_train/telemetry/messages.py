@@ -25,6 +25,7 @@ from hpc_train.config.services import webhook
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import NewLines, last_line, read_or
+from hpc_train.slurm.client import own_job
 from hpc_train.telemetry.sinks.identity import name_of
 from hpc_train.units import format_duration
 
@@ -199,7 +200,7 @@ def _message(run: RunDirectory, kind: str, event: Event) -> Message:
     step = result.get("steps") if kind == "finished" else newest.get("step")
     of_total = f" of {record['total_steps']}" if "total_steps" in record and kind != "finished" else ""
     after = f" after step {step}{of_total}" if step else ""
-    job = f" (job {os.environ['SLURM_JOB_ID']})" if "SLURM_JOB_ID" in os.environ else ""
+    job = f" (job {own_job()})" if "SLURM_JOB_ID" in os.environ else ""
     lines = [f"{name_of(run)} {VERBS.get(kind, 'is')} {kind}{after}{job}"]
     if kind == "finished":
         lines.append(_results(result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
-from hpc_train.elastic.rendezvous.client import Pause
+from hpc_train.elastic.rendezvous.client import Pause, _ask_slurm
 from hpc_train.elastic.rendezvous.orders import Leave
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit
+from hpc_train.run.file_lock import LockOwner
 
 
 @pytest.fixture
@@ -109,6 +111,39 @@ def test_the_end_of_the_batch_script(
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
     assert done.returncode == code
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
+
+
+# As squeue responds in the last task of an array, whose id is that of the array: it also lists a task that waits.
+OF_ARRAY = (
+    'case "$*" in *%Q*) priority=" 100";; esac\n'
+    'case "$*" in *5_3*) ;; *) echo "PENDING$priority";; esac\n'
+    'echo "RUNNING$priority"'
+)
+LAST_TASK = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task of it waits since its own requeue."""
+    calls = tmp_path / "calls"
+    scontrol = f'[ "$1" = show ] || echo "$*" >> {calls}'
+    stand_in(tmp_path, squeue=OF_ARRAY, scontrol=scontrol, sleep="true")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **LAST_TASK}
+    end = JobEnd(run, "5", 0, 0)
+    end.record(Exit.STOPPED)
+    end.ask_for_requeue(3)
+    script = "\n".join([f"RUN={run.path} status=1", *requeue_lines_before(), *requeue_script_lines()])
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
+    assert done.returncode == 75
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert request_from_slurm(end, Config()) is None
+    _ask_slurm(["scontrol", "requeue", "incomplete", "5_3"])
+    assert calls.read_text().splitlines() == ["requeue incomplete 5_3"] * 3
+    owner = replace(LockOwner.of_this_process(), host="n1", machine="n1")
+    assert owner.job_id == "5_3"
+    assert owner.may_be_alive(replace(owner, machine="n2", job_id="9"), lambda: 1.0)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,8 @@ def test_one_node_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "outputs" / f"slurm-{single}")) == 6
     finish(shell, f"{array}_1", tmp_path)
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
+    (submission,) = RunDirectory(tmp_path / "outputs" / "sweep" / "1").record()["submissions"]
+    assert submission["job_id"] == f"{array}_1", "as status and cancel look it up"
     assert shell.wait_for_state(f"{array}_2", "COMPLETED", "FAILED") == "FAILED"
     assert "--array=0-1" in (tmp_path / f"hpc_train-{array}_2.log").read_text()
 

@@ -7,7 +7,6 @@ RUNNING without a batch script until its time limit.
 
 from __future__ import annotations
 
-import os
 import queue
 import random
 import signal
@@ -331,7 +330,7 @@ def _ask_slurm(command: list[str]) -> None:
     """
     until, refused = time.monotonic() + PATIENCE_S, 0
     while time.monotonic() < until:
-        known = state_and_priority(os.environ["SLURM_JOB_ID"])
+        known = state_and_priority(own_job())
         if known is not None:
             state, priority = known
             if state.phase is not Phase.RUNNING or priority == 0:

@@ -84,7 +84,7 @@ done
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   for wait in 0 5 10 20 40 60 60 60 60 120 120; do
     sleep "$wait"
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
+    state=$(squeue --noheader --jobs="$job" --format='%T %Q') && break
   done
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
     trap '' TERM # Slurm ends this script when it requeues the job, and scontrol must survive that
