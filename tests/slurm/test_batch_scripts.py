@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.script import requeue_lines_before, requeue_script_lines
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster
