@@ -103,9 +103,13 @@ class JobQueue:
         first_attempts = [job.run.newest_attempt() + 1 for job in jobs]
         ids = self.executor.submit(jobs, self._sweep, self._at_once)
         entries = list(map(Submitted, jobs, ids, first_attempts, map(self.executor.output, jobs, ids)))
+        try:
+            for _ in concurrently(self._record, entries):
+                pass
+        except BaseException:  # a job that its run does not record could start it again, and nothing would cancel it
+            self.executor.cancel(ids)
+            raise
         self._submitted |= {entry.job.number: entry for entry in entries}
-        for _ in concurrently(self._record, entries):
-            pass
         for job, job_id in zip(jobs, ids, strict=True):
             if len(jobs) <= ANNOUNCED_SINGLY:
                 announce(job, self.executor, self._console, job_id)

@@ -109,6 +109,26 @@ def test_a_sweep_of_several_arrays_keeps_to_its_limit(slurm: Path, tmp_path: Pat
     assert len(calls(tmp_path)) == 3, "nothing was submitted"
 
 
+def test_a_refused_submission_takes_back_those_before_it(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No run has recorded them yet, so no command would find them."""
+    command(slurm, "scontrol", "echo MaxArraySize = 2")
+    refuse = 'echo "sbatch: error: AssocMaxSubmitJobLimit" >&2; exit 1'
+    answer = f"echo Submitted batch job $((40 + $(wc -l < {tmp_path}/calls)))"
+    command(
+        slurm,
+        "sbatch",
+        f'echo "$@" >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -lt 3 ] || {{ {refuse}; }}; {answer}',
+    )
+    command(slurm, "scancel", f'echo "$@" >> {tmp_path}/cancelled')
+    jobs = [make_job(tmp_path / "sweep", number, cluster=SITE, gpus=4) for number in range(5)]
+    with pytest.raises(UserError, match="AssocMaxSubmitJobLimit"):
+        SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5)
+    assert "41 42" in (tmp_path / "cancelled").read_text()
+    assert "cancelled what was submitted before: 41, 42" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("own", "jobs", "pending", "raised"),
     [

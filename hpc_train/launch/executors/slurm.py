@@ -146,24 +146,42 @@ class SlurmJobExecutor:
         return found
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
-        ids: dict[int, str] = {}
         self._clusters = jobs[0].config.cluster.clusters
-        last: list[str] = []  # the id of each submission, or of the last job of its chain
+        submitted: list[str] = []
+        try:
+            return self._submit_arrays(jobs, sweep, submitted)
+        except BaseException:  # also an interrupt
+            self._withdraw(submitted)
+            raise
+
+    def _withdraw(self, ids: Sequence[str]) -> None:
+        """Cancels jobs that no run has recorded yet, so that nothing else could cancel them."""
+        if ids:
+            self._cancel(self._all(ids))
+            print(f"cancelled what was submitted before: {', '.join(ids)}", file=sys.stderr)
+
+    def _submit_arrays(self, jobs: Sequence[Job], sweep: Path, submitted: list[str]) -> list[str]:
+        """Submits ``jobs`` and returns their ids.
+
+        Args:
+            submitted: gets the id of each submission, the first one of a chain.
+        """
+        ids: dict[int, str] = {}
         file = _ids_file(jobs, sweep)
         file.unlink(missing_ok=True)  # of an earlier submission of the same jobs
         for same, turn in self._arrays(jobs):
             folder = self._folder(same, sweep)
             text, asked = self._submission(same, folder, sweep, turn, file)
-            asked = _waiting_for(asked, None if turn.after is None else last[turn.after])
+            asked = _waiting_for(asked, None if turn.after is None else self._last_of(submitted[turn.after]))
             folder.mkdir(parents=True, exist_ok=True)
             if len(same) > 1:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = self._submit_chain(same[0], folder, text, asked)
-            last.append(self._chains.get(main, [main])[-1])
+            submitted.append(main)
             self._record_estimate(same[0], f"{main}_0" if len(same) > 1 else main)
             if turn.shared is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_text(file, "".join(f"{job_id}\n" for job_id in last))
+                write_text(file, "".join(f"{self._last_of(job_id)}\n" for job_id in submitted))
             for index, job in enumerate(same):
                 write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
@@ -204,6 +222,10 @@ class SlurmJobExecutor:
         with suppress(OSError):  # the root belongs to somebody else
             append_line(Path(job.config.run.root) / ESTIMATES, asdict(estimate))
 
+    def _last_of(self, job_id: str) -> str:
+        """Returns the last job of the chain that begins with ``job_id``, or ``job_id`` itself."""
+        return self._chains.get(job_id, [job_id])[-1]
+
     def _all(self, ids: Collection[str]) -> list[str]:
         """Returns ``ids`` with the other jobs of their chains."""
         return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
@@ -219,8 +241,8 @@ class SlurmJobExecutor:
 
         try:
             submit_chain(count, one)
-        except UserError:
-            self._cancel(ids)
+        except BaseException:
+            self._withdraw(ids)
             raise
         if count > 1:
             write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
