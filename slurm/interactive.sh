@@ -28,5 +28,6 @@ cores=${SLURM_CPUS_PER_TASK:-${cores%%(*}}
 source "$run/gpus.sh"
 
 # One agent per node; that of the first node prints the training here. --interactive is not needed, since agents use no
-# terminal. Ctrl-C reaches the agents, not srun.
-srun --ntasks-per-node=1 --cpus-per-task="$cores" --kill-on-bad-exit=1 python -m hpc_train agent --progress "$run"
+# terminal. Ctrl-C reaches the agents, not srun. In a step, such as that of `srun --pty bash`, srun would wait for its end.
+srun ${SLURM_STEP_ID:+--overlap} --ntasks-per-node=1 --cpus-per-task="$cores" --kill-on-bad-exit=1 \
+    python -m hpc_train agent --progress "$run"

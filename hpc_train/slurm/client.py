@@ -350,6 +350,18 @@ def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str
     return sorted(name for name in environment if name.startswith(prefixes) and name not in KEPT)
 
 
+LAST_STEP_ID = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID of slurm.h; batch scripts and shells of salloc are above it
+
+
+def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether this process belongs to a step that srun has started, e.g. ``srun --pty bash``.
+
+    Another srun waits for the resources of this step, unless it has the option ``--overlap``.
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) <= LAST_STEP_ID
+
+
 def inner_step_environment() -> dict[str, str]:
     """Returns the environment for an srun within a step, whose own variables would become options of the inner step."""
     kept = (*KEPT, "SLURM_JOB_ID", "SLURM_JOBID")

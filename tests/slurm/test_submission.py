@@ -288,6 +288,17 @@ def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -
     assert [json.loads(path.read_text())["nodes"] for path in attempts] == [2]
 
 
+@pytest.mark.beside
+def test_inside_a_step_jobs_share_its_resources(cluster: Cluster, tmp_path: Path) -> None:
+    """Without this, srun would wait for the end of the step that it is called in, such as ``srun --pty bash``."""
+    python = [sys.executable, "-m", "hpc_train"]
+    run = ["+strategy=dp", *TINY, "cluster.cpu_workers=2", "run.name=inside", "-m"]
+    done = cluster.call("srun", "--nodes=1", "--ntasks=1", "--exclusive", *python, *run, cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "inside the allocation" in done.stdout
+    assert RunDirectory(tmp_path / "outputs" / "inside").record()["result"]["steps"] == 6
+
+
 def test_a_dry_run_shows_the_script_and_asks_the_site(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.hpc_train(*HYBRID, "cluster.nodes=2-4", "launch.dry_run=true", "-m", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,6 +29,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.streams import nonfailing_streams
+from hpc_train.slurm.client import inner_step_environment, is_in_step
 from hpc_train.telemetry.progress import Progress
 
 # A run that cannot continue without a node ends with its first agent. srun kills agents that then do not end, as on a
@@ -65,7 +66,7 @@ class AllocationExecutor(ProcessExecutor):
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         nodes = max(self.shape(job.config.cluster)[0] for job in jobs)
-        cap = jobs[0].config.launch.array_parallelism
+        cap = 1 if is_in_step() else jobs[0].config.launch.array_parallelism  # overlapping steps would share nodes
         return min(max(1, _nodes_here() // nodes), cap if isinstance(cap, int) else len(jobs))
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
@@ -79,7 +80,12 @@ class AllocationExecutor(ProcessExecutor):
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.open("ab") as file:
                 step = subprocess.Popen(
-                    self._command(job), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                    self._command(job),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                    env=inner_step_environment() if is_in_step() else None,
                 )
             self._steps[str(step.pid)] = step
             ids.append(str(step.pid))
@@ -94,17 +100,29 @@ class AllocationExecutor(ProcessExecutor):
     def _command(self, job: Job) -> list[str]:
         cluster = job.config.cluster
         nodes = min(self.shape(cluster)[0] + job.config.elastic.spares, _nodes_here())
-        cores = (
-            [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
-        )
         goes_on = survives_node_loss(job.config.elastic)
-        own = [*node_loss_options(goes_on), *([] if goes_on else [f"--wait={OVER_S}"]), "--unbuffered", *cores]
+        own = [
+            *node_loss_options(goes_on),
+            *([] if goes_on else [f"--wait={OVER_S}"]),
+            "--unbuffered",
+            *_core_options(job),
+        ]
         own += gpus_of_this_job().srun_options(job.gpus)
         container = container_of(job.config, job.gpus)
         if container is not None:
             own += [*container.srun_options(container.seen()), *container.command(container.seen())]
         agent = [python(cluster, container), "-m", "hpc_train", "agent", *job.agent_options, str(job.run.path)]
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *own, *agent]
+
+
+def _core_options(job: Job) -> list[str]:
+    """Returns the options of srun for the cores of a node, and in a step those with which it shares the cores of it."""
+    of_gpu, here = job.config.cluster.cpus_per_gpu, os.environ.get("SLURM_CPUS_ON_NODE")
+    if isinstance(of_gpu, int):
+        cores = [f"--cpus-per-task={of_gpu * job.workers}"]
+    else:
+        cores = [f"--cpus-per-task={here}"] if is_in_step() and here else []
+    return [*cores, *(["--overlap"] if is_in_step() else [])]
 
 
 def _nodes_here() -> int:
