@@ -156,6 +156,10 @@ def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:
     return lines
 
 
+# The wrapper that DebugLevel.DETAIL (``train.debug``) puts around a group can be split from torch 2.12 on.
+SPLITS_CHECKED = not torch.__version__.startswith("2.11.")
+
+
 def split_world(
     partition: list[list[int]], device: torch.device, timeout: timedelta | None, description: str
 ) -> dist.ProcessGroup:
@@ -163,7 +167,7 @@ def split_world(
 
     With NCCL this is one split of the communicator of all ranks, whereas each ``new_group`` would be one.
     """
-    if device.type == "cuda":  # one split of NCCL's communicator for all groups
+    if device.type == "cuda" and (SPLITS_CHECKED or dist.get_debug_level() != dist.DebugLevel.DETAIL):
         found = dist.split_group(split_ranks=partition, timeout=timeout, group_desc=description)
     else:
         made = [dist.new_group(line, timeout=timeout, group_desc=description) for line in partition]

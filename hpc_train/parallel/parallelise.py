@@ -29,7 +29,7 @@ from hpc_train.parallel.activations.checkpointing import apply_activation_checkp
 from hpc_train.parallel.activations.offload import offload_activations
 from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.precision.dtypes import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.precision.float8 import use_float8
 from hpc_train.parallel.precision.masters import narrow_weights
@@ -265,6 +265,7 @@ def _fill_first(
     held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if held.numel():  # a rank of tensor parallelism may hold no rows
         dist.broadcast(held, dist.get_global_rank(replicas, 0), group=replicas)
+        synchronize(device)  # otherwise the timeout of NCCL would begin for all parameters before the first is read
 
 
 def _fill(model: Model | HFWhole, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
