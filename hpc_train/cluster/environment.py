@@ -2,19 +2,17 @@
 precedence.
 
 On a cluster the home directory has a quota and is slow for the thousands of small files of compilers, so caches go to
-node-local space for the lifetime of the agent. A lock, which the kernel releases with the agent, marks a directory as
-in use; the next agent on the node removes what a killed one has left.
+node-local space for the lifetime of the agent. The next agent on the node removes what a killed one has left.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -25,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from hpc_train.cluster.amd_gpus import NODES
+from hpc_train.cluster.temporary import JOB_CACHES, TemporaryDirectory
 from hpc_train.errors import UserError
 
 
@@ -147,7 +146,6 @@ CACHES = {
 MIOPEN = {"MIOPEN_USER_DB_PATH": "miopen", "MIOPEN_CUSTOM_CACHE_DIR": "miopen"}
 HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
 OF_CACHES = frozenset({*CACHES, *MIOPEN, *HUGGING_FACE})  # read when a cache is used, not by ``import torch``
-LOCK = ".alive"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARED_MEMORY = Path("/dev/shm")
 TORCH = re.compile(r"torch_(\d+)_.*")
@@ -168,12 +166,11 @@ def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) ->
         yield ()
         return
     remove_shared_memory()
-    directory, lock = _claim(parent, name)
+    directory = TemporaryDirectory.make(f"{JOB_CACHES}{name}.", parent)
     try:
-        yield _variables(directory, environment)
+        yield _variables(directory.path, environment)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+        directory.remove()
         remove_shared_memory()
 
 
@@ -198,43 +195,23 @@ def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variabl
 
 
 def _parent(environment: Mapping[str, str]) -> Path | None:
-    """Returns this user's directory in node-local space; None if there is none."""
-    base = next((environment[name] for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), "/tmp")
-    path = Path(base) / f"hpc_train-{os.getuid()}"
+    """Returns the directory of this user and this node in node-local space; None if there is none.
+
+    Its path has the name of the node, because all nodes may share TMPDIR.
+    """
+    named = (environment.get(name) for name in ("SLURM_TMPDIR", "TMPDIR"))
+    # a variable that a job inherits from the login node may name a directory that this node does not have
+    base = next((base for base in named if base and Path(base).is_dir()), None) or tempfile.gettempdir()
+    own = Path(base) / f"hpc_train-{os.getuid()}"
+    parent = own / os.uname().nodename
+    return parent if _is_own(own) and _is_own(parent) else None
+
+
+def _is_own(directory: Path) -> bool:
+    """Creates the directory if it is missing. Tells whether this user has created it: other users can write to /tmp."""
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError:
-        return None
-    # /tmp is shared: do not use a directory that another user created
-    return path if path.is_dir() and not path.is_symlink() and status.st_uid == os.getuid() else None
-
-
-def _claim(parent: Path, name: str) -> tuple[Path, int]:
-    """Creates and locks a new directory whose name begins with ``name``; removes directories of dead agents."""
-    guard = os.open(parent / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        for other in parent.iterdir():
-            if other.is_dir() and not _alive(other):
-                shutil.rmtree(other, ignore_errors=True)
-        directory = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=parent))
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return directory, lock
-    finally:
-        os.close(guard)
-
-
-def _alive(directory: Path) -> bool:
-    try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

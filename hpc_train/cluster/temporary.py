@@ -14,11 +14,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SOCKETS, SCRIPTS, BENCH, TRACKING = (
+SOCKETS, SCRIPTS, BENCH, TRACKING, JOB_CACHES = (
     "pymp-",
     "hpc_train-progress-",
     "hpc_train-bench-",
     "hpc_train-tracking-",
+    "hpc_train-caches-",
 )  # prefixes
 
 
@@ -56,7 +57,7 @@ class TemporaryDirectory:
 
 
 def _remove_unused(parent: Path) -> None:
-    for prefix in (SOCKETS, SCRIPTS, BENCH, TRACKING):
+    for prefix in (SOCKETS, SCRIPTS, BENCH, TRACKING, JOB_CACHES):
         for lock in parent.glob(f"{prefix}*/{_lock_name()}"):
             with contextlib.suppress(OSError):  # another user's, or in use
                 descriptor = _lock(lock)

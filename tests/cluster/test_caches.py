@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.environment import LOCK, node_local_caches, remove_shared_memory
+from hpc_train.cluster.environment import node_local_caches, remove_shared_memory
+from hpc_train.cluster.temporary import JOB_CACHES
+from tests.other_user import OTHER, needs_root
 
 
 @pytest.fixture
@@ -16,13 +21,17 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "TMPDIR": str(tmp_path)}
 
 
+def become_node(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", name, "", "", "")))
+
+
 def test_caches_live_as_long_as_the_agent(job: dict[str, str], tmp_path: Path) -> None:
-    parent = tmp_path / f"hpc_train-{os.getuid()}"
+    parent = tmp_path / f"hpc_train-{os.getuid()}" / os.uname().nodename
     with node_local_caches("7.0.0-n1", job) as first:
         named = {variable.name: variable.value for variable in first}
         directory = Path(named["TRITON_CACHE_DIR"]).parent
         assert directory.parent == parent
-        assert directory.name.startswith("7.0.0-n1.")
+        assert directory.name.startswith(f"{JOB_CACHES}7.0.0-n1.")
         assert {"CUDA_CACHE_PATH", "WANDB_CACHE_DIR", "HF_HUB_CACHE", "MPLCONFIGDIR"} <= set(named)
         with node_local_caches("7.0.0-n1", job) as second:  # of another cluster's job with the same number
             assert directory.is_dir(), "its agent lives"
@@ -32,11 +41,58 @@ def test_caches_live_as_long_as_the_agent(job: dict[str, str], tmp_path: Path) -
 
 
 def test_what_a_killed_agent_left_is_removed(job: dict[str, str], tmp_path: Path) -> None:
-    left = tmp_path / f"hpc_train-{os.getuid()}" / "6.0.0-n1"
-    left.mkdir(parents=True)
-    (left / LOCK).touch()
+    child = os.fork()
+    if child == 0:
+        try:
+            with node_local_caches("6.0.0-n1", job):
+                os._exit(0)  # leaves the directory behind, as a kill does
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.glob("*/*/*6.0.0-n1.*")
     with node_local_caches("7.0.0-n1", job):
         assert not left.exists()
+
+
+def test_a_node_keeps_the_caches_of_other_nodes(
+    job: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # each node gets each lock, as on Lustre with localflock
+    become_node(monkeypatch, "n1")
+    with node_local_caches("7.0.0-n1", job) as first:
+        become_node(monkeypatch, "n2")
+        with node_local_caches("7.0.0-n2", job) as second:
+            directories = [Path(variables[0].value).parent for variables in (first, second)]
+            assert all(directory.is_dir() for directory in directories)
+            own = tmp_path / f"hpc_train-{os.getuid()}"
+            assert [directory.parent for directory in directories] == [own / "n1", own / "n2"]
+
+
+def test_nothing_is_removed_on_a_file_system_without_locks(
+    job: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with node_local_caches("7.0.0-n1", job) as first:
+        with node_local_caches("7.0.0-n1", job) as second:
+            directories = [Path(variables[0].value).parent for variables in (first, second)]
+            assert all(directory.is_dir() for directory in directories)
+        assert [directory.is_dir() for directory in directories] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_tmpdir_that_is_no_directory_of_this_node_is_not_used(
+    job: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with node_local_caches("7.0.0-n1", job | {"TMPDIR": str(tmp_path / name)}) as variables:
+        assert Path(variables[0].value).is_relative_to(tmp_path / "tmp")
+    with node_local_caches("7.0.0-n1", job | {"SLURM_TMPDIR": str(tmp_path / name)}) as variables:
+        assert Path(variables[0].value).is_relative_to(tmp_path / f"hpc_train-{os.getuid()}"), "TMPDIR is there"
 
 
 def test_miopen_on_amd_nodes(job: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +116,24 @@ def test_a_cache_of_hugging_face_that_is_there_stays_in_use(job: dict[str, str],
 
 def test_the_directory_of_somebody_else_is_not_used(job: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
-    (tmp_path / f"hpc_train-{os.getuid()}").symlink_to(tmp_path / "theirs")
-    with node_local_caches("7.0.0-n1", job) as variables:
-        assert variables == ()
-    assert list((tmp_path / "theirs").iterdir()) == []
+    for link in (tmp_path / f"hpc_train-{os.getuid()}", tmp_path / f"hpc_train-{os.getuid()}" / os.uname().nodename):
+        link.symlink_to(tmp_path / "theirs")
+        with node_local_caches("7.0.0-n1", job) as variables:
+            assert variables == ()
+        assert list((tmp_path / "theirs").iterdir()) == []
+        link.unlink()
+        link.mkdir()
+
+
+@needs_root
+def test_a_directory_that_belongs_to_another_user_is_not_used(job: dict[str, str], tmp_path: Path) -> None:
+    for directory in (own := tmp_path / f"hpc_train-{os.getuid()}", own / os.uname().nodename):
+        directory.mkdir()
+        os.chown(directory, OTHER, OTHER)
+        with node_local_caches("7.0.0-n1", job) as variables:
+            assert variables == ()
+        assert list(directory.iterdir()) == []
+        os.chown(directory, os.getuid(), -1)
 
 
 def test_shared_memory_of_dead_processes_is_removed(tmp_path: Path) -> None:
