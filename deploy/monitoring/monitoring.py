@@ -4,9 +4,10 @@
     monitoring.py up      start them; prints the keys that a run needs to be seen
     monitoring.py down    stop exactly what was started, and remove its data
 
-Everything lies under one state directory (``--state``, default ``$TMPDIR/hpc_train-monitoring-$UID``). Prometheus is
-Debian's or Ubuntu's package; `MONITORING_INSTALL=1` installs it. Grafana is not in their registries: it is started if
-``grafana-server`` is on the PATH. Standard library only: it runs before any environment is made.
+Everything lies under one state directory (``--state``, default ``$TMPDIR/hpc_train-monitoring-$UID``). It must belong
+to you, and nobody else may write there. Prometheus is Debian's or Ubuntu's package; `MONITORING_INSTALL=1` installs it.
+Grafana is not in their registries: it is started if ``grafana-server`` is on the PATH. Standard library only: it runs
+before any environment is made.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import secrets
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +76,11 @@ def main() -> int:
     parser.add_argument("--targets", type=Path, help="targets directory (default: targets in the state directory)")
     parser.add_argument("--scrape", default="15s", help="time between two scrapes (default: %(default)s)")
     options = parser.parse_args()
-    state = options.state.resolve()
-    targets = (options.targets or state / "targets").resolve()
+    absolute = options.state.absolute()
+    state = absolute.parent.resolve() / absolute.name  # a link at its place stays one and is refused
+    targets = options.targets.resolve() if options.targets else state / "targets"
     try:
+        refuse_unsafe(state)
         commands[options.command](Monitoring(state, options.port, options.grafana_port, targets, options.scrape))
     except Refused as reason:
         print(f"monitoring: {reason}", file=sys.stderr)
@@ -85,8 +90,8 @@ def main() -> int:
 
 def up(monitoring: Monitoring) -> None:
     install()
-    for folder in (monitoring.state, monitoring.targets):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_state(monitoring.state)
+    monitoring.targets.mkdir(parents=True, exist_ok=True)
     make_token()
     config = monitoring.state / "prometheus.yml"
     config.write_text(monitoring.config())
@@ -101,6 +106,37 @@ def up(monitoring: Monitoring) -> None:
         print("Grafana: grafana-server is not on the PATH; the dashboards can be imported from", HERE / "grafana")
     keys = ["telemetry.prometheus.port=auto", f"telemetry.prometheus.targets_dir={monitoring.targets}"]
     print("runs are seen with:", shlex.join(keys))
+
+
+def make_state(state: Path) -> None:
+    """Makes the directory, unless this user has one.
+
+    Raises:
+        Refused: another user may have written files there.
+    """
+    state.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        state.mkdir(mode=0o700)
+    refuse_unsafe(state)
+
+
+def refuse_unsafe(state: Path) -> None:
+    """Raises Refused if another user may have written files in the directory."""
+    try:
+        status = state.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        wrong = "is a symbolic link"
+    elif not stat.S_ISDIR(status.st_mode):
+        wrong = "is not a directory"
+    elif status.st_uid != os.getuid():
+        wrong = f"belongs to the user with id {status.st_uid}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        wrong = "can be written by other users"
+    else:
+        return
+    raise Refused(f"{state} is not safe to use, because it {wrong}; remove it, or name another one with --state")
 
 
 def install() -> None:

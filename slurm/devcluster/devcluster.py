@@ -7,10 +7,10 @@
     devcluster.py down                                stop exactly what was started, leave nothing
 
 Everything lies under one state directory (``--state``, default ``$TMPDIR/hpc_train-devcluster-$UID``), so that several
-clusters, each with ports of its own (``--port``), stand side by side. With ``--network`` (root) each node gets a
-network namespace with an address of its own, so that jobs cross a network that can be cut or slowed. Needs Debian's or
-Ubuntu's packages; says which are missing, or installs them with ``SLURM_INSTALL=1``. Standard library only: it runs
-before any environment is made.
+clusters, each with ports of its own (``--port``), stand side by side. It must belong to you, and nobody else may write
+there. With ``--network`` (root) each node gets a network namespace with an address of its own, so that jobs cross a
+network that can be cut or slowed. Needs Debian's or Ubuntu's packages; says which are missing, or installs them with
+``SLURM_INSTALL=1``. Standard library only: it runs before any environment is made.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from network import (
     set_link,
     write_hosts,
 )
+from state import make_state, refuse_unsafe
 
 CPUS, MEMORY_MB = 4, 4000  # of each node, as declared to Slurm
 PACKAGES = {
@@ -82,8 +83,11 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=26000, help="first of 20 ports (default: %(default)s)")
     options = parser.parse_args()
     parts = options.network, not options.no_accounting, options.port, options.limit_memory
-    asked = Cluster(options.state.resolve(), *parts)
+    absolute = options.state.absolute()
+    state = absolute.parent.resolve() / absolute.name  # a link at its place stays one and is refused
+    asked = Cluster(state, *parts)
     try:
+        refuse_unsafe(state)
         if options.command == "link":
             link(as_started(asked), *options.link)
         else:
@@ -178,6 +182,7 @@ def check_packages(cluster: Cluster) -> None:
 
 
 def write_state(cluster: Cluster) -> None:
+    make_state(cluster.state)
     for folder in ("etc", "run", "log", "spool/slurmctld", "dev", *(f"spool/{node}" for node in NODES)):
         (cluster.state / folder).mkdir(parents=True, exist_ok=True)
     kept = {"network": cluster.network, "accounting": cluster.accounting, "port": cluster.port}
