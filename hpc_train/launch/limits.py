@@ -163,7 +163,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
 
 
 def _check_memory(job: Job, partition: Partition) -> None:
-    """The memory of a node is what Slurm may give to jobs, in MiB (``RealMemory`` of slurm.conf)."""
+    """The memory of a node is what Slurm may give to jobs, in MiB (``RealMemory - MemSpecLimit`` of slurm.conf)."""
     asked = memory(job, partition)
     size = SIZE_MB.fullmatch(asked or "")
     most = max(kind.memory_mb for kind in partition.kinds)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import getpass
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -20,7 +21,8 @@ from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 class NodeKind:
     """Identical nodes of a partition. ``gpus`` maps type to count, with type "" if the site names none.
 
-    ``features`` are the features for ``--constraint``.
+    ``cores`` and ``memory_mb`` are those that jobs may use, as far as Slurm tells them. ``features`` are the features
+    for ``--constraint``.
     """
 
     count: int
@@ -123,7 +125,8 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
     commands = {
         "config": ["scontrol", "show", "config"],
         "partitions": ["scontrol", "show", "partition", "--oneliner"],
-        "nodes": ["sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
+        "sizes": ["sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
+        "nodes": ["scontrol", "--all", "show", "node", "--oneliner"],
         "associations": ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOCIATION)}"],
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
@@ -149,7 +152,7 @@ def _site(answers: Mapping[str, str | None]) -> Site:
     """Returns the site that Slurm's answers describe."""
     text = {name: answer or "" for name, answer in answers.items()}
     config = dict(_pairs(text["config"].splitlines()))
-    kinds = _node_kinds(text["nodes"])
+    kinds = {**_kinds(_total_sizes(text["sizes"])), **_kinds(_sizes_for_jobs(text["nodes"]))}
     memory_default = _number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
     lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
     partitions = [_partition(line, kinds, memory_default) for line in lines]
@@ -194,13 +197,44 @@ def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_defa
     )
 
 
-def _node_kinds(text: str) -> dict[str, tuple[NodeKind, ...]]:
-    kinds: dict[str, tuple[NodeKind, ...]] = {}
+Size = tuple[str, int, int, int, str, str]  # partition, number of nodes, cores, memory in MiB, GRES, features
+
+
+def _total_sizes(text: str) -> Iterator[Size]:
+    """Yields what ``sinfo`` prints, which includes the cores and the memory that Slurm reserves for the system."""
     for line in text.splitlines():
         name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
-        numbers = [_number(value) or 0 for value in (count, cores, memory)]
-        named = frozenset(features.split(",")) - {"", "(null)"}
-        kind = NodeKind(numbers[0], numbers[1], numbers[2], gpus_of(gres), named)
+        yield name, _number(count) or 0, _number(cores) or 0, _number(memory) or 0, gres, features
+
+
+def _sizes_for_jobs(text: str) -> Iterator[Size]:
+    """Yields the sizes of the nodes in ``scontrol show node --oneliner`` without what Slurm reserves for the system."""
+    counts: Counter[tuple[str, int, int, str, str]] = Counter()
+    for line in text.splitlines():
+        node = dict(reversed(re.findall(r"(\w+)=(\S*)", line)))  # the first value counts, since free text is at the end
+        size = _cores_for_jobs(node), _memory_for_jobs(node), node.get("Gres", ""), node.get("AvailableFeatures", "")
+        counts.update((name, *size) for name in node.get("Partitions", "").split(",") if name)
+    for (name, cores, memory, gres, features), count in counts.items():
+        yield name, count, cores, memory, gres, features
+
+
+def _cores_for_jobs(node: Mapping[str, str]) -> int:
+    """Returns the CPUs without those of ``CoreSpecCount``, which versions before 22.05 do not subtract themselves."""
+    effective = _number(node.get("CPUEfctv"))
+    if effective is not None:
+        return effective
+    reserved = (_number(node.get("CoreSpecCount")) or 0) * (_number(node.get("ThreadsPerCore")) or 1)
+    return max(0, (_number(node.get("CPUTot")) or 0) - reserved)
+
+
+def _memory_for_jobs(node: Mapping[str, str]) -> int:
+    return max(0, (_number(node.get("RealMemory")) or 0) - (_number(node.get("MemSpecLimit")) or 0))
+
+
+def _kinds(sizes: Iterable[Size]) -> dict[str, tuple[NodeKind, ...]]:
+    kinds: dict[str, tuple[NodeKind, ...]] = {}
+    for name, count, cores, memory, gres, features in sizes:
+        kind = NodeKind(count, cores, memory, gpus_of(gres), frozenset(features.split(",")) - {"", "(null)"})
         kinds[name] = (*kinds.get(name, ()), kind)
     return kinds
 

@@ -39,6 +39,20 @@ NODES = (
     "gpu|10|96|1000000|gpu:h100:8,nvme:3\n"
 )
 
+# as `scontrol show node --oneliner` of 22.05 prints a node, without the fields that are not read
+RESERVED = (
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=8  CPUAlloc=0 CPUEfctv=14 CPUTot=16 CPULoad=2.71 AvailableFeatures=a100,ib "
+    "ActiveFeatures=a100,ib Gres=gpu:a100:4(S:0-1) NodeAddr=127.0.0.1 Version=22.05.8 OS=Linux 6.18 #1 SMP @0  "
+    "RealMemory=2000 AllocMem=0 FreeMem=16700 Sockets=1 Boards=1 CoreSpecCount=1 CPUSpecList=14-15 MemSpecLimit=500 "
+    "State=IDLE ThreadsPerCore=2 TmpDisk=0 Partitions=gpu,secret  CfgTRES=cpu=14,mem=2000M,billing=14 AllocTRES= "
+    "Reason=swapped, was RealMemory=1000 Gres=gpu:2 [root@2026-01-01T00:00:00]\n"
+)
+WHOLE = (
+    "NodeName=n2 Arch=x86_64 CoresPerSocket=8  CPUAlloc=0 CPUEfctv=16 CPUTot=16 CPULoad=N/A AvailableFeatures=(null) "
+    "ActiveFeatures=(null) Gres=(null) NodeAddr=127.0.0.1 OS=Linux 6.18 #1 SMP @0  RealMemory=2000 AllocMem=0 "
+    "State=IDLE ThreadsPerCore=2 TmpDisk=0 Partitions=cpu  CfgTRES=cpu=16,mem=2000M,billing=16 AllocTRES=\n"
+)
+
 
 def answers(**given: str) -> dict[str, str]:
     """By the words of the command that tell it from the others."""
@@ -68,8 +82,24 @@ def test_partitions_and_nodes() -> None:
     assert found.partitions["cpu"].max_time_s is None
 
 
+@pytest.mark.parametrize("cores_for_jobs", ["CPUEfctv=14 ", ""], ids=["counted", "older"])
+def test_what_slurm_reserves_on_a_node_is_not_for_jobs(cores_for_jobs: str) -> None:
+    """Slurm prints the CPUs for jobs since 22.05."""
+    reserved = RESERVED.replace("CPUEfctv=14 ", cores_for_jobs)
+    found = site(answers(node=reserved + reserved.replace("n1", "n3") + WHOLE))
+    features = frozenset({"a100", "ib"})
+    assert found.partitions["gpu"].kinds == (NodeKind(2, 14, 1500, {"a100": 4}, features),)
+    assert found.partitions["cpu"].kinds == (NodeKind(1, 16, 2000, {}),)
+
+
+def test_without_an_answer_about_the_nodes_the_sizes_of_sinfo_count() -> None:
+    sizes = site(answers()).partitions["gpu"].kinds
+    assert [(kind.cores, kind.memory_mb) for kind in sizes] == [(64, 512000), (96, 1000000)]
+    assert site(answers(node="No nodes in the system\n")).partitions["gpu"].kinds == sizes
+
+
 def test_all_queries_run_at_once_and_nobody_waits_before_the_answer_is_needed() -> None:
-    all_began = threading.Barrier(7)  # six queries and this test
+    all_began = threading.Barrier(8)  # seven queries and this test
 
     def ask(command: Sequence[str]) -> str | None:
         all_began.wait(60)
