@@ -15,7 +15,7 @@ from functools import cache
 from hpc_train.cluster.gpus import gpu_memory, gpu_names
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.slurm.client import own_job, show_job
+from hpc_train.slurm.client import own_job, preset, show_job
 from hpc_train.slurm.site import NodeKind, Site, gpus_of
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
@@ -41,7 +41,7 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     _check_extra(cluster)
     if named := gpus_of(cluster.gres or ""):
         return AskedGpus(sum(named.values()))
-    partition = cluster.partition or _of_environment()
+    partition = cluster.partition or preset("partition")
     where = f"the partition {partition}" if partition else "the default partition"
     kinds = _kinds(cluster, partition, site)
     if not kinds:
@@ -81,11 +81,6 @@ def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: lis
             " cluster.gpus_per_node=0 trains on the CPUs of any node"
         )
     return f"note: {'; '.join(notes)}" if notes else None
-
-
-def _of_environment() -> str | None:
-    """Returns the partition that sbatch uses without --partition; inside a job its variable is not passed on."""
-    return None if "SLURM_JOB_ID" in os.environ else os.environ.get("SBATCH_PARTITION")
 
 
 def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
@@ -202,7 +197,7 @@ def _asked_types(cluster: ClusterConfig, site: Site) -> set[str]:
     types = {cluster.gpu_type} if cluster.gpu_type else set(gpus_of(cluster.gres or "")) - {""}
     if types:
         return types
-    partition = cluster.partition or _of_environment()
+    partition = cluster.partition or preset("partition")
     return {name for kind in _kinds(cluster, partition, site) for name in kind.gpus}
 
 

@@ -1,21 +1,26 @@
 """Checks jobs against the limits of the site before submission, since many sites accept jobs that never start.
 
-A limit that is unknown refuses nothing. Each error names the limit and the fix.
+A limit that is unknown refuses nothing. Each error names the limit and the fix. Where several are set, the first in the
+order of https://slurm.schedmd.com/resource_limits.html counts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import cores, memory
+from hpc_train.slurm.client import preset
 from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, seconds
 
 SIZE_MB = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)  # sbatch --mem
 UNIT_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+FALLBACK_QOS = "normal"  # of jobs without a QOS whose association has several and no default
+
+NamedLimits = tuple[str, PartitionLimits]  # with the name of the QOS or account that sets them
 
 
 def check_limits(job: Job, site: Site) -> None:
@@ -23,32 +28,40 @@ def check_limits(job: Job, site: Site) -> None:
     if job.config.cluster.clusters is not None:
         return  # the limits of another cluster are unknown here; sbatch checks them
     partition = _partition(job, site)
-    association = _association(job, site)
+    association = _association(job, site, partition)
     _check_qos(job, site, association)
+    flags = _flags(_qos(job, association), site)
     if partition is not None:
         _check_access(job, partition, association)
-        _check_nodes(job, partition)
+        _check_nodes(job, partition, flags)
         _check_hardware(job, partition)
-    _check_time(job, site, partition, association)
+    limits = _limits(job, site, partition, association)
+    _check_time(job, limits, None if "PartitionTimeLimit" in flags else partition)
+    _check_size(job, limits)
 
 
 def check_queue(jobs: Sequence[Job], site: Site) -> None:
     """Raises UserError if more jobs are submitted than the user may have in the queue."""
-    count = sum(job.config.launch.chain for job in jobs)
-    for whose, limits in _limits(jobs[0], site, _association(jobs[0], site)):
-        if limits.max_jobs is not None and count > limits.max_jobs:
+    job = jobs[0]
+    if job.config.cluster.clusters is not None:
+        return
+    count = sum(each.config.launch.chain for each in jobs)
+    partition = _partition(job, site)
+    limits = _limits(job, site, partition, _association(job, site, partition))
+    for whose, most in _first(limits, lambda found: found.max_jobs):
+        if count > most:
             raise UserError(
-                f"{count} jobs are submitted, but {whose} allows {limits.max_jobs} in the queue",
+                f"{count} jobs are submitted, but {whose} allows {most} in the queue",
                 where="the command line",
-                fix=f"submit sweeps of at most {limits.max_jobs} jobs, one after the other",
+                fix=f"submit sweeps of at most {most} jobs, one after the other",
             )
 
 
 def _partition(job: Job, site: Site) -> Partition | None:
-    cluster = job.config.cluster
+    asked = job.config.cluster.partition or preset("partition")
     if not site.partitions:
         return None
-    names = (cluster.partition or "").split(",")
+    names = (asked or "").split(",")
     unknown = [name for name in names if name and name not in site.partitions]
     if unknown:
         raise UserError(
@@ -58,7 +71,7 @@ def _partition(job: Job, site: Site) -> Partition | None:
         )
     if len(names) > 1:
         return None  # Slurm uses the one in which the job starts first
-    partition = site.partition(cluster.partition)
+    partition = site.partition(asked)
     if partition is None:
         raise UserError(
             "this cluster has no default partition",
@@ -75,31 +88,56 @@ def _partition(job: Job, site: Site) -> Partition | None:
     return partition
 
 
-def _association(job: Job, site: Site) -> Association | None:
-    """Returns the association that the job is charged to; None if it is unknown or associations are not enforced."""
+def _association(job: Job, site: Site, partition: Partition | None) -> Association | None:
+    """Returns the association that the job is charged to; None if it is unknown or associations are not enforced.
+
+    An association with the partition of the job precedes that of the same account with all partitions.
+    """
     if site.associations is None or "associations" not in site.enforced:
         return None
-    account, known = job.config.cluster.account, sorted({found.account for found in site.associations})
+    account, known = _account(job), sorted({found.account for found in site.associations})
     if not known:
         raise UserError(
             "you have no account on this cluster, which refuses jobs without one",
             where="cluster.account",
             fix="ask the site's support for an account",
         )
-    if account is None:
-        return next((found for found in site.associations if found.default), None)
-    found = next((found for found in site.associations if found.account == account.lower()), None)
-    if found is None:
+    own = [each for each in site.associations if (each.account == account.lower() if account else each.default)]
+    if account is not None and not own:
         raise UserError(
             f"account {account!r} is not one of yours on this cluster",
             where="cluster.account",
             fix=f"one of {', '.join(known)}",
         )
-    return found
+    by_partition = {found.partition: found for found in own}
+    return by_partition.get(partition.name if partition else None) or by_partition.get(None)
+
+
+def _account(job: Job) -> str | None:
+    return job.config.cluster.account or preset("account")
+
+
+def _asked_qos(job: Job) -> str | None:
+    return job.config.cluster.qos or preset("qos")
+
+
+def _qos(job: Job, association: Association | None) -> str | None:
+    """Returns the QOS that the job gets; None if it is unknown."""
+    asked = _asked_qos(job)
+    if asked is not None or association is None:
+        return asked
+    if association.default_qos is not None:
+        return association.default_qos
+    return next(iter(association.qos if len(association.qos) == 1 else association.qos & {FALLBACK_QOS}), None)
+
+
+def _flags(qos: str | None, site: Site) -> frozenset[str]:
+    """Returns the flags of a QOS, some of which lift limits of the partition."""
+    return site.qos[qos].flags if qos is not None and site.qos is not None and qos in site.qos else frozenset()
 
 
 def _check_qos(job: Job, site: Site, association: Association | None) -> None:
-    qos = job.config.cluster.qos
+    qos = _asked_qos(job)
     if qos is None or site.qos is None or "qos" not in site.enforced:
         return
     allowed = association.qos if association is not None and association.qos else frozenset(site.qos)
@@ -112,10 +150,10 @@ def _check_qos(job: Job, site: Site, association: Association | None) -> None:
 
 
 def _check_access(job: Job, partition: Partition, association: Association | None) -> None:
-    account = association.account if association is not None else job.config.cluster.account
+    account = association.account if association is not None else _account(job)
     for key, name, allowed in (
         ("account", account, partition.accounts),
-        ("qos", job.config.cluster.qos, partition.qos),
+        ("qos", _asked_qos(job), partition.qos),
     ):
         if name is not None and allowed is not None and name not in allowed:
             raise UserError(
@@ -125,9 +163,10 @@ def _check_access(job: Job, partition: Partition, association: Association | Non
             )
 
 
-def _check_nodes(job: Job, partition: Partition) -> None:
+def _check_nodes(job: Job, partition: Partition, flags: frozenset[str]) -> None:
     fewest = asked_nodes(job.config)[0]
-    most = min(limit for limit in (partition.max_nodes, partition.nodes or None, 10**9) if limit is not None)
+    allowed = None if "PartitionMaxNodes" in flags else partition.max_nodes
+    most = min(limit for limit in (allowed, partition.nodes or None, 10**9) if limit is not None)
     if fewest > most:
         owns = "has" if most == partition.nodes else "allows"
         raise UserError(
@@ -189,24 +228,29 @@ def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
         )
 
 
-def _check_time(job: Job, site: Site, partition: Partition | None, association: Association | None) -> None:
+def _check_time(job: Job, limits: Sequence[NamedLimits], partition: Partition | None) -> None:
+    """Checks the time limit of the job, with that of ``partition`` unless it is None."""
     cluster = job.config.cluster
     asked = seconds(cluster.time_min or cluster.time)
-    spans = [(whose, limits.max_time_s) for whose, limits in _limits(job, site, association)]
-    if partition is not None:
+    spans = _first(limits, lambda found: found.max_time_s)
+    if partition is not None and partition.max_time_s is not None:
         spans.append((f"partition {partition.name}", partition.max_time_s))
     for whose, limit in spans:
-        if asked is not None and limit is not None and asked > limit:
+        if asked is not None and asked > limit:
             raise UserError(
                 f"a time limit of {cluster.time_min or cluster.time} is requested, but {whose} allows {clock(limit)}",
                 where="cluster.time",
                 fix=f"cluster.time={clock(limit)} or less (the run continues in its next job), or another QOS",
             )
-    for whose, limits in _limits(job, site, association):
-        fewest = asked_nodes(job.config)[0]
-        wants = (("nodes", fewest, limits.max_nodes), ("GPUs", fewest * job.gpus, limits.max_gpus))
-        for what, count, most in wants:
-            if most is not None and count > most:
+
+
+def _check_size(job: Job, limits: Sequence[NamedLimits]) -> None:
+    fewest = asked_nodes(job.config)[0]
+    nodes = _first(limits, lambda found: found.max_nodes)
+    gpus = _first(limits, lambda found: found.max_gpus)
+    for what, count, found in (("nodes", fewest, nodes), ("GPUs", fewest * job.gpus, gpus)):
+        for whose, most in found:
+            if count > most:
                 raise UserError(
                     f"{count} {what} are requested, but {whose} allows {most} per job",
                     where="cluster.nodes, cluster.gpus_per_node",
@@ -214,17 +258,26 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
                 )
 
 
-def _limits(job: Job, site: Site, association: Association | None) -> Iterator[tuple[str, PartitionLimits]]:
-    """Returns the limits that apply to the job, each with the name of what sets it."""
-    qos = job.config.cluster.qos
+def _limits(job: Job, site: Site, partition: Partition | None, association: Association | None) -> list[NamedLimits]:
+    """Returns the limits that apply to the job, in the order in which Slurm looks for the first that is set."""
     if "limits" not in site.enforced:
-        return
+        return []
+    qos = _qos(job, association)
+    sources = [(f"QOS {qos}", qos)]
+    if partition is not None:
+        place = 1 if "OverPartQOS" in _flags(qos, site) else 0
+        sources.insert(place, (f"QOS {partition.own_qos} of partition {partition.name}", partition.own_qos))
+    known = site.qos or {}
+    found = [(whose, known[name]) for whose, name in sources if name is not None and name in known]
     if association is not None:
-        yield f"account {association.account}", association.limits
-        if qos is None and len(association.qos) == 1:
-            qos = next(iter(association.qos))
-    if qos is not None and site.qos is not None and qos in site.qos:
-        yield f"QOS {qos}", site.qos[qos]
+        found.append((f"account {association.account}", association.limits))
+    return found
+
+
+def _first(limits: Sequence[NamedLimits], value: Callable[[PartitionLimits], int | None]) -> list[tuple[str, int]]:
+    """Returns the first limit that is set, with the name of what sets it; empty if none is."""
+    values = [(whose, value(found)) for whose, found in limits]
+    return [(whose, limit) for whose, limit in values if limit is not None][:1]
 
 
 def clock(span_s: int) -> str:

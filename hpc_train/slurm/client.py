@@ -362,6 +362,12 @@ def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
     return step.isdigit() and int(step) <= LAST_STEP_ID
 
 
+def preset(option: str) -> str | None:
+    """Returns the value that ``SBATCH_*`` sets for an option which a submission does not have; None without one."""
+    name = f"SBATCH_{option.upper()}"
+    return None if name in inherited_variables() else os.environ.get(name) or None
+
+
 def inner_step_environment() -> dict[str, str]:
     """Returns the environment for an srun within a step, whose own variables would become options of the inner step."""
     kept = (*KEPT, "SLURM_JOB_ID", "SLURM_JOBID")

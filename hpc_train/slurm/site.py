@@ -43,7 +43,10 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition and its limits; None for no limit."""
+    """A partition and its limits; None for no limit.
+
+    ``accounts`` and ``qos`` are those that may use it. The limits of ``own_qos`` apply to all its jobs.
+    """
 
     name: str
     default: bool = False
@@ -53,6 +56,7 @@ class Partition:
     max_time_s: int | None = None
     accounts: frozenset[str] | None = None
     qos: frozenset[str] | None = None
+    own_qos: str | None = None
     cores_per_gpu: int | None = None
     memory_default: bool = False  # jobs get memory without an option
     kinds: tuple[NodeKind, ...] = ()
@@ -60,22 +64,28 @@ class Partition:
 
 @dataclass(frozen=True)
 class PartitionLimits:
-    """Limits of an association or a QOS."""
+    """Limits of an association or a QOS, which also has ``flags`` such as ``PartitionTimeLimit``."""
 
     max_jobs: int | None = None  # in the queue at the same time
     max_time_s: int | None = None
     max_nodes: int | None = None
     max_gpus: int | None = None
+    flags: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Association:
-    """The association of this user with one account."""
+    """The association of this user with one account, in all partitions or in one.
+
+    ``default`` tells whether jobs without an account are charged to this account.
+    """
 
     account: str
     qos: frozenset[str]
     default: bool
     limits: PartitionLimits
+    partition: str | None = None
+    default_qos: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,8 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
     user = getpass.getuser()
     commands = {
         "config": ["scontrol", "show", "config"],
-        "partitions": ["scontrol", "show", "partition", "--oneliner"],
-        "sizes": ["sinfo", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
+        "partitions": ["scontrol", "--all", "show", "partition", "--oneliner"],
+        "sizes": ["sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
         "nodes": ["scontrol", "--all", "show", "node", "--oneliner"],
         "associations": ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOCIATION)}"],
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
@@ -169,8 +179,8 @@ def _site(answers: Mapping[str, str | None]) -> Site:
     )
 
 
-ASSOCIATION = ("Cluster", "Account", "QOS", "MaxSubmitJobs", "MaxWall", "MaxTRES")
-QOS = ("Name", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob")
+ASSOCIATION = ("Cluster", "Account", "Partition", "QOS", "DefaultQOS", "MaxSubmitJobs", "MaxWall", "MaxTRES")
+QOS = ("Name", "Flags", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob")
 
 
 def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
@@ -191,6 +201,7 @@ def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_defa
         max_time_s=seconds(values.get("MaxTime")),
         accounts=_names(values.get("AllowAccounts")),
         qos=_names(values.get("AllowQos")),
+        own_qos=None if values.get("QoS") == "N/A" else values.get("QoS"),
         cores_per_gpu=_number(defaults.get("DefCpuPerGPU")),
         memory_default=memory_default or own_memory is not None or "DefMemPerGPU" in defaults,
         kinds=kinds.get(values["PartitionName"], ()),
@@ -254,6 +265,8 @@ def _associations(text: str, default: str, cluster: str) -> tuple[Association, .
             qos=frozenset(filter(None, row["QOS"].split(","))),
             default=row["Account"] == default,
             limits=_limits(row["MaxSubmitJobs"], row["MaxWall"], row["MaxTRES"]),
+            partition=row["Partition"] or None,
+            default_qos=row["DefaultQOS"] or None,
         )
         for row in _rows(text, ASSOCIATION)
         if row["Cluster"] == cluster
@@ -262,7 +275,7 @@ def _associations(text: str, default: str, cluster: str) -> tuple[Association, .
 
 def _qos(text: str) -> dict[str, PartitionLimits] | None:
     rows = _rows(text, QOS)
-    limits = (_limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"]) for row in rows)
+    limits = (_limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"], row["Flags"]) for row in rows)
     return {row["Name"]: found for row, found in zip(rows, limits, strict=True)} or None
 
 
@@ -271,9 +284,10 @@ def _rows(text: str, names: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(names, values, strict=True)) for values in split if len(values) == len(names)]
 
 
-def _limits(jobs: str, wall: str, tres: str) -> PartitionLimits:
+def _limits(jobs: str, wall: str, tres: str, flags: str = "") -> PartitionLimits:
     counts = dict(_pairs(tres.split(",")))
-    return PartitionLimits(_number(jobs), seconds(wall), _number(counts.get("node")), _number(counts.get("gres/gpu")))
+    nodes, gpus = _number(counts.get("node")), _number(counts.get("gres/gpu"))
+    return PartitionLimits(_number(jobs), seconds(wall), nodes, gpus, frozenset(flags.split(",")) - {""})
 
 
 def _names(text: str | None) -> frozenset[str] | None:

@@ -118,19 +118,31 @@ def test_nodes_that_differ_are_not_summed_up() -> None:
     assert "--exact" in command
 
 
+def test_hidden_partitions_are_listed() -> None:
+    asked: list[Sequence[str]] = []
+    read_site(asked.append)  # type: ignore[arg-type]
+    listing = [command for command in asked if command[0] == "sinfo" or {"partition", "node"} & set(command)]
+    assert ["--all" in command for command in listing] == [True, True, True]
+
+
 def test_accounts_and_qos() -> None:
     found = site(
         answers(
-            assoc="big|lab|normal,long|100|1-00:00:00|gres/gpu=8,node=2\nother|far|normal|||\n",
+            assoc="big|lab||normal,long|long|100|1-00:00:00|gres/gpu=8,node=2\nbig|lab|gpu|normal||||\n"
+            "other|far||normal||||\n",
             user="lab\n",
-            qos="normal|50|12:00:00|gres/gpu=4\nlong|||\n",
+            qos="normal||50|12:00:00|gres/gpu=4\nlong|DenyOnLimit,PartitionTimeLimit|||\n",
         )
     )
     assert found.associations is not None
-    (lab,) = found.associations
+    lab, on_gpu = found.associations
     assert (lab.account, lab.default, lab.qos) == ("lab", True, frozenset({"normal", "long"}))
     assert lab.limits == PartitionLimits(max_jobs=100, max_time_s=86400, max_nodes=2, max_gpus=8)
-    assert found.qos == {"normal": PartitionLimits(50, 43200, None, 4), "long": PartitionLimits()}
+    assert [(each.partition, each.default_qos) for each in (lab, on_gpu)] == [(None, "long"), ("gpu", None)]
+    assert found.qos == {
+        "normal": PartitionLimits(50, 43200, None, 4),
+        "long": PartitionLimits(flags=frozenset({"DenyOnLimit", "PartitionTimeLimit"})),
+    }
 
 
 def test_a_site_without_accounting_refuses_nobody_for_it() -> None:

@@ -13,6 +13,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.sbatch import cores, memory
 from hpc_train.planner.cost import Prices
+from hpc_train.slurm.client import preset
 from hpc_train.slurm.site import Association, Site, seconds
 
 
@@ -79,10 +80,11 @@ def _above(jobs: Sequence[Job]) -> str:
 
 
 def _line(job: Job, site: Site) -> str:
-    cluster, partition = job.config.cluster, site.partition(job.config.cluster.partition)
+    cluster, asked = job.config.cluster, job.config.cluster.partition or preset("partition")
+    partition = site.partition(asked)
     default: Association | None = next((found for found in site.associations or () if found.default), None)
-    account = cluster.account or (default.account if default else "the site's default")
-    name = cluster.partition or (partition.name if partition else "the site's default")
+    account = cluster.account or preset("account") or (default.account if default else "the site's default")
+    name = asked or (partition.name if partition else "the site's default")
     spares = job.config.elastic.spares
     extra = f" and {spares} spare" if spares else ""
     nodes = f"{cluster.nodes}{extra} node{'' if str(cluster.nodes) == '1' and not spares else 's'}"
@@ -95,7 +97,7 @@ def _line(job: Job, site: Site) -> str:
 
 
 def _notes(job: Job, site: Site) -> list[str]:
-    partition = site.partition(job.config.cluster.partition)
+    partition = site.partition(job.config.cluster.partition or preset("partition"))
     count = cores(job, partition)
     chosen = asked_gpus(job.config.cluster, site).note
     if chosen is not None:
