@@ -62,6 +62,7 @@ LEAST_S = 60
 SAVE_SAFETY_FACTOR = 2  # the file system may be busy during the next save
 BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system
 ROUND_S = 30  # rounding lets runs of one sweep share a job array
+SAVER = "rank-0000"  # the writer of the events about saves; all writers of a large job have thousands of files
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _slowest_save(run: RunDirectory) -> float | None:
     """Returns the seconds of the slowest save of this run, or else of the run that it was forked from."""
     source = run.record().get("forked_from")
     for directory in (run, *([RunDirectory(Path(source))] if source else [])):
-        saves = [event["seconds"] for event in directory.read_events() if event["event"] == "checkpoint_saved"]
+        saves = [event["seconds"] for event in directory.events_of(SAVER) if event["event"] == "checkpoint_saved"]
         if saves:
             return float(max(saves))
     return None

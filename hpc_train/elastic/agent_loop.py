@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import (
     Allocation,
@@ -81,7 +80,9 @@ class Agent:
     output: FileWriter  # of the logs of its workers
     deletion: DeletionWatch
     stacks: StacksRequests | None = None  # only in the agent with the server
+    accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
+    _stop_reported: bool = field(default=False, init=False)
     _replaced: bool = field(default=False, init=False)  # Slurm ended this start of the job while the node was frozen
 
     def work(self) -> int:
@@ -120,8 +121,19 @@ class Agent:
             self.stop.request(OVER_BUDGET)
         while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one
             self._report_pause(client.pauses.get())
-        if self.stop.reason is not None and client.send_stop(self.stop.reason) and not self._replaced:
-            self._events().write("stop_requested", reason=self.stop.reason)
+        if self.stop.reason is not None:
+            client.send_stop(self.stop.reason)
+        if self.stores is not None and not self._stop_reported:  # one agent writes, because Slurm signals all of them
+            self._report_stop()
+
+    def _report_stop(self) -> None:
+        """Writes an event about the first stop request to any agent, unless Slurm has requeued the job meanwhile."""
+        reason = self.accepted_stop() or self.stop.reason
+        if reason is None:
+            return
+        self._stop_reported = True
+        if not self._replaced:
+            self._events().write("stop_requested", reason=reason)
 
     def _report_pause(self, pause: Pause) -> None:
         """Writes an event about the pause, unless Slurm has requeued the job meanwhile."""
@@ -165,14 +177,12 @@ class Agent:
 
         others = _other_nodes(client, spec.attempt) if spec.nodes > 1 else None
         self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec), others)
-        nodes = self.allocation.nodes
-        grace_s = read_or(lambda: stop_time(self.config, self.run, nodes).seconds, float(UNKNOWN_S))
-        specs = self._specs(spec, grace_s)
+        specs = self._specs(spec)
         try:
             self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
             log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log", self.output)
             began = time.monotonic()
-            outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
+            outcome = run_attempt(specs, log, self.stop, spec.stop_grace_s, tick, self.entry, self.watch)
             failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)
             report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(spec.attempt)))
         except EndedByServer:
@@ -199,7 +209,7 @@ class Agent:
         last: dict[str, Any] = read_or(lambda: last_line(self.run.metrics_file(attempt)), {})
         return max(last.get("step", 0), 0 if newest is None else newest.step)
 
-    def _specs(self, spec: AttemptSpec, stop_grace_s: float) -> list[WorkerSpec]:
+    def _specs(self, spec: AttemptSpec) -> list[WorkerSpec]:
         local_workers = min(spec.workers_per_node, spec.layout.world_size)
         position = spec.order.index(self.node.number)
         bound = bindings(self.node.facts, local_workers)
@@ -222,7 +232,7 @@ class Agent:
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
                 **_device_and_environment(local_rank, visible, spec.environment, self._visible_gpus),
                 cpus=bound[local_rank].cpus,
-                stop_grace_s=stop_grace_s,
+                stop_grace_s=spec.stop_grace_s,
                 checked=spec.checked,
                 config=config,
             )

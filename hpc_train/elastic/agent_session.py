@@ -83,13 +83,14 @@ class Session:
 
     def _work(self, tracking: TrackingProcess | None) -> int:
         run, config, allocation, end = self.run, self.config, self.allocation, self.end
-        server = stores = None
+        server = stores = coordinator = None
         address: ServerAddress | None
         try:
             if allocation.node_rank == 0:
                 stores = Stores(None if isinstance(self.entry, Script) else self.store)
                 attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, self.own), self.events)
-                server, address = _start_server(run, config, allocation, attempts, tracking)
+                coordinator = _coordinator(run, config, allocation, attempts)
+                server, address = _start_server(run, config, allocation, attempts, coordinator, tracking)
             else:
                 limit_s = config.elastic.join_timeout_s
                 address = wait_for_server(
@@ -97,7 +98,7 @@ class Session:
                 )
             if address is None:
                 return Exit.STOPPED
-            agent = self._agent(_examined(self.node, config, allocation), address, stores)
+            agent = self._agent(_examined(self.node, config, allocation), address, stores, coordinator)
             with closing(self._idle_gpus(agent.gpu_errors)):
                 return agent.work()
         except ServerLost as lost:
@@ -123,7 +124,9 @@ class Session:
         found.start()
         return found
 
-    def _agent(self, node: Node, address: ServerAddress, stores: Stores | None) -> Agent:
+    def _agent(
+        self, node: Node, address: ServerAddress, stores: Stores | None, coordinator: Coordinator | None
+    ) -> Agent:
         run, config, allocation = self.run, self.config, self.allocation
         facts = this_node(allocation.node_name, _server_host(allocation, address), self.users)
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
@@ -144,6 +147,7 @@ class Session:
             output=self.output,
             deletion=DeletionWatch(run),
             stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
+            accepted_stop=lambda: None if coordinator is None else coordinator.stop,
         )
 
 
@@ -182,18 +186,9 @@ def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:
     return allocation.address if allocation.node_rank == 0 else server.host
 
 
-def _start_server(
-    run: RunDirectory,
-    config: Config,
-    allocation: Allocation,
-    attempts: Attempts,
-    tracking: TrackingProcess | None,
-) -> tuple[RendezvousServer, ServerAddress]:
-    elastic = config.elastic
-    listener = bind(allocation, f"{allocation.launch_id}:server")
-    address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
-    newest = CheckpointStore(run.checkpoints).newest()
-    coordinator = Coordinator(
+def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts) -> Coordinator:
+    elastic, newest = config.elastic, CheckpointStore(run.checkpoints).newest()
+    return Coordinator(
         config,
         expected=allocation.nodes,
         history=History(
@@ -207,6 +202,18 @@ def _start_server(
         elsewhere=attempts.end is not None,
         saved=lambda: None if config.run.command else read_or(lambda: _has_checkpoint(run), None),
     )
+
+
+def _start_server(
+    run: RunDirectory,
+    config: Config,
+    allocation: Allocation,
+    attempts: Attempts,
+    coordinator: Coordinator,
+    tracking: TrackingProcess | None,
+) -> tuple[RendezvousServer, ServerAddress]:
+    listener = bind(allocation, f"{allocation.launch_id}:server")
+    address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
     suspended = None if attempts.end is None else is_suspended
 
     def leave(order: Leave) -> int:
@@ -216,7 +223,7 @@ def _start_server(
         return attempts.leave(order)
 
     server = RendezvousServer(
-        coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, leave, suspended
+        coordinator, listener, address.token, config.elastic.heartbeat_timeout_s, attempts.begin, leave, suspended
     )
     server.start()
     if allocation.nodes > 1:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.config.schema import Config
@@ -36,7 +37,7 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
-from hpc_train.run.files import in_time, patiently
+from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import with_digest
 from hpc_train.run.requests import StopRequests
 from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
@@ -147,9 +148,10 @@ class Attempts:
         return self.events.of(max(0, newest or 0))
 
     def _attempt_spec(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> AttemptSpec:
+        run, launch, names = self.run, self.allocation.launch_id, [node.name for node in start.nodes]
         return AttemptSpec(
             attempt=attempt,
-            launch_id=self.allocation.launch_id,
+            launch_id=launch,
             job_id=self.allocation.job_id,
             node=self.allocation.node_name,
             pid=os.getpid(),
@@ -162,16 +164,12 @@ class Attempts:
             layout=start.layout,
             order=tuple(node.number for node in start.nodes),
             environment=environment,
-            checked=self._have_been_checked(start),
+            # otherwise the ranks check the nodes again
+            checked=read_or(lambda: have_been_checked(run, launch, names), False),
             store_prefix=secrets.token_hex(16),
+            # one agent estimates it, because N agents would read the files of the run at the same time
+            stop_grace_s=read_or(lambda: stop_time(self.config, run, self.allocation.nodes).seconds, float(UNKNOWN_S)),
         )
-
-    def _have_been_checked(self, start: Start) -> bool:
-        names = [node.name for node in start.nodes]
-        try:
-            return in_time(lambda: have_been_checked(self.run, self.allocation.launch_id, names))
-        except OSError:  # the ranks check the nodes again
-            return False
 
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
         events = self._events()

@@ -199,10 +199,11 @@ class RunDirectory:
 
     def read_events(self) -> list[dict[str, Any]]:
         """Returns all events of all writers, merged by time."""
-        return sorted(self._events(), key=lambda event: event["time"])
+        return sorted(self.events_of("*"), key=lambda event: event["time"])
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        for path in self.events.glob("*.jsonl"):
+    def events_of(self, writer: str) -> Iterator[dict[str, Any]]:
+        """Yields the events of ``writer`` in all attempts, in no particular order."""
+        for path in self.events.glob(f"{writer}-*.jsonl"):
             yield from filter(_is_event, read_lines(path))
 
 

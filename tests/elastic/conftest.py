@@ -1,9 +1,12 @@
-"""Provides frozen runs of a few CPU workers to the tests of the agent."""
+"""Provides frozen runs of a few CPU workers to the tests of the agent, and counts the files that they open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +54,30 @@ def frozen(tmp_path: Path) -> Freeze:
         return run
 
     return make
+
+
+class Opened:
+    """The paths that this process opens or lists inside a ``with`` block. An audit hook stays for ever."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] | None = None
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._paths is not None and event in ("open", "os.listdir", "os.scandir", "os.remove", "os.rename"):
+            self._paths.append(str(arguments[0]))
+
+    @contextmanager
+    def below(self, folder: Path) -> Iterator[list[str]]:
+        found: list[str] = []
+        self._paths = []
+        try:
+            yield found
+        finally:
+            found += [path for path in self._paths if path.startswith(str(folder))]
+            self._paths = None
+
+
+@pytest.fixture(scope="session")
+def opened() -> Opened:
+    return Opened()

@@ -48,13 +48,13 @@ def specs_of(
     config = Config(cluster=ClusterConfig(gpus_per_node=gpus, visible_gpus=visible_gpus))
     node = Node(0, "n1", "127.0.0.1", None, gpus, ranks, facts)
     attempt = AttemptSpec(
-        0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a"
+        0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a", 60
     )
     nothing = cast(Any, None)
     names = ("allocation", "server", "stop", "watch", "gpu_errors", "budget", "events", "output", "deletion")
     others = dict.fromkeys(names, nothing)
     agent = Agent(run=RunDirectory(path), config=config, node=node, stores=None, on_tick=print, entry="entry", **others)
-    return agent._specs(attempt, 1.0)
+    return agent._specs(attempt)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 
 NODE = Allocation(2, 0, "n1", "7", "7.0.0", "127.0.0.3", ("n1", "n2"), "127.0.0.3")
-SPEC = AttemptSpec(3, "7.0.0", "7", "n1", 1, 0.0, "n1", 1, 1, 0, 2, resolve_layout(Config(), 1, 2), (0,), {}, "random")
+LAYOUT = resolve_layout(Config(), 1, 2)
+SPEC = AttemptSpec(3, "7.0.0", "7", "n1", 1, 0.0, "n1", 1, 1, 0, 2, LAYOUT, (0,), {}, "random", 60)
 
 
 def test_sockets_listen_only_on_the_address_of_the_job() -> None:

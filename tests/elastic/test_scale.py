@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
 from collections import UserDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,26 +16,21 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import BatchConfig
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.hang_bounds import HangWatch
 from hpc_train.elastic.nodes import Node
-from hpc_train.elastic.rendezvous import client, coordinator
-from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
-from hpc_train.elastic.rendezvous.client import ServerLost, lookup_interval_s, wait_for_server
+from hpc_train.elastic.rendezvous import coordinator
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.watch import Watch
 from hpc_train.fabric import rails
 from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.fabric.machines import Machines, by_machine
 from hpc_train.fabric.rank_binding import bindings
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.preflight.expected import expected_bandwidths, read_fabric
-from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action
-from hpc_train.run.requests import REQUESTS_EVERY_S, StacksRequests, request_stacks
 from tests.benchmarks.scale import config_of
 from tests.benchmarks.simulated_nodes import GPUS, ODD_EVERY, simulated
 from tests.elastic.test_agent import until
@@ -230,89 +220,3 @@ def test_the_server_tells_all_agents_of_a_request_for_stacks(tmp_path: Path) -> 
     assert [order_of(link)["spec"]["attempt"] for link in links] == [0, 0], "both have joined"
     links[0].send_stacks_request(7)
     until(lambda: [link.stacks_requested for link in links] == [7, 7])
-
-
-class Opened:
-    """The paths that this process opens or lists inside a ``with`` block. An audit hook stays for ever."""
-
-    def __init__(self) -> None:
-        self._paths: list[str] | None = None
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._paths is not None and event in ("open", "os.listdir", "os.scandir", "os.remove", "os.rename"):
-            self._paths.append(str(arguments[0]))
-
-    @contextmanager
-    def below(self, folder: Path) -> Iterator[list[str]]:
-        found: list[str] = []
-        self._paths = []
-        try:
-            yield found
-        finally:
-            found += [path for path in self._paths if path.startswith(str(folder))]
-            self._paths = None
-
-
-@pytest.fixture(scope="session")
-def opened() -> Opened:
-    return Opened()
-
-
-def test_an_agent_whose_workers_train_reads_no_shared_file(
-    run: RunDirectory, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch = Watch(run, "n1", HangWatch())
-    watch.begin(EventLog.open(run, "agent-n1", 0), resolve_layout(config_of(1), 1, GPUS), 0.0)
-    now, steps = time.monotonic(), iter(range(10_000))
-    monkeypatch.setattr("hpc_train.elastic.watch.time.monotonic", lambda: now)
-
-    def beat() -> Beat:
-        step = next(steps)
-        return Beat(step, Phase.STEP, now, step, now)
-
-    worker = SimpleNamespace(rank=0, pid=os.getpid(), block=SimpleNamespace(beat=beat))
-    workers: Any = SimpleNamespace(alive=[worker], failures=[])
-    with opened.below(run.path) as paths:
-        for _ in range(100):
-            now += 1.0
-            watch.check(workers)
-    assert paths == []
-
-
-def test_node_0_looks_for_requests_for_stacks(run: RunDirectory, opened: Opened) -> None:
-    request_stacks(run)
-    requests = StacksRequests.of(run)
-    with opened.below(run.path) as paths:
-        assert [requests.new(second) for second in range(20)] == [None] * 20
-    assert len(paths) == 20 / REQUESTS_EVERY_S
-    assert request_stacks(run) == 2
-    assert [requests.new(20.0), requests.new(20.5), requests.new(30.0)] == [2, None, None]
-
-
-def test_waiting_agents_look_for_the_server_less_often_in_a_large_job(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    looks: list[float] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    monkeypatch.setattr(ServerAddress, "find", lambda *_: looks.append(now))
-    for count in (2, 1000):
-        now, looks[:] = 0.0, []
-        with pytest.raises(ServerLost):
-            wait_for_server(run, Allocation(count, 1, "n1", "7", "7.0", "n1"), lambda: False, lambda: False, 300)
-        assert len(looks) <= 1 + 300 / (0.8 * lookup_interval_s(count))
-        assert len(looks) >= 300 / (2 * lookup_interval_s(count))
-    assert count * len(looks) / 300 < 300, "of all agents per second"
-
-
-def test_a_waiting_agent_stops_at_once(run: RunDirectory) -> None:
-    allocation = Allocation(5000, 1, "n1", "7", "7.0", "n1")
-    answers = iter([False, True])
-    assert wait_for_server(run, allocation, lambda: next(answers), lambda: False, 60) is None
-    assert wait_for_server(run, allocation, lambda: False, lambda: True, 60) is None, "node 0 has ended"

@@ -33,8 +33,9 @@ class AttemptSpec:
     """Holds what all agents of an attempt must agree on, as recorded in ``attempts/NNN.json``.
 
     ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers. The keys of
-    the ranks in the store begin with ``store_prefix``, which is random and not recorded. ``checked``: a
-    preflight of this start of the job has checked all of these nodes.
+    the ranks in the store begin with ``store_prefix``, which is random and not recorded. Workers are killed
+    ``stop_grace_s`` seconds after a stop request. ``checked``: a preflight of this start of the job has checked all of
+    these nodes.
     """
 
     attempt: int
@@ -52,6 +53,7 @@ class AttemptSpec:
     order: tuple[int, ...]
     environment: dict[str, str]
     store_prefix: str
+    stop_grace_s: float
     checked: bool = False
 
     def path(self, run: RunDirectory) -> Path:

@@ -138,13 +138,11 @@ class RendezvousClient:
         """Returns whether all nodes have saved the stacks of their ranks, or the workers must be killed anyway."""
         return self._saved >= attempt or self.is_to_end(attempt)
 
-    def send_stop(self, reason: str) -> bool:
-        """Reports a stop request to the server; returns False if it was already reported."""
-        if self._stop_sent:
-            return False
-        self._stop_sent = True
-        self._channel.send({"kind": "stop", "reason": reason})
-        return True
+    def send_stop(self, reason: str) -> None:
+        """Reports a stop request to the server, once."""
+        if not self._stop_sent:
+            self._stop_sent = True
+            self._channel.send({"kind": "stop", "reason": reason})
 
     def quit(self, message: str) -> None:
         """Reports that a user killed the workers of this node without waiting."""
