@@ -31,7 +31,7 @@ from hpc_train.elastic.rendezvous.client import (
 from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.script import Script
+from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
@@ -80,6 +80,7 @@ class Agent:
     output: FileWriter  # of the logs of its workers
     deletion: DeletionWatch
     stacks: StacksRequests | None = None  # only in the agent with the server
+    looks: FolderLooks | None = None  # into run.progress_dir; only in the agent with the server
     accepted_stop: Callable[[], str | None] = lambda: None  # why the server stops the job; in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _stop_reported: bool = field(default=False, init=False)
@@ -117,6 +118,10 @@ class Agent:
         if self.stacks is not None and (number := self.stacks.new(time.monotonic())) is not None:
             client.send_stacks_request(number)
         self.watch.stacks_requested = client.stacks_requested
+        if self.looks is not None and (changed := self.looks.new(time.monotonic())) is not None:
+            client.send_progress(changed)
+        if isinstance(self.entry, Script):
+            self.entry.progress.note(client.progress)
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
         while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one

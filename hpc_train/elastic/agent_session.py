@@ -32,7 +32,7 @@ from hpc_train.elastic.rendezvous.orders import Leave
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.script import Script
+from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
 from hpc_train.fabric.node import this_node
@@ -147,6 +147,7 @@ class Session:
             output=self.output,
             deletion=DeletionWatch(run),
             stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
+            looks=FolderLooks.of(config, allocation.nodes) if allocation.node_rank == 0 else None,
             accepted_stop=lambda: None if coordinator is None else coordinator.stop,
         )
 

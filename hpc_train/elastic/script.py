@@ -5,7 +5,9 @@ the attempt began and differs between attempts. It needs no warm parent: it is a
 that all processes that it has started can be killed with it. A stop request reaches it as SIGTERM.
 
 Its sign of life is the file ``$HPC_TRAIN_PROGRESS`` of its rank, which it touches or into which it writes the number of
-its step, or a newer file in ``run.progress_dir``, which counts for all ranks. A rank without either is not watched.
+its step, or a newer file in ``run.progress_dir``, which counts for all ranks. Only the agent of node 0 looks there, and
+the rendezvous server tells the others, because thousands of nodes that look at thousands of files keep a shared file
+system busy. A rank without either is not watched.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 
 from hpc_train.cluster.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.config.schema import Config
-from hpc_train.config.values import command_words
+from hpc_train.config.values import command_words, parse_hang_timeout
+from hpc_train.elastic.hang_bounds import START_S
 from hpc_train.plan.own_code import PYTHONS, own_code_notes
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.code import FrozenCode, frozen_code
@@ -35,9 +38,21 @@ from hpc_train.telemetry.metrics import MetricsLog
 
 PROGRESS = "HPC_TRAIN_PROGRESS"
 RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"
-FOLDER_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
-FOLDER_S = 0.2  # wait at most this long for such a look; its result is used at the next one
+LOOK_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
+LOOK_S = 0.2  # wait at most this long for such a look, which goes on in its thread
+LOOK_SHARE = 0.05  # of the time, at most, that is spent on looks
+TOLD_PER_S = 500  # agents that are told of newer files
 MOST_ENTRIES = 20_000  # of run.progress_dir and the directories below it
+
+
+@dataclass
+class FolderProgress:
+    """Holds the time of the newest change in ``run.progress_dir``, in nanoseconds since 1970; 0 without any."""
+
+    newest: int = 0
+
+    def note(self, changed: int) -> None:
+        self.newest = max(self.newest, changed)
 
 
 @dataclass(frozen=True)
@@ -49,14 +64,14 @@ class Script:
         environment: what frozen code adds to the environment.
         run_id: the same for all attempts and nodes.
         folder: node-local, for the progress files of the ranks.
-        progress: of ``run.progress_dir``; None without one.
+        progress: what is known of ``run.progress_dir``.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str]
     run_id: str
     folder: Path
-    progress: FolderProgress | None = None
+    progress: FolderProgress = field(default_factory=FolderProgress)
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config, folder: Path) -> Script:
@@ -66,10 +81,8 @@ class Script:
             words[0] = sys.executable
         for note in own_code_notes(config):
             print(f"note: {note}", flush=True)
-        directory = config.run.progress_dir
-        progress = None if directory is None else FolderProgress(Path(directory))
         run_id = str(run.record().get("run_id") or run.path.name)
-        return cls(_frozen_words(words, code), _search_path(words, code), run_id, folder, progress)
+        return cls(_frozen_words(words, code), _search_path(words, code), run_id, folder)
 
     def start(self, spec: WorkerSpec, output: Connection) -> ScriptProcess:
         """Starts the command as the worker ``spec``; its standard output and error go to ``output``."""
@@ -136,37 +149,66 @@ def _search_path(words: Sequence[str], code: FrozenCode | None) -> dict[str, str
 
 
 @dataclass
-class FolderProgress:
-    """Looks for newer files in a directory and the directories below it."""
+class FolderLooks:
+    """Looks for newer files in a directory and the directories below it; used by the agent of node 0 only.
+
+    Attributes:
+        nodes: the number of agents that are told.
+        bound_s: the time after which workers without progress count as hung.
+    """
 
     path: Path
-    _looking: BackgroundCall[float] = field(init=False)
+    nodes: int
+    bound_s: float
+    _looking: BackgroundCall[tuple[int, float]] = field(init=False)
     _next: float = field(default=0.0, init=False)
-    _newest: float = field(default=0.0, init=False)
+    _newest: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._looking = BackgroundCall(lambda: _newest_change(self.path))
 
-    def newest(self) -> float:
-        """Returns the time of the newest change that is known, in seconds since 1970; 0 without any."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + FOLDER_EVERY_S
-            with suppress(OSError):  # the file system does not respond; TimeoutError is one
-                self._newest = self._looking.poll(FOLDER_S)
-        return self._newest
+    @classmethod
+    def of(cls, config: Config, nodes: int) -> FolderLooks | None:
+        """Returns the looks into ``run.progress_dir``; None without one."""
+        bound_s = parse_hang_timeout(config.elastic.hang_timeout_s) or START_S
+        directory = config.run.progress_dir
+        return None if directory is None else cls(Path(directory), nodes, bound_s)
+
+    def new(self, now: float) -> int | None:
+        """Returns the time of a new change, in nanoseconds since 1970; None if there is none or it is too early.
+
+        Args:
+            now: time on the monotonic clock.
+        """
+        if now < self._next:
+            return None
+        try:
+            found, walk_s = self._looking.poll(LOOK_S)
+        except TimeoutError:  # the next call asks for the result of the same look
+            return None
+        self._next = now + look_pause_s(walk_s, self.nodes, self.bound_s)
+        if found <= self._newest:
+            return None
+        self._newest = found
+        return found
 
 
-def _newest_change(path: Path) -> float:
-    newest, left = 0.0, MOST_ENTRIES
+def look_pause_s(walk_s: float, nodes: int, bound_s: float) -> float:
+    """Returns the pause after a look that took ``walk_s``: several looks come within the bound of a hang."""
+    return max(LOOK_EVERY_S, min(max(walk_s / LOOK_SHARE, nodes / TOLD_PER_S), bound_s / 4))
+
+
+def _newest_change(path: Path) -> tuple[int, float]:
+    """Returns the time of the newest change, in nanoseconds since 1970, and the seconds that it took to find it."""
+    began, newest, left = time.monotonic(), 0, MOST_ENTRIES
     for folder, _, files in os.walk(path):
         for name in files[:left]:
             with suppress(OSError):
-                newest = max(newest, (Path(folder) / name).stat().st_mtime)
+                newest = max(newest, (Path(folder) / name).stat().st_mtime_ns)
         left -= len(files)
         if left <= 0:
             break
-    return newest
+    return newest, time.monotonic() - began
 
 
 LOG_EVERY_S = 5.0
@@ -208,12 +250,12 @@ class ScriptProgress:
         metrics: gets the numbers that the script writes into its file; None on other ranks than 0.
     """
 
-    def __init__(self, path: Path, folder: FolderProgress | None, metrics: StepLog | None = None) -> None:
+    def __init__(self, path: Path, folder: FolderProgress, metrics: StepLog | None = None) -> None:
         self._path = path
         self._folder = folder
         self._metrics = metrics
-        self._began = time.time()
-        self._changed: tuple[int, float] = 0, self._began
+        self._began = time.time_ns()
+        self._changed = 0, self._began
         self._beat: Beat | None = None
 
     def beat(self) -> Beat | None:
@@ -229,12 +271,12 @@ class ScriptProgress:
             self._beat = Beat(step, Phase.STEP, time.monotonic(), step, 0.0)
         return self._beat
 
-    def _changes(self) -> tuple[int, float]:
+    def _changes(self) -> tuple[int, int]:
         try:
             touched = self._path.stat().st_mtime_ns
         except OSError:
             touched = 0
-        return touched, max(self._began, 0.0 if self._folder is None else self._folder.newest())
+        return touched, max(self._began, self._folder.newest)
 
     def ask(self) -> int:
         return 0

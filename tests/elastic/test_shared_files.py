@@ -16,13 +16,21 @@ from hpc_train.elastic import agent_loop
 from hpc_train.elastic.agent_loop import Agent
 from hpc_train.elastic.attempts import Attempts, Outcome
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.hang_bounds import HangWatch
+from hpc_train.elastic.hang_bounds import START_S, HangWatch
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import client
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
 from hpc_train.elastic.rendezvous.client import ServerLost, lookup_interval_s, wait_for_server
 from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.store import Stores
+from hpc_train.elastic.script import (
+    LOOK_EVERY_S,
+    TOLD_PER_S,
+    FolderLooks,
+    Script,
+    ScriptProgress,
+    look_pause_s,
+)
 from hpc_train.elastic.watch import Watch
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
@@ -183,3 +191,72 @@ def test_one_agent_records_a_stop_request_of_the_job(run: RunDirectory, tmp_path
     assert [path.name for path in run.events.iterdir()] == [f"agent-{first.name}-000.jsonl"]
     for link in links:
         link._channel.close()
+
+
+def test_one_agent_looks_for_the_progress_of_a_script_and_the_server_tells_the_others(
+    run: RunDirectory, tmp_path: Path, opened: Opened
+) -> None:
+    served, watched = Served(tmp_path / "hub", 2), tmp_path / "watched"
+    links = [served.link(number) for number in range(2)]
+    until(lambda: len(served.head.present) == 2)
+    scripts = [Script(["true"], {}, "1", tmp_path) for _ in links]
+    looks = FolderLooks(watched, nodes=2, bound_s=START_S)
+    first, second = simulated(2)
+    agents = [
+        agent_of(run, first, entry=scripts[0], stores=SimpleNamespace(), looks=looks),
+        agent_of(run, second, entry=scripts[1]),
+    ]
+    shown = [ScriptProgress(tmp_path / f"progress-{number}", script.progress) for number, script in enumerate(scripts)]
+    assert [one.beat() for one in shown] == [None, None]
+    (watched / "last").mkdir(parents=True)
+    os.utime(file_in(watched / "last"), (time.time() + 60, time.time() + 60))
+
+    def beats() -> bool:
+        for agent, link in zip(agents, links, strict=True):
+            agent._tick(link)
+        return all(one.beat() is not None for one in shown)
+
+    with opened.below(watched) as paths:
+        until(beats)
+        for _ in range(20):
+            beats()
+    assert paths == [str(watched), str(watched / "last")], "one agent has looked once"
+    for link in links:
+        link._channel.close()
+
+
+def file_in(folder: Path) -> Path:
+    (folder / "model").touch()
+    return folder / "model"
+
+
+def test_a_look_for_the_progress_of_a_script_takes_a_few_percent_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, walks = 0.0, []
+
+    def walk(path: Path) -> tuple[int, float]:
+        walks.append(now)
+        return len(walks), 3.0
+
+    monkeypatch.setattr("hpc_train.elastic.script._newest_change", walk)
+    looks = FolderLooks(tmp_path, nodes=2, bound_s=START_S)
+    found = []
+    while now < 600:
+        found.append(looks.new(now))
+        now += 0.25
+    assert walks == [0, 60, 120, 180, 240, 300, 360, 420, 480, 540]
+    assert [number for number in found if number is not None] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("bound_s", [8, 60, START_S])
+@pytest.mark.parametrize("nodes", [1, 1000, 100_000])
+@pytest.mark.parametrize("walk_s", [0.0, 1.0, 1000.0])
+def test_looks_for_the_progress_of_a_script_come_several_times_within_the_bound_of_a_hang(
+    bound_s: float, nodes: int, walk_s: float
+) -> None:
+    pause_s = look_pause_s(walk_s, nodes, bound_s)
+    assert LOOK_EVERY_S <= pause_s <= bound_s / 4
+    if bound_s == START_S:
+        assert pause_s >= min(20 * walk_s, START_S / 4)
+        assert nodes / pause_s <= TOLD_PER_S

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.kernel_counters import OomKills
-from hpc_train.elastic.script import FOLDER_EVERY_S, FolderProgress, ScriptProgress, StepLog
+from hpc_train.elastic.script import FolderLooks, FolderProgress, ScriptProgress, StepLog
 from hpc_train.elastic.workers import class_of_script_end
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure, end_of_script
 from hpc_train.run.snapshot import snapshot_code
 from tests.config.composing import config_of
-from tests.elastic.test_agent import alive
+from tests.elastic.test_agent import alive, until
 from tests.loop.runs import failures, frozen, run_agent
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -55,6 +55,31 @@ def test_a_script_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path) 
         "TORCHELASTIC_RUN_ID": run.record()["run_id"], "TORCHELASTIC_USE_AGENT_STORE": "False",
         "cwd": str(Path.cwd()), "file": str(SCRIPT),
     }  # fmt: skip
+
+
+WRITES_FILES = """
+import os, sys, time
+from pathlib import Path
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    for number in range(8):
+        Path(sys.argv[1], str(number)).touch()
+        time.sleep(0.5)
+    time.sleep(1000)
+"""
+
+
+def test_a_script_hangs_when_no_newer_file_appears_in_its_directory(tmp_path: Path) -> None:
+    script, folder = tmp_path / "writes_files.py", tmp_path / "checkpoints"
+    script.write_text(WRITES_FILES)
+    folder.mkdir()
+    run = frozen(
+        tmp_path / "run", command("python", script, folder), f"run.progress_dir={folder}", "elastic.hang_timeout_s=5"
+    )
+    began = time.monotonic()
+    code, error = run_agent(run)
+    assert code == 0, error
+    assert failures(run) == [("hang", 0)]
+    assert time.monotonic() - began > 8, "newer files were signs of life for some seconds"
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -115,7 +140,7 @@ def test_the_output_of_a_script_tells_its_class(code: int, last: str, expected: 
 
 
 def test_progress_is_a_touch_a_number_or_a_newer_file(tmp_path: Path) -> None:
-    folder = FolderProgress(tmp_path / "checkpoints")
+    looks, folder = FolderLooks(tmp_path / "checkpoints", nodes=1, bound_s=1800), FolderProgress()
     metrics = StepLog(RunDirectory(tmp_path), 0, 2)
     progress = ScriptProgress(tmp_path / "progress", folder, metrics)
     assert progress.beat() is None, "a script that shows nothing is not watched"
@@ -130,7 +155,7 @@ def test_progress_is_a_touch_a_number_or_a_newer_file(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "last").mkdir(parents=True)
     (tmp_path / "checkpoints" / "last" / "model").touch()
     os.utime(tmp_path / "checkpoints" / "last" / "model", (time.time() + 60, time.time() + 60))
-    folder._next -= FOLDER_EVERY_S
+    folder.note(until(lambda: looks.new(time.monotonic())))
     third = progress.beat()
     assert third is not None
     assert third.since > second.since

@@ -80,6 +80,7 @@ class RendezvousClient:
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
         self._to_save = self._saved = -1  # the newest attempt whose stacks all nodes are to save, and have saved
         self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
+        self.progress = 0  # newest change in run.progress_dir that node 0 has found, in nanoseconds since 1970
         threading.Thread(target=self._serve, name="rendezvous-client", daemon=True).start()
 
     @classmethod
@@ -152,6 +153,10 @@ class RendezvousClient:
         """Reports a request for stacks, about which the server tells all agents."""
         self._channel.send({"kind": "stacks", "number": number})
 
+    def send_progress(self, changed: int) -> None:
+        """Reports a change in ``run.progress_dir``, about which the server tells all agents."""
+        self._channel.send({"kind": "progress", "number": changed})
+
     def send_store_lost(self, attempt: int) -> None:
         self._channel.send({"kind": "store_lost", "attempt": attempt})
 
@@ -205,6 +210,8 @@ class RendezvousClient:
             self._orders.put(message)
         elif message["kind"] == "stacks":
             self.stacks_requested = message["number"]
+        elif message["kind"] == "progress":
+            self.progress = message["number"]
         elif message["kind"] == "save_stacks":
             self._to_save = message["attempt"]
             self._saved = message["attempt"] if message["done"] else self._saved

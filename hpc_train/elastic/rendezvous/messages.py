@@ -22,6 +22,7 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "stop": {"kind", "reason"},
     "quit": {"kind", "message"},
     "stacks": {"kind", "number"},
+    "progress": {"kind", "number"},
     "store_lost": {"kind", "attempt"},
     "stacks_saved": {"kind", "attempt"},
     "ended": {"kind", "attempt", "exit", "failure", "step"},

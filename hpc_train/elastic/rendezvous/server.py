@@ -256,8 +256,8 @@ class RendezvousServer:
             self._coordinator.stop = self._coordinator.stop or typed(message["reason"], str)
         elif kind == "quit":
             self._coordinator.quit(typed(message["message"], str))
-        elif kind == "stacks":  # node 0 has found a request
-            self._broadcast({"kind": "stacks", "number": typed(message["number"], int)})
+        elif kind in ("stacks", "progress"):  # node 0 has found a request, or newer files of a script
+            self._broadcast({"kind": kind, "number": typed(message["number"], int)})
         elif kind in ("store_lost", "stacks_saved", "ended") and typed(message["attempt"], int) == self._attempt:
             if kind == "stacks_saved":
                 self._coordinator.stacks_saved(member.node.number)
