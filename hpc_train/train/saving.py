@@ -29,7 +29,7 @@ from hpc_train.train.step import Control
 from hpc_train.units import format_duration
 
 FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
-LAST_S = 60.0  # training that an error in the evaluation after the last step may lose
+LAST_S = 60.0  # training that an error in the first evaluation may lose, if it follows the last step
 _FAILURE_EVENTS = ("node_lost", "hang_detected", "worker_failed")
 
 
@@ -69,17 +69,18 @@ class SaveSchedule:
         """Returns whether a save is due after ``step`` steps according to their number."""
         return self.every.steps > 0 and step % self.every.steps == 0
 
-    def ask(self, is_next_to_last: bool = False) -> bool:
+    def ask(self, before_evaluation: bool = False) -> bool:
         """Returns whether a save is due according to the clock; returns True only once before the next ``saved``.
 
         Args:
-            is_next_to_last: whether the save would follow the step before the last one. The final save contains the
-                metrics of the last evaluation, in which an error, such as in a user's metric, must not lose the run.
+            before_evaluation: whether the save would follow the step before the last one, and the first evaluation
+                follows the last one. An error in it, such as in a user's metric, must not lose the training. The final
+                save contains its metrics, so it comes later.
         """
         if self._asked or not self.keeps_time:
             return False
         passed = self.clock() - self._since
-        self._asked = 0 < self._interval <= passed or (is_next_to_last and passed >= LAST_S)
+        self._asked = 0 < self._interval <= passed or (before_evaluation and passed >= LAST_S)
         return self._asked
 
     def saved(self, cost_s: float, durable_s: float | None) -> None:

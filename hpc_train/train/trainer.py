@@ -204,8 +204,8 @@ class Trainer:
     def _announce(self, batch: LocalBatch | None, step: int | None = None) -> None:
         """Posts what this rank knows before the step with ``batch`` that follows ``step``, by default ``self.step``."""
         count = 0 if batch is None else batch.local_count
-        saves = self.schedule.ask(is_next_to_last=(self.step if step is None else step) + 2 == self._end)
-        self._control.post(self.stop.requested, count, saves, self.hooks.end_reason is not None)
+        first = (self.step if step is None else step) + 2 == self._end and self._evaluated[0] < 0
+        self._control.post(self.stop.requested, count, self.schedule.ask(first), self.hooks.end_reason is not None)
         self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:

@@ -68,11 +68,11 @@ def test_the_step_before_the_last_is_saved_if_much_would_be_lost() -> None:
     for every in (SaveEvery(auto=True), SaveEvery()):
         schedule = SaveSchedule(every, 8, True, clock=clock)
         clock.now += LAST_S - 1
-        assert not schedule.ask(is_next_to_last=True)
+        assert not schedule.ask(before_evaluation=True)
         clock.now += 1
-        assert not schedule.ask() and schedule.ask(is_next_to_last=True)
+        assert not schedule.ask() and schedule.ask(before_evaluation=True)
         schedule.saved(1.0, None)
-        assert not schedule.ask(is_next_to_last=True)
+        assert not schedule.ask(before_evaluation=True)
 
 
 def save_before_the_end(spec: WorkerSpec, stop: StopFlag) -> None:
@@ -104,6 +104,9 @@ def test_the_last_checkpoint_has_the_metrics_of_the_last_evaluation(tmp_path: Pa
     assert saved_steps(run) == ["step-00000002", "step-00000003"]
     manifest = json.loads((run.checkpoints / "step-00000003" / MANIFEST).read_text())
     assert manifest["metrics"]["val_loss"] == pytest.approx(run.read_metrics()[-1]["val_loss"])
+    earlier = frozen(tmp_path / "earlier", "+strategy=dp", "train.steps=4", "train.eval_every=1")
+    assert run_attempt(earlier, 2, save_before_the_end) == [0, 0]
+    assert saved_steps(earlier) == ["step-00000004"], "an evaluation has succeeded"
 
 
 def test_auto_follows_what_a_save_costs(capsys: pytest.CaptureFixture[str]) -> None:
