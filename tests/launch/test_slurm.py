@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.executors.allocation import _core_options
 from hpc_train.launch.executors.array_turns import divide, pass_on_lines
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
@@ -107,6 +108,24 @@ def test_a_sweep_of_several_arrays_keeps_to_its_limit(slurm: Path, tmp_path: Pat
     with pytest.raises(UserError, match="of which some must wait for others"):
         SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5)
     assert len(calls(tmp_path)) == 3, "nothing was submitted"
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("0", ["--cpus-per-task=32", "--overlap"]),  # srun --pty bash
+        ("4294967290", []),  # the shell of salloc, whose resources srun may use
+        (None, []),
+    ],
+)
+def test_a_run_inside_a_step_has_the_cores_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str | None, options: list[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2),32")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    if step is not None:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+    assert _core_options(make_job(tmp_path / "run", 0)) == options
 
 
 def test_a_refused_submission_takes_back_those_before_it(

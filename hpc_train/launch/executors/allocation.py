@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -116,13 +117,15 @@ class AllocationExecutor(ProcessExecutor):
 
 
 def _core_options(job: Job) -> list[str]:
-    """Returns the options of srun for the cores of a node, and in a step those with which it shares the cores of it."""
-    of_gpu, here = job.config.cluster.cpus_per_gpu, os.environ.get("SLURM_CPUS_ON_NODE")
+    """Returns the options of srun for the cores of a node.
+
+    Inside a step the new one shares the cores of the job: ``srun --pty bash`` itself has only one without ``-c``.
+    """
+    of_gpu, inside = job.config.cluster.cpus_per_gpu, ["--overlap"] if is_in_step() else []
     if isinstance(of_gpu, int):
-        cores = [f"--cpus-per-task={of_gpu * job.workers}"]
-    else:
-        cores = [f"--cpus-per-task={here}"] if is_in_step() and here else []
-    return [*cores, *(["--overlap"] if is_in_step() else [])]
+        return [f"--cpus-per-task={of_gpu * job.workers}", *inside]
+    of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if inside else []
+    return [*([f"--cpus-per-task={min(map(int, of_nodes))}"] if of_nodes else []), *inside]
 
 
 def _nodes_here() -> int:

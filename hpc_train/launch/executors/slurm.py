@@ -241,11 +241,12 @@ class SlurmJobExecutor:
 
         try:
             submit_chain(count, one)
+            if count > 1:
+                write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
         except BaseException:
             self._withdraw(ids)
             raise
         if count > 1:
-            write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
             self._chains[ids[0]] = ids
         return ids[0]
 
