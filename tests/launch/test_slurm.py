@@ -145,7 +145,7 @@ def test_a_refused_submission_takes_back_those_before_it(
     with pytest.raises(UserError, match="AssocMaxSubmitJobLimit"):
         SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5)
     assert "41 42" in (tmp_path / "cancelled").read_text()
-    assert "cancelled what was submitted before: 41, 42" in capsys.readouterr().err
+    assert "cancelling the jobs that were submitted before: 41, 42" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

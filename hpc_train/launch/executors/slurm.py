@@ -157,8 +157,8 @@ class SlurmJobExecutor:
     def _withdraw(self, ids: Sequence[str]) -> None:
         """Cancels jobs that no run has recorded yet, so that nothing else could cancel them."""
         if ids:
+            print(f"cancelling the jobs that were submitted before: {', '.join(ids)}", file=sys.stderr)
             self._cancel(self._all(ids))
-            print(f"cancelled what was submitted before: {', '.join(ids)}", file=sys.stderr)
 
     def _submit_arrays(self, jobs: Sequence[Job], sweep: Path, submitted: list[str]) -> list[str]:
         """Submits ``jobs`` and returns their ids.
