@@ -202,12 +202,16 @@ def soft_cap(values: Tensor, cap: float | None) -> Tensor:
 def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dtype, device: torch.device) -> str | None:
     """Returns which implementations compute the attention in the layers of ``parts`` for ``batch``, None without."""
     for part in parts:
-        attentions = [module for module in part.modules() if isinstance(module, Attention)]
-        if attentions and isinstance(part, Model):
-            length = part.hidden_shape(batch.inputs)[1]
-            windows = {each.scores.window: each.backend(length, dtype, device, batch.context) for each in attentions}
-            if len({*windows.values()}) == 1:
-                return next(iter(windows.values()))
+        if not isinstance(part, Model):
+            continue
+        windows = part.attention_backends(batch, dtype, device)
+        for each in part.modules():
+            if isinstance(each, Attention):
+                length = part.hidden_shape(batch.inputs)[1]
+                windows[each.scores.window] = each.backend(length, dtype, device, batch.context)
+        if len({*windows.values()}) == 1:
+            return next(iter(windows.values()))
+        if windows:
             layers = ((f"with a window of {window}" if window else "without a window") for window in windows)
             return "; ".join(f"layers {each}: {text}" for each, text in zip(layers, windows.values(), strict=True))
     return None

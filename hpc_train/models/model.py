@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.data.dataset import Batch
 from hpc_train.models.own_loss import Gather, alone, call_loss, mixes_samples
 
 
@@ -192,6 +193,16 @@ class Model(nn.Module):
     def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
         """Returns the parts of ``flops_per_sample`` in the stem, each layer and the head; None if they are unknown."""
         return None
+
+    def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
+        """Returns window (None without one) -> which implementation computes the attention of ``batch``, for the log.
+
+        Modules of the class ``Attention`` are not included.
+
+        Args:
+            dtype: the dtype of queries, keys and values.
+        """
+        return {}
 
 
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, torch.compile, activation checkpointing

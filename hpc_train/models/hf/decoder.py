@@ -8,20 +8,23 @@ passes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import HFModelConfig
+from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
-from hpc_train.models.hf import sizes
+from hpc_train.models.hf import document_attention, sizes
 from hpc_train.models.hf.family import hf_name
 from hpc_train.models.hf.values import FirstValues
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import FlopTerms, Model
 
+_FULL = "full_attention"  # the kind of layers without a sliding window
 _SHARED = "hf_shared"  # in the context of layers: what transformers computes once for all layers
 
 
@@ -37,7 +40,7 @@ class _Stem(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Calls a layer of transformers with the mask of its kind: ``full_attention`` or ``sliding_attention``."""
+    """Calls a layer of transformers with the limits of its kind: ``full_attention`` or ``sliding_attention``."""
 
     def __init__(self, block: nn.Module, attention: str) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class _Layer(nn.Module):
         shared = context[_SHARED]
         found = self.block(
             hidden,
-            attention_mask=shared[self.attention],
+            **shared[self.attention],
             position_ids=shared["position_ids"],
             position_embeddings=shared["position_embeddings"],
         )
@@ -79,10 +82,11 @@ class HFDecoder(Model):
         self.rotary = body.rotary_emb  # every stage needs it
         if values.tied:
             self.tied = {"head.lm_head.weight": "stem.embed_tokens.weight"}
-        self._masks = tuple(sorted(set(kinds)))
+        self._kinds = tuple(sorted(set(kinds)))
+        self._takes_boundaries = document_attention.use_kernels(module)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """Adds masks, positions and rotary tables.
+        """Adds positions, rotary tables, and what limits the attention of each kind of layers.
 
         ``context["attention_mask"]`` ``[micro, seq]`` is 0 for padding. ``context["positions"]`` ``[micro, seq]``
         replaces positions counted from 0; where they begin again a new document begins, to which attention is limited.
@@ -98,16 +102,29 @@ class HFDecoder(Model):
         dtype = self.hidden_dtype or next(p.dtype for p in self.parameters())
         positions = torch.arange(length, device=hidden.device).unsqueeze(0) if given is None else given
         example = torch.empty((len(hidden), length, 1), dtype=dtype, device=hidden.device)
-        shared: dict[str, Any] = {kind: self._mask(kind, example, context.get("attention_mask"), given)
-                                  for kind in self._masks}  # fmt: skip
+        shared: dict[str, Any] = {kind: self._limits(kind, example, context, given) for kind in self._kinds}
         shared["position_ids"] = positions
         shared["position_embeddings"] = self.rotary(example, positions)
         return {name: value for name, value in context.items() if name != DOCUMENT_ENDS} | {_SHARED: shared}
 
+    def _limits(
+        self, kind: str, example: Tensor, context: Mapping[str, Tensor], positions: Tensor | None
+    ) -> dict[str, Any]:
+        """Returns the arguments of layers of ``kind`` that say to which tokens a token attends."""
+        if self._takes_boundaries:
+            inputs = (len(example), example.shape[1])
+            found = document_attention.limits(context, inputs, example.device, self._window(kind))
+            if found is not None:
+                return {"attention_mask": None} | found
+        return {"attention_mask": self._mask(kind, example, context.get("attention_mask"), positions)}
+
+    def _window(self, kind: str) -> int | None:
+        return None if kind == _FULL else int(self._hf.sliding_window)
+
     def _mask(self, kind: str, example: Tensor, attention_mask: Tensor | None, positions: Tensor | None) -> Any:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        create = create_causal_mask if kind == "full_attention" else create_sliding_window_causal_mask
+        create = create_causal_mask if kind == _FULL else create_sliding_window_causal_mask
         return create(
             config=self._hf,
             inputs_embeds=example,
@@ -115,6 +132,15 @@ class HFDecoder(Model):
             past_key_values=None,
             position_ids=positions,
         )
+
+    def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
+        """Returns what is told where documents or windows limit attention; see ``Model.attention_backends``."""
+        if not self.layers:
+            return {}
+        head_dim = getattr(self._hf, "head_dim", None) or self._hf.hidden_size // self._hf.num_attention_heads
+        told = partial(document_attention.backend, self._hf, batch, dtype, device, head_dim)
+        windows = (self._window(kind) for kind in self._kinds)
+        return {window: text for window in windows if (text := told(window))}
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         return (*inputs.shape, int(self._hf.hidden_size))
@@ -161,4 +187,4 @@ def _attention_kinds(config: Any) -> list[str]:
     if kinds is not None:
         return list(kinds)
     window = config.model_type == "mistral" and config.sliding_window is not None
-    return ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    return ["sliding_attention" if window else _FULL] * config.num_hidden_layers
