@@ -27,13 +27,13 @@ def draw(folder: Path, samples: dict[str, int]) -> None:
 
 
 def picture(shape: str, random: np.random.Generator) -> Image.Image:
-    """Returns one shape of random size, place and colour on a noisy background."""
+    """Returns one shape of random size, place and color on a noisy background."""
     image = Image.fromarray(random.integers(0, 80, (SIZE, SIZE, 3), dtype=np.uint8))
     side = int(random.integers(12, 36))
     left, top = (int(random.integers(0, SIZE - side)) for _ in range(2))
-    colour = tuple(int(value) for value in random.integers(100, 256, 3))
+    color = tuple(int(value) for value in random.integers(100, 256, 3))
     pen = ImageDraw.Draw(image)
-    (pen.ellipse if shape == "circle" else pen.rectangle)((left, top, left + side, top + side), fill=colour)
+    (pen.ellipse if shape == "circle" else pen.rectangle)((left, top, left + side, top + side), fill=color)
     return image
 
 

@@ -35,11 +35,11 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import (
+from hpc_train.parallel.parallelize import (
     apply_loss_form,
     compile_model,
     is_meta,
-    materialise,
+    materialize,
 )
 from hpc_train.parallel.pipeline.schedules import schedule_class
 from hpc_train.parallel.pipeline.split import cut, split_layers
@@ -137,7 +137,7 @@ def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
 
 
 def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _initialise(model, config, mesh)
+    _initialize(model, config, mesh)
     optimizer = _optimizer(model, config)
 
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:
@@ -153,7 +153,7 @@ def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
 
 
 def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _initialise(model, config, mesh)
+    _initialize(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
     replica = DistributedDataParallel(model, bucket_cap_mb=first_cap(config.strategy), gradient_as_bucket_view=True)
@@ -184,7 +184,7 @@ def _sharded(model: nn.Module, config: Config, mesh: Mesh) -> Step:
         for layer in model.layers.values():
             fully_shard(layer, reshard_after_forward=frees, mp_policy=policy)
     sharded = fully_shard(model, reshard_after_forward=False, mp_policy=policy)
-    _initialise(model, config, mesh)
+    _initialize(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
 
@@ -222,7 +222,7 @@ class _StageModule(nn.Module):
 def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]) -> Step:
     assert isinstance(parts, nn.ModuleList)
     for part in parts:
-        _initialise(part, config, mesh)
+        _initialize(part, config, mesh)
     optimizer = _optimizer(parts, config)
     targets_of_step = 1
 
@@ -257,11 +257,11 @@ def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]
     return step
 
 
-def _initialise(model: nn.Module, config: Config, mesh: Mesh) -> None:
+def _initialize(model: nn.Module, config: Config, mesh: Mesh) -> None:
     """Allocates the parameters and sets the initial values of the run."""
     dtype = parameter_dtype(config.precision.name)
     if isinstance(model, Model) and is_meta(model):
-        materialise(model, mesh.device, config.train.seed, dtype)
+        materialize(model, mesh.device, config.train.seed, dtype)
     else:
         model.to(device=mesh.device, dtype=dtype)
     model.train()

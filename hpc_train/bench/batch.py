@@ -247,7 +247,7 @@ def write_plot(trials: Sequence[Trial], unit: str, path: Path) -> None:
     speed = figure.subplots()
     memory = speed.twinx()
     speed.plot(sizes, [trial.speed or 0 for trial in good], marker="o", label=unit)
-    memory.plot(sizes, [(trial.memory or 0) / GIB for trial in good], marker="s", color="grey", label="memory")
+    memory.plot(sizes, [(trial.memory or 0) / GIB for trial in good], marker="s", color="gray", label="memory")
     if chosen is not None:
         speed.axvline(chosen.micro_size, linestyle="--", color="black", label="knee")
     speed.set_xscale("log", base=2)

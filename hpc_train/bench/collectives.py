@@ -179,7 +179,7 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
         own = [row for row in rows if row["operation"] == operation]
         axes.plot([row["bytes"] for row in own], [row["bus_gb_per_s"] for row in own], marker="o", label=operation)
     if result["expected"] is not None:
-        axes.axhline(result["expected"]["bus_gb_per_s"], linestyle="--", color="grey", label="expected (all_reduce)")
+        axes.axhline(result["expected"]["bus_gb_per_s"], linestyle="--", color="gray", label="expected (all_reduce)")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("bytes")

@@ -63,7 +63,7 @@ def run_preflight(spec: WorkerSpec, stop: StopFlag) -> Exit:
 def _groups(mesh: Mesh) -> dict[str, Ranks]:
     """Returns the group of all ranks, and this rank's groups along axes that are neither trivial nor all ranks."""
     all_ranks = dist.group.WORLD
-    assert all_ranks is not None, "join() has initialised it"
+    assert all_ranks is not None, "join() has initialized it"
     world = Ranks(all_ranks, mesh.device)
     axes = {axis: Ranks(mesh.group(axis), mesh.device) for axis in ("pp", "dp", "cp", "tp")}
     return {"world": world} | {axis: ranks for axis, ranks in axes.items() if 1 < ranks.size < world.size}

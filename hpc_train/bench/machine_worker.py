@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hpc_train.bench.machine_figures import fit_rate
 from hpc_train.bench.request import MachineRequest, write_progress, write_result
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig
-from hpc_train.measure.utilisation import device_memory
+from hpc_train.measure.utilization import device_memory
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
@@ -117,7 +117,7 @@ class _MachineBench:
         self.cuda = mesh.device.type == "cuda"
         self.sizes = ON_GPU if self.cuda else ON_CPU
         world = dist.group.WORLD
-        assert world is not None, "join() has initialised it"
+        assert world is not None, "join() has initialized it"
         self.world = Ranks(world, mesh.device)
         bf16 = self.cuda and torch.cuda.is_bf16_supported(including_emulation=False)
         self.precision = "bf16" if bf16 else "fp16" if self.cuda else "fp32"

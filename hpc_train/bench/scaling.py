@@ -273,7 +273,7 @@ def write_plot(rows: Sequence[ScalingRow], unit: str, path: Path) -> None:
         speed.plot([row.size for row in own], [row.speed_up for row in own], marker="o", label=kind)
         efficiency.plot([row.size for row in own], [row.efficiency for row in own], marker="o", label=kind)
     sizes = sorted({row.size for row in rows})
-    speed.plot(sizes, [size / sizes[0] for size in sizes], linestyle="--", color="grey", label="ideal")
+    speed.plot(sizes, [size / sizes[0] for size in sizes], linestyle="--", color="gray", label="ideal")
     efficiency.set_ylim(0, 1.1)
     for axes, name in ((speed, "speed-up"), (efficiency, "efficiency")):
         axes.set_xlabel(unit)

@@ -87,7 +87,7 @@ def report(result: dict[str, Any]) -> str:
     if result["communication_share"] is not None:
         shares = _shares(result["communication_share"])
         lines.append(f"communication  {shares}, not overlapped with computation (profiler)")
-    lines.append(f"MFU            {_utilisation(result['mfu'])}")
+    lines.append(f"MFU            {_utilization(result['mfu'])}")
     if result["gap"]:
         lines.append(f"gap            {_gap(result['gap'])}")
     lines.append(f"measuring      {_measurement(result['measurement'])}")
@@ -144,7 +144,7 @@ def _measurement(cost: dict[str, float]) -> str:
     )
 
 
-def _utilisation(mfu: dict[str, Any] | None) -> str:
+def _utilization(mfu: dict[str, Any] | None) -> str:
     if mfu is None:
         return "n/a: the model does not define flops_per_sample"
     return (

@@ -24,9 +24,9 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.measure.step_gap import advice, losses, mean_of_ranks, profiled
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
-from hpc_train.measure.utilisation import (
+from hpc_train.measure.utilization import (
     count_flops,
-    describe_utilisation,
+    describe_utilization,
     device_peak,
     peak_device_memory,
     peak_host_memory,
@@ -156,7 +156,7 @@ def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[
             return None
     speeds = [[config.batch.global_size / value for value in values] for values in seconds]
     ratio = paired_ratio(speeds[0], speeds[1]) if request.raw is not None else None
-    utilisation = _utilisation(bench, Spread.of(speeds[0]).median)
+    utilization = _utilization(bench, Spread.of(speeds[0]).median)
     return {
         **_setting(config, mesh),
         "samples": bench.samples,
@@ -168,8 +168,8 @@ def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[
         "ideal_bubble_share": mesh.layout.bubble_share if mesh.layout.pp > 1 else None,
         "communication_share": _communication(bench),
         "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
-        "mfu": utilisation,
-        "gap": _gap(bench, Spread.of(seconds[0]).median, utilisation) if request.profile_gap else None,
+        "mfu": utilization,
+        "gap": _gap(bench, Spread.of(seconds[0]).median, utilization) if request.profile_gap else None,
         "against": ratio and {"loop": request.raw, **_ratio(ratio), **_rates(seconds[1], bench)},
     }
 
@@ -259,8 +259,8 @@ def _measurement_cost(bench: StepBench, step_s: float) -> dict[str, float]:
     return {**worst, "share": worst["seconds_per_step"] / step_s}
 
 
-def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | None:
-    """Returns the model FLOPs utilisation; None if the model does not define its operations per sample."""
+def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | None:
+    """Returns the model FLOPs utilization; None if the model does not define its operations per sample."""
     config, mesh = bench.config, bench.mesh
     model = build_model(config.model, config.train.seed)
     precision = config.precision.name
@@ -277,16 +277,16 @@ def _utilisation(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
         return None
     inputs = torch.empty((1, *shape), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
-    found = count.utilisation(samples_per_s, sum(peaks))
-    return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}
+    found = count.utilization(samples_per_s, sum(peaks))
+    return {"value": found["mfu"], **found, **describe_utilization(count, sum(peaks), source)}
 
 
-def _gap(bench: StepBench, step_s: float, utilisation: dict[str, Any] | None) -> dict[str, Any] | None:
+def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns what a step loses to each kind of work, the largest first; None if the FLOPs are not known."""
-    if utilisation is None:
+    if utilization is None:
         return None
-    ideal_s = utilisation["value"] * step_s
-    recomputed_s = max(0.0, utilisation.get("hfu", utilisation["value"]) * step_s - ideal_s)
+    ideal_s = utilization["value"] * step_s
+    recomputed_s = max(0.0, utilization.get("hfu", utilization["value"]) * step_s - ideal_s)
     own = profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
     found = losses(mean_of_ranks(_gather(own, bench.mesh)), step_s, ideal_s, recomputed_s)
     rows = [{"kind": kind, "seconds": value, "advice": advice(kind, bench.config)} for kind, value in found.items()]

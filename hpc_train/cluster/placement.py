@@ -1,6 +1,6 @@
 """The placement of ranks on nodes: the order of the nodes, and whether the network between them suits the layout.
 
-Nodes are ordered so that neighbours in rank are neighbours in the network. The global rank counts tp fastest, then cp,
+Nodes are ordered so that neighbors in rank are neighbors in the network. The global rank counts tp fastest, then cp,
 then dp, then pp, and a node holds consecutive ranks. So tp stays inside a node, and cp if it fits; data-parallel groups
 are as close as possible, and mostly the light traffic between pipeline stages crosses switches.
 
@@ -43,7 +43,7 @@ def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
     """Returns the indices of ``addresses`` in the order of rank.
 
     In a tree or in blocks the nodes of a switch are adjacent at every level. In a torus the order follows a path along
-    neighbouring coordinates. The first node stays first and its switches precede others, because it hosts the
+    neighboring coordinates. The first node stays first and its switches precede others, because it hosts the
     rendezvous.
     """
     tori = [TORUS.fullmatch(address) for address in addresses]

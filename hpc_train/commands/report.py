@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help="the machine of the run, if it has CPUs or GPUs that are not recognised: records how far off the "
+        help="the machine of the run, if it has CPUs or GPUs that are not recognized: records how far off the "
         "prediction for it was, from which plan learns",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the file")

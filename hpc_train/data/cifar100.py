@@ -73,7 +73,7 @@ def read_file(path: Path, md5: str) -> dict[str, Any]:
 class CIFAR100Dataset(Dataset):
     """Holds the 50,000 training or 10,000 test images with fine labels; the test images are the validation set.
 
-    Inputs are ``[3, image_size, image_size]`` pixels, uint8 or if resized float32, which ``scale`` normalises per
+    Inputs are ``[3, image_size, image_size]`` pixels, uint8 or if resized float32, which ``scale`` normalizes per
     channel. Training images are shifted by up to four pixels and randomly mirrored.
 
     Args:

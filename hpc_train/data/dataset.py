@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PixelScale:
-    """Normalises pixels in [0, 255] to ``(pixels / 255 - mean) / std`` in float32, per channel."""
+    """Normalizes pixels in [0, 255] to ``(pixels / 255 - mean) / std`` in float32, per channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -56,7 +56,7 @@ class Dataset(ABC):
     Attributes:
         loads_cheaply: whether reading a sample takes so little time that loader processes do not help.
         lengths: the number of tokens of each sample if they differ; the rest of a sample is padding.
-        scale: normalises the inputs after their copy to the device; None leaves them unchanged.
+        scale: normalizes the inputs after their copy to the device; None leaves them unchanged.
         collate: builds a micro-batch from ``item``s; None stacks the samples.
         notice: what the user should know about the data, such as records that are not used; empty if nothing.
     """

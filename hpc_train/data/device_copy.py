@@ -1,4 +1,4 @@
-"""Copies micro-batches, with the ends of packed documents, to a device and normalises their pixels there.
+"""Copies micro-batches, with the ends of packed documents, to a device and normalizes their pixels there.
 
 On a GPU the copies run in a stream of their own, one step before they are used, so that they overlap with computation.
 Pixels travel as 8-bit integers where the dataset has them, a quarter of the bytes of float32.
@@ -42,7 +42,7 @@ class DeviceCopy:
     """Copies micro-batches to ``device``.
 
     Args:
-        scale: normalises the inputs after the copy; None leaves them unchanged.
+        scale: normalizes the inputs after the copy; None leaves them unchanged.
     """
 
     def __init__(self, device: torch.device, scale: PixelScale | None) -> None:
@@ -64,9 +64,9 @@ class DeviceCopy:
 
     def _copy(self, batch: Batch) -> Batch:
         moved = with_document_ends(batch, pin=self._stream is not None).to(self._device)
-        return moved if self._scale is None else replace(moved, inputs=self._normalised(moved.inputs))
+        return moved if self._scale is None else replace(moved, inputs=self._normalized(moved.inputs))
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
+    def _normalized(self, pixels: Tensor) -> Tensor:
         assert self._scale is not None
         largest, mean, std = self._scale
         return (pixels.to(torch.float32) / largest - mean) / std

@@ -27,7 +27,7 @@ _FIX = "use PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same
 class DecodedImages(Dataset):
     """Decodes and augments images; subclasses define where their files are.
 
-    Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalises per channel. A training
+    Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalizes per channel. A training
     image is a random crop that is mirrored with probability 1/2; a validation image is the square in the middle.
 
     Args:
@@ -43,7 +43,7 @@ class DecodedImages(Dataset):
             raise UserError(
                 f"data.channels is {config.channels}, but must be 1 or 3",
                 where="data.channels",
-                fix="1 (grey) or 3 (RGB)",
+                fix="1 (gray) or 3 (RGB)",
             )
         if config.image_size < 1:
             raise UserError(
@@ -201,8 +201,8 @@ def resize(pixels: Array, size: int) -> Array:
 
 def _stretch(pixels: Array, size: int, axis: int) -> Array:
     old = pixels.shape[axis]
-    centres = np.clip((np.arange(size, dtype=np.float32) + 0.5) * old / size - 0.5, 0, old - 1)
-    lower = np.floor(centres).astype(np.int64)
+    centers = np.clip((np.arange(size, dtype=np.float32) + 0.5) * old / size - 0.5, 0, old - 1)
+    lower = np.floor(centers).astype(np.int64)
     upper = np.minimum(lower + 1, old - 1)
-    share = (centres - lower).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
+    share = (centers - lower).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
     return pixels.take(lower, axis) * (1 - share) + pixels.take(upper, axis) * share

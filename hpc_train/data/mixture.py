@@ -190,7 +190,7 @@ class MixtureDataset(Dataset):
         scales = {name: source.scale for name, source in self.sources.items()}
         if len(set(scales.values())) > 1:
             raise UserError(
-                "the sources normalise pixels differently: "
+                "the sources normalize pixels differently: "
                 + ", ".join(f"{name} by {scale}" for name, scale in scales.items()),
                 where="data.sources",
                 fix="sources of one kind, or data.sources.NAME=custom with a dataset that returns float pixels",

@@ -1,7 +1,7 @@
 """Checks whether the nodes of an allocation reach each other by TCP on the ports that agents and workers use.
 
 Every node listens on a port of the agents' range and connects to the first node, as agents do, and to the next one, as
-a ring does. So each pair of neighbours is tested in a time that does not grow with the number of nodes.
+a ring does. So each pair of neighbors is tested in a time that does not grow with the number of nodes.
 """
 
 from __future__ import annotations

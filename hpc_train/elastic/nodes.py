@@ -136,7 +136,7 @@ class Node:
 
 
 def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Returns the nodes with network neighbours next to each other if the site describes them; otherwise in Slurm's
+    """Returns the nodes with network neighbors next to each other if the site describes them; otherwise in Slurm's
     order.
     """
     ordered = sorted(nodes, key=lambda node: node.number)

@@ -1,7 +1,7 @@
 """Parses the output of ``nvidia-smi topo -m`` (the topology matrix), ``nvidia-smi -L`` (MIG slices) and of the query of
 the NVLink domain.
 
-The matrix comes with tabs or spaces, colour codes, blank cells (a cgroup hides the CPUs), duplicate columns, NICs by
+The matrix comes with tabs or spaces, color codes, blank cells (a cgroup hides the CPUs), duplicate columns, NICs by
 name or as NICn with a legend, and truncated. Ambiguous parts are dropped and listed in ``unknown``.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from hpc_train.fabric.facts import Gpu, GpuLink, Nic, NodeFacts, parse_cpu_list
 from hpc_train.fabric.rdma import kind_of
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LABEL = re.compile(r"^\s*(?:#\s+|\d+:\s)")  # a comment sign, or the label of srun --label
 _GPU_NAME = re.compile(r"GPU(\d+)")
 _NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|(?!mlx\d$)[a-z]\w*\d\w*")  # any name with a number is a NIC
@@ -44,7 +44,7 @@ class _Row:
 
 def parse_matrix(text: str) -> NodeFacts:
     """Returns the GPUs, NICs and links that ``nvidia-smi topo -m`` shows; never raises on malformed text."""
-    lines = _unwrapped([_LABEL.sub("", _COLOUR.sub("", line.rstrip("\r"))) for line in text.splitlines()])
+    lines = _unwrapped([_LABEL.sub("", _COLOR.sub("", line.rstrip("\r"))) for line in text.splitlines()])
     if lines is None:
         return NodeFacts(unknown=("the matrix: its lines are wrapped; write it to a file, or use a wider window",))
     unknown: list[str] = []

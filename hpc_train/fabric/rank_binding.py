@@ -46,7 +46,7 @@ def _near_gpus(facts: NodeFacts, gpus: Sequence[Gpu | None], ranks: int) -> tupl
 
 
 def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
-    """Gives each rank neighbouring cores on a node without GPUs, but only if all visible CPUs belong to the job."""
+    """Gives each rank neighboring cores on a node without GPUs, but only if all visible CPUs belong to the job."""
     if facts.allocated_cpus is None:
         return _unbound(ranks, "there is no GPU and no Slurm job, so other processes may use the CPUs")
     if facts.allocated_cpus < len(facts.allowed):

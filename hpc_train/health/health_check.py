@@ -136,7 +136,7 @@ VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health
 
 
 def _on_bus(pci: Path) -> int:
-    """Counts the GPUs without a display output, which are those of a data centre."""
+    """Counts the GPUs without a display output, which are those of a data center."""
     try:
         devices = list(pci.iterdir())
     except OSError:

@@ -1,8 +1,8 @@
 """Tells when the GPUs of a node have been idle for long, before a watchdog of the site ends the job for it.
 
-Such watchdogs look at the utilisation for half an hour to some hours. GPUs are idle while an attempt waits for data,
+Such watchdogs look at the utilization for half an hour to some hours. GPUs are idle while an attempt waits for data,
 for other nodes or for a file system. A thread reads the clock event "GPU idle" of the driver once a minute, and not the
-utilisation, which is an average over less than a second.
+utilization, which is an average over less than a second.
 """
 
 from __future__ import annotations

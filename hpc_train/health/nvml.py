@@ -1,7 +1,7 @@
 """Reads the GPUs with NVIDIA's management library itself, which takes a fraction of the time of ``nvidia-smi``.
 
 The library is part of the driver (``libnvidia-ml.so.1``); no Python package is needed. A call may hang in the kernel
-where no signal ends it, so a forked child makes the calls; only a worker samples the utilisation of its own GPU
+where no signal ends it, so a forked child makes the calls; only a worker samples the utilization of its own GPU
 directly. In a container or a job's control group the library shows only the GPUs that the process may use. Names,
 values and structures are those of nvml.h (nvidia-ml-py 13.615).
 """
@@ -92,7 +92,7 @@ class _Process(ctypes.Structure):
     )
 
 
-class _Utilisation(ctypes.Structure):
+class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
@@ -156,9 +156,9 @@ class Nvml:
             slices_used=tuple(slices.values()),
         )
 
-    def utilisation(self, uuid: str) -> float | None:
+    def utilization(self, uuid: str) -> float | None:
         """Returns the share of the last sampling period (1/6 to 1 s) in which a kernel ran on the GPU, in [0, 1]."""
-        device, found = ctypes.c_void_p(), _Utilisation()
+        device, found = ctypes.c_void_p(), _Utilization()
         if self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device)) != SUCCESS:
             return None
         done = self.call("nvmlDeviceGetUtilizationRates", device, ctypes.byref(found)) == SUCCESS

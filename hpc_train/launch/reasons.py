@@ -66,7 +66,7 @@ REASONS: Mapping[str, Reason] = {
     "NodeDown": Reason("a requested node is down", "remove cluster.nodelist", by_size=True),
     "Reservation": Reason("its reservation has not begun", "remove cluster.reservation"),
     "ReservationDeleted": Reason("its reservation was deleted", "remove cluster.reservation"),
-    "Licenses": Reason("a requested licence is in use (cluster.licenses)", "scontrol show licenses"),
+    "Licenses": Reason("a requested license is in use (cluster.licenses)", "scontrol show licenses"),
     "PartitionDown": Reason("its partition is down", "another cluster.partition"),
     "PartitionInactive": Reason("its partition is inactive", "another cluster.partition"),
     "PartitionTimeLimit": Reason(
@@ -105,7 +105,7 @@ _LIMIT = re.compile(r"(?P<whose>QOS|Assoc|Association)(?P<kind>Grp|Max|Min)?(?P<
 _WHAT = (
     ("run minutes", "RunMinutes"), ("minutes of use", "Minutes"), ("wall time", "Wall"), ("wall time", "Time"),
     ("nodes", "Node"), ("cores", "Cpu"), ("memory", "Mem"), ("GPUs", "GRES"), ("jobs in the queue", "SubmitJob"),
-    ("running jobs", "Job"), ("billing units", "Billing"), ("licences", "License"), ("energy", "Energy"),
+    ("running jobs", "Job"), ("billing units", "Billing"), ("licenses", "License"), ("energy", "Energy"),
     ("burst buffer", "BB"), ("use", "Usage"), ("resources", "Resource"),
 )  # fmt: skip
 

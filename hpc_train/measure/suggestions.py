@@ -16,7 +16,7 @@ from hpc_train.plan.layout import Layout
 from hpc_train.plan.techniques import KINDS, SCHEDULES, PipelineShape
 from hpc_train.plan.validate import validate
 
-LEAST_UTILISATION = 0.6
+LEAST_UTILIZATION = 0.6
 IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
 SHARES = {  # limit -> (metric, largest acceptable share of the time)
     "data": ("data_wait_share", 0.1),
@@ -82,15 +82,15 @@ class AdviceWatch:
 
 
 def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = frozenset()) -> str | None:
-    """Returns the largest limit if utilisation is low or the limit exceeds its threshold, else an imbalance of ranks.
+    """Returns the largest limit if utilization is low or the limit exceeds its threshold, else an imbalance of ranks.
 
-    Utilisation is the share of the time that is left for computation, or NVML's value if that is lower. A share that
+    Utilization is the share of the time that is left for computation, or NVML's value if that is lower. A share that
     is missing in ``line`` is unknown and cannot be the limit.
     """
     shares = {limit: line[key] for limit, (key, _) in SHARES.items() if line.get(key) is not None}
-    utilisation = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))
+    utilization = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))
     worst = max(shares, key=lambda limit: shares[limit], default=None)
-    if worst is not None and utilisation < LEAST_UTILISATION and shares[worst] >= LEAST_SHARE and worst not in reported:
+    if worst is not None and utilization < LEAST_UTILIZATION and shares[worst] >= LEAST_SHARE and worst not in reported:
         return worst
     excess = {limit: share - SHARES[limit][1] for limit, share in shares.items() if limit not in reported}
     most_excess = max(excess, key=lambda limit: excess[limit], default=None)

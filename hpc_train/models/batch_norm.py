@@ -1,4 +1,4 @@
-"""Normalises batches under data parallelism: global statistics, their fused kernel, and checks of the batch.
+"""Normalizes batches under data parallelism: global statistics, their fused kernel, and checks of the batch.
 
 torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. The class
 here computes the same sums with a differentiable all-reduce; on an accelerator the engine replaces it by torch's fused
@@ -23,7 +23,7 @@ from hpc_train.plan.layout import Layout
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalises ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks of ``group``.
+    """Normalizes ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks of ``group``.
 
     Attributes:
         group: the data-parallel ranks; ``join`` sets it. None: only this rank.
@@ -71,7 +71,7 @@ def _global_moments(values: Tensor, axes: list[int], group: dist.ProcessGroup) -
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replaces every batch normalisation in ``module`` by one over all ranks; names and values do not change."""
+    """Replaces every batch normalization in ``module`` by one over all ranks; names and values do not change."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         return _converted(module)
     for name, child in module.named_children():
@@ -123,8 +123,8 @@ def check_batch(batch: BatchConfig, data: DataConfig, layout: Layout) -> None:
         )
 
 
-def is_synchronised(model: nn.Module) -> bool:
-    """Returns whether every batch normalisation of ``model`` is a ``SyncBatchNorm``."""
+def is_synchronized(model: nn.Module) -> bool:
+    """Returns whether every batch normalization of ``model`` is a ``SyncBatchNorm``."""
     return all(isinstance(module, SyncBatchNorm) for module in model.modules() if isinstance(module, _BatchNorm))
 
 
@@ -143,7 +143,7 @@ def join(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> No
 
 
 def keep_weights_fp32(model: nn.Module) -> None:
-    """Makes each batch normalisation cast weights in bf16 or fp16 to fp32, the dtype of its running statistics.
+    """Makes each batch normalization cast weights in bf16 or fp16 to fp32, the dtype of its running statistics.
 
     The kernels refuse weights in a narrower dtype, which ZeRO and ``precision.weights=bf16`` provide.
     """

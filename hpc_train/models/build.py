@@ -18,7 +18,7 @@ from hpc_train.config.extensions import family_of
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import CustomModelConfig, HFModelConfig, ModelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.batch_norm import convert, is_synchronised
+from hpc_train.models.batch_norm import convert, is_synchronized
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_parts
 from hpc_train.models.wrapped import WrappedModel
@@ -102,10 +102,10 @@ def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> M
 
 
 def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:
-    """Returns the module with the batch normalisations that ``model.sync_batch_norm`` asks for."""
+    """Returns the module with the batch normalizations that ``model.sync_batch_norm`` asks for."""
     if config.sync_batch_norm:
         return cast(AnyModule, convert(built))
-    if not is_synchronised(built) and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+    if not is_synchronized(built) and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         warnings.warn(
             "each rank computes batch statistics from its own micro-batch, so results depend on the number of "
             "ranks; model.sync_batch_norm=true computes them over all ranks",

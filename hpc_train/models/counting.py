@@ -303,7 +303,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _is_fused(inputs: Tensor, weight: Tensor | None) -> bool:
-    """Returns whether GPUs normalise in one kernel; torch then needs inputs and a weight of one dtype."""
+    """Returns whether GPUs normalize in one kernel; torch then needs inputs and a weight of one dtype."""
     return weight is not None and inputs.dtype == weight.dtype
 
 

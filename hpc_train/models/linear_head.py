@@ -206,9 +206,9 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[
     wide, slope = (logits, None) if kind.cap is None else _capped(logits, kind.cap)
     wide, total, top, loss = _exponentials(wide, targets, shard)
     if kind.z_loss:
-        normaliser = total.log() + top
-        loss = loss + kind.z_loss * torch.where(targets != IGNORED, normaliser.square(), 0.0).sum()
-        wide.mul_((1 + 2 * kind.z_loss * normaliser).unsqueeze(-1))
+        normalizer = total.log() + top
+        loss = loss + kind.z_loss * torch.where(targets != IGNORED, normalizer.square(), 0.0).sum()
+        wide.mul_((1 + 2 * kind.z_loss * normalizer).unsqueeze(-1))
     own = targets if shard is None else shard.own_targets(targets)
     wide[torch.arange(len(own), device=own.device), own.clamp(min=0)] -= (own != IGNORED) * total
     if slope is not None:
@@ -237,9 +237,9 @@ def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tup
     counts = targets != IGNORED
     loss = torch.where(counts, total.log() - chosen, 0.0).sum()
     if kind.z_loss:
-        normaliser = total.log() + top.squeeze(-1)
-        loss = loss + kind.z_loss * torch.where(counts, normaliser.square(), 0.0).sum()
-        gradient = gradient * (1 + 2 * kind.z_loss * normaliser).unsqueeze(-1)
+        normalizer = total.log() + top.squeeze(-1)
+        loss = loss + kind.z_loss * torch.where(counts, normalizer.square(), 0.0).sum()
+        gradient = gradient * (1 + 2 * kind.z_loss * normalizer).unsqueeze(-1)
     words = torch.arange(logits.shape[-1], device=logits.device)
     hit = (words == word) & (own != IGNORED).unsqueeze(-1)
     gradient = torch.where(hit, gradient - total.unsqueeze(-1), gradient)

@@ -22,17 +22,17 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class RMSNorm(nn.RMSNorm):
-    """Normalises hidden states by their root mean square, under autocast as ``_normalised`` describes."""
+    """Normalizes hidden states by their root mean square, under autocast as ``_normalized`` describes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _normalised(self, F.rms_norm, hidden, (self.weight,))
+        return _normalized(self, F.rms_norm, hidden, (self.weight,))
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Normalises hidden states by their root mean square and multiplies them by ``1 + weight``, like Gemma."""
+    """Normalizes hidden states by their root mean square and multiplies them by ``1 + weight``, like Gemma."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _normalised(self, _offset_rms_norm, hidden, (self.weight,))
+        return _normalized(self, _offset_rms_norm, hidden, (self.weight,))
 
 
 def _offset_rms_norm(hidden: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None) -> Tensor:
@@ -41,13 +41,13 @@ def _offset_rms_norm(hidden: Tensor, shape: tuple[int, ...], weight: Tensor, eps
 
 
 class LayerNorm(nn.LayerNorm):
-    """Normalises hidden states by mean and variance, under autocast as ``_normalised`` describes."""
+    """Normalizes hidden states by mean and variance, under autocast as ``_normalized`` describes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _normalised(self, F.layer_norm, hidden, (self.weight, self.bias))
+        return _normalized(self, F.layer_norm, hidden, (self.weight, self.bias))
 
 
-def _normalised(
+def _normalized(
     norm: nn.RMSNorm | nn.LayerNorm, function: Callable[..., Tensor], hidden: Tensor, parameters: Iterable[Tensor]
 ) -> Tensor:
     """Returns ``function(hidden, shape, *parameters, eps)``; under autocast its result has the compute dtype.
@@ -223,16 +223,16 @@ class _WithZ(torch.autograd.Function):
         chances = F.log_softmax(logits, -1)
         total = F.nll_loss(chances, targets, ignore_index=IGNORED, reduction="sum")
         words = targets.clamp(min=0).unsqueeze(-1)
-        normaliser = (logits.gather(-1, words) - chances.gather(-1, words)).squeeze(-1)  # log(sum(exp(logits)))
-        ctx.save_for_backward(chances, targets, normaliser)
+        normalizer = (logits.gather(-1, words) - chances.gather(-1, words)).squeeze(-1)  # log(sum(exp(logits)))
+        ctx.save_for_backward(chances, targets, normalizer)
         ctx.coefficient = coefficient
-        return total + coefficient * torch.where(targets != IGNORED, normaliser.square(), 0.0).sum()
+        return total + coefficient * torch.where(targets != IGNORED, normalizer.square(), 0.0).sum()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
-        chances, targets, normaliser = ctx.saved_tensors
-        gradient = chances.exp().mul_((1 + 2 * ctx.coefficient * normaliser).unsqueeze(-1))
+        chances, targets, normalizer = ctx.saved_tensors
+        gradient = chances.exp().mul_((1 + 2 * ctx.coefficient * normalizer).unsqueeze(-1))
         gradient[torch.arange(len(targets), device=targets.device), targets.clamp(min=0)] -= 1
         return gradient.mul_(((targets != IGNORED) * scale).unsqueeze(-1)), None, None
 

@@ -19,7 +19,7 @@ from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import sharder_of
+from hpc_train.parallel.parallelize import sharder_of
 from hpc_train.parallel.precision.float8 import check_use
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine

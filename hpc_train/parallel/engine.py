@@ -113,7 +113,7 @@ class Engine(Protocol):
 
 
 class Replicas(Protocol):
-    """The interface through which an engine synchronises gradients.
+    """The interface through which an engine synchronizes gradients.
 
     Attributes:
         module: the module whose forward pass is called in training.

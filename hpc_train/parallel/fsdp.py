@@ -41,7 +41,7 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
     The gradients are averaged over the ``dp_cp`` ranks, so scale the loss by their number for a sum.
 
     Args:
-        model: the model or stage before it is materialised, with wrapped and compiled layers or blocks.
+        model: the model or stage before it is materialized, with wrapped and compiled layers or blocks.
         kind: ``zero1``, ``zero2`` or ``zero3``.
         precision: the precision of the config; bf16 and fp16 gather parameters in that dtype, and reduce and accumulate
             gradients in fp32.

@@ -7,8 +7,8 @@ A gloo group connects each of its ranks with all others, and an NCCL group takes
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
 same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` has a group of its own:
 layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers. So has
-each pair of neighbours in a pipeline of more than two ranks: NCCL runs the messages of a group one after the other, and
-one that waits for its sender would hold up those of the other neighbour (pytorch#172668).
+each pair of neighbors in a pipeline of more than two ranks: NCCL runs the messages of a group one after the other, and
+one that waits for its sender would hold up those of the other neighbor (pytorch#172668).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Mesh:
         control: a gloo group of all ranks, for small CPU collectives besides those of the training. It is the only
             group for tensors on the CPU if ``device`` is a GPU.
         timeout: that of the collectives of all groups; None is torch's default.
-        links: pp rank of a neighbour in the ring of this rank's pipeline -> the group of the two; empty for fewer than
-            three ranks, which have one neighbour.
+        links: pp rank of a neighbor in the ring of this rank's pipeline -> the group of the two; empty for fewer than
+            three ranks, which have one neighbor.
     """
 
     layout: Layout
@@ -132,7 +132,7 @@ def _axis_groups(
 def _links(
     pipelines: list[list[int]], rank: int, device: torch.device, timeout: timedelta | None
 ) -> dict[int, dist.ProcessGroup]:
-    """Returns the groups of this rank and each neighbour in the ring of its pipeline. Collective.
+    """Returns the groups of this rank and each neighbor in the ring of its pipeline. Collective.
 
     Args:
         pipelines: the global ranks of each pipeline.

@@ -20,7 +20,7 @@ from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import parallelise
+from hpc_train.parallel.parallelize import parallelize
 from hpc_train.parallel.precision.dtypes import autocast, kept_dtype
 from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
@@ -44,7 +44,7 @@ class ReplicaEngine:
         self._precision = config.precision.name
         self._own_count = model.own_count
         self.check_loss = (model.own_count or isinstance(model, WrappedModel)) and not model.mixes_samples
-        self._model = parallelise(config, mesh, model)
+        self._model = parallelize(config, mesh, model)
         tied = getattr(self._model, "tied", {})
         self._parameters = named_parameters([self._model], tied)
         self.updates = self._make_updates(config)

@@ -1,4 +1,4 @@
-"""Synchronises the gradients of data-parallel ranks, with one class per data-parallel kind and a common interface.
+"""Synchronizes the gradients of data-parallel ranks, with one class per data-parallel kind and a common interface.
 
 The backward pass divides by the number of targets in the data, which is known before the step. The count of a user's
 own loss (samples, weights, elements) is only known after the last forward pass, so ``finish_own_count`` multiplies the

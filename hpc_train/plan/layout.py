@@ -166,8 +166,8 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     stages_per_rank = stages_of_rank(strategy) if pp > 1 else 1
     asked = _asked_kind(config)
     _check_tensor_parallel(config, asked, dp * cp, tp)
-    synchronised = asked if dp * cp > 1 else None
-    schedule, (micro_batches, micro_size) = choose_schedule(config, synchronised, dp, pp, stages_per_rank, notes)
+    synchronized = asked if dp * cp > 1 else None
+    schedule, (micro_batches, micro_size) = choose_schedule(config, synchronized, dp, pp, stages_per_rank, notes)
     kind = _used_kind(config, asked, dp * cp, tp, notes)
     reproducible, logical = config.train.reproducible is not None, 0
     if reproducible:

@@ -81,7 +81,7 @@ def _listed(names: Collection[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def recognised(gpu: str) -> Machine | None:
+def recognized(gpu: str) -> Machine | None:
     """Returns the shipped machine whose device is called ``gpu``; None if there is none.
 
     Variants of a chip have other rates and are other devices: ``NVIDIA H100 PCIe`` is not ``NVIDIA H100 80GB HBM3``.

@@ -38,13 +38,13 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     }
     if used:
         lowest = min(used, key=lambda name: used[name])
-        yield f"Jobstats: GPU utilisation {fmean(used.values()):.0f} % (lowest {used[lowest]:.0f} %, {lowest})"
+        yield f"Jobstats: GPU utilization {fmean(used.values()):.0f} % (lowest {used[lowest]:.0f} %, {lowest})"
         yield f"Jobstats: GPU memory {_fullest(nodes, 'gpu_used_memory', 'gpu_total_memory')}"
     held_s = sum(node["cpus"] for node in nodes.values()) * found["total_time"]
     share = sum(node["total_time"] for node in nodes.values()) / held_s
     fullest = max(nodes.values(), key=lambda node: node["used_memory"] / node["total_memory"])
     host = f"{format_bytes(fullest['used_memory'])} of {format_bytes(fullest['total_memory'])}"
-    yield f"Jobstats: CPU utilisation {100 * share:.0f} %, host memory of the fullest node {host}"
+    yield f"Jobstats: CPU utilization {100 * share:.0f} %, host memory of the fullest node {host}"
 
 
 def _fullest(nodes: dict[str, dict[str, Any]], used: str, total: str) -> str:

@@ -263,7 +263,7 @@ def _widened(stored: Sequence[Tensor], maps: Sequence[Tensor], dtype: torch.dtyp
 def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:
     """Rounds ``value`` stochastically to bf16 with a hash of ``noise`` (int32) and ``salt``; its mean is ``value``."""
     mixed = noise ^ (salt.to(torch.int32) * 0x165667B1)
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # the finaliser of a 32-bit hash
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # the finalizer of a 32-bit hash
         mixed = (mixed ^ ((mixed >> shift) & (2 ** (32 - shift) - 1))) * factor
     return ((value.view(torch.int32) + ((mixed >> 15) & 0xFFFF)) & ~0xFFFF).view(torch.float32).bfloat16()
 

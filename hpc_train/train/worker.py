@@ -28,7 +28,7 @@ from hpc_train.errors import UserError
 from hpc_train.hooks.hook import HookContext
 from hpc_train.hooks.runner import Hooks
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
-from hpc_train.measure.utilisation import FORMULA, describe_utilisation
+from hpc_train.measure.utilization import FORMULA, describe_utilization
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
@@ -217,7 +217,7 @@ def _prepare(
         trainer.resume(restored)
     if mesh.rank == 0:
         _log_settings(config, run, mesh, events, length, restored)
-        _log_utilisation(run, trainer.meter, events)
+        _log_utilization(run, trainer.meter, events)
 
 
 def _training_data(config: Config, mesh: Mesh) -> Dataset:
@@ -319,10 +319,10 @@ def _log_settings(
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
 
 
-def _log_utilisation(run: RunDirectory, meter: Meter, events: EventLog) -> None:
+def _log_utilization(run: RunDirectory, meter: Meter, events: EventLog) -> None:
     """Prints and records how mfu and hfu are computed, if FLOPs and peak are known."""
     if meter.flops is not None and meter.peak_flops is not None:
-        events.record(run, utilisation=describe_utilisation(meter.flops, meter.peak_flops, "data sheet"))
+        events.record(run, utilization=describe_utilization(meter.flops, meter.peak_flops, "data sheet"))
         print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
 
 

@@ -1,4 +1,4 @@
-"""Neighbours in the network are neighbours in rank, and an unsuitable allocation is reported."""
+"""Neighbors in the network are neighbors in rank, and an unsuitable allocation is reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_blocks_are_in_natural_order_after_the_first_one() -> None:
     assert ordered("b9.n3", "b10.n4", "b9.n1", "b8.n20", "b8.n7") == ["b9.n3", "b9.n1", "b8.n7", "b8.n20", "b10.n4"]
 
 
-def test_a_torus_is_followed_along_neighbouring_coordinates() -> None:
+def test_a_torus_is_followed_along_neighboring_coordinates() -> None:
     names = [f"t1:{x}:{y}:{z}.n{x}{y}{z}" for x, y, z in itertools.product(range(2), range(3), range(4))]
     found = ordered(*names)
     assert set(found) == set(names)

@@ -97,4 +97,4 @@ def other_keys(items: list[dict[str, Any]]) -> Any:
 
 
 def failing(items: list[dict[str, Any]]) -> Any:
-    return items[0]["colour"]
+    return items[0]["color"]

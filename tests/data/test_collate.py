@@ -132,7 +132,7 @@ def test_mistakes_of_a_dataset_name_its_class_and_the_sample(how: str, message: 
     assert message in error.value.what and fix in error.value.fix
 
 
-@pytest.mark.parametrize(("function", "line"), [("failing", 'items[0]["colour"]'), ("padded", "[1, 2][index + 2]")])
+@pytest.mark.parametrize(("function", "line"), [("failing", 'items[0]["color"]'), ("padded", "[1, 2][index + 2]")])
 def test_an_exception_ends_with_the_line_of_the_user(function: str, line: str) -> None:
     with pytest.raises(SampleError) as error:
         next(feed(config(function, how="raises" if function == "padded" else "")))

@@ -27,7 +27,7 @@ MEANS = [(images.MEAN, images.STD), (images.MEAN.mean(), images.STD.mean()), (ci
 
 
 @pytest.mark.parametrize(("mean", "std"), MEANS)
-def test_normalised_pixels_are_bitwise_those_of_numpy(mean: NDArray[np.float32], std: NDArray[np.float32]) -> None:
+def test_normalized_pixels_are_bitwise_those_of_numpy(mean: NDArray[np.float32], std: NDArray[np.float32]) -> None:
     pixels = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 1, 1, 256), (2, mean.size, 3, 1))
     between = pixels.astype(np.float32) + np.float32(1 / 3)  # as of an image that was resized in float32
     copy = DeviceCopy(CPU, images.pixel_scale(mean, std))

@@ -18,7 +18,7 @@ FILE = """
 raise RuntimeError("imported")
 
 class Good:
-    def __init__(self, split, size=3, *, colour="red"): ...
+    def __init__(self, split, size=3, *, color="red"): ...
     def __len__(self): ...
     def __getitem__(self, index): ...
 
@@ -76,7 +76,7 @@ def checked(*arguments: str) -> Config:
 @pytest.mark.parametrize(
     "arguments",
     [
-        (*CUSTOM, "data._target_=ownlab.Good", "+data.args.size=4", "+data.args.colour=blue"),
+        (*CUSTOM, "data._target_=ownlab.Good", "+data.args.size=4", "+data.args.color=blue"),
         (*CUSTOM, "data._target_=ownlab.factory", "+data.args.anything=1", "data.collate=ownlab.collate"),
         (*CUSTOM, "data._target_=ownlab.Good.create"),
         (*CUSTOM, "data._target_=ownlab.Made"),

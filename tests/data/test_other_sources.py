@@ -28,7 +28,7 @@ def test_a_map_style_dataset(form: str) -> None:
     [
         ("nowhere.Nothing", {}, "nowhere.Nothing cannot be built"),
         (f"{HERE}.Nothing", {}, "Nothing"),
-        (f"{HERE}.MapStyle", {"colour": 1}, "colour"),
+        (f"{HERE}.MapStyle", {"color": 1}, "color"),
         (f"{HERE}.no_random_access", {}, "which has no random access"),
     ],
 )

@@ -50,7 +50,7 @@ def test_places_and_elements_are_independent() -> None:
     assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_neighbours_are_scattered() -> None:
+def test_neighbors_are_scattered() -> None:
     elements = Permutation(100_000, 1, 0)(np.arange(100_000))
     assert abs(np.corrcoef(elements[:-1], elements[1:])[0, 1]) < 0.02
 

@@ -17,7 +17,7 @@ from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
 from hpc_train.data.images import ImagesDataset, generator, pixel_scale, random_box, resize, shifted_crop
 from hpc_train.errors import UserError
 
-COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 
 def write_cifar(directory: Path, numbers: dict[str, int]) -> dict[str, str]:
@@ -101,11 +101,11 @@ def test_wrong_cifar_input(cifar: tuple[Path, dict[str, str]], tmp_path: Path) -
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     for split, number in (("train", 4), ("validation", 2)):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             folder = tmp_path / split / name
             folder.mkdir(parents=True)
             for index in range(number):
-                Image.new("RGB", (40 + index, 30), colour).save(folder / f"{index}.{'png' if index % 2 else 'jpg'}")
+                Image.new("RGB", (40 + index, 30), color).save(folder / f"{index}.{'png' if index % 2 else 'jpg'}")
     return tmp_path
 
 
@@ -125,7 +125,7 @@ def test_images(pictures: Path, split: str) -> None:
         sample = dataset.sample(index, 0)
         brightest = sample.inputs.mean(axis=(1, 2)).argmax()
         assert sample.inputs.shape == (3, 16, 16) and sample.inputs.dtype == np.uint8
-        assert sorted(COLOURS)[int(sample.targets)] == ("red", "green", "blue")[brightest]
+        assert sorted(COLORS)[int(sample.targets)] == ("red", "green", "blue")[brightest]
     assert images(pictures, split, channels=1).sample(0, 0).inputs.shape == (1, 16, 16)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import nn
 
 from hpc_train.config.schema.data import OwnKeys
@@ -17,7 +18,6 @@ from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.wrong_target import refusing_wrong_targets
 from tests.data.layouts import replicas
@@ -44,7 +44,7 @@ def test_a_target_that_is_no_class_is_refused_with_its_sample(label: int) -> Non
 def test_the_same_is_told_of_a_compiled_loss(word: int) -> None:
     """Which raises an error that does not name the target."""
     model: Any = build_model(Cell(1).config().model, 0)
-    materialise(model, torch.device("cpu"), 0, torch.float32)
+    materialize(model, torch.device("cpu"), 0, torch.float32)
     model.head.fused = True
     model.head.compile_with(partial(torch.compile, backend="aot_eager"))
     targets = torch.ones(3, SEQUENCE, dtype=torch.int64)

@@ -190,7 +190,7 @@ WITHOUT_USE = {
     "PrecisionConfig.residual": {"parallel.precision.dtypes"},  # fp32 has no narrower format
     "PrecisionConfig.tf32": {"parallel.precision.dtypes"},  # for device.type == "cuda"
     # checked to be fp32
-    "PrecisionConfig.weights": {"parallel.parallelise", "parallel.precision.dtypes", "planner.passes"},
+    "PrecisionConfig.weights": {"parallel.parallelize", "parallel.precision.dtypes", "planner.passes"},
     "RunConfig.max_gpu_hours": {"elastic.agent_session"},  # used up by GPUs
     "StrategyConfig.bucket_cap_mb": {"parallel.replicas", "parallel.bucket_search"},  # compared with auto
     "StrategyConfig.compression": {"parallel.compression.build"},  # compared with auto

@@ -129,7 +129,7 @@ def test_a_row_without_one_fact_is_refused_when_the_config_is_validated(
         ("{row}SCHEDULE = replace(SCHEDULE, compiles=True)", "compiles and ops_checkpointing must be False"),
         ('{row}SCHEDULE = replace(SCHEDULE, data_parallel=("dpp",))', "data_parallel contains 'dpp'"),
         ('{row}SCHEDULE = replace(SCHEDULE, auto="always")', "auto chooses among the built-in schedules only"),
-        ("{row}SCHEDULE = replace(SCHEDULE, colour=1)", "unexpected keyword argument 'colour'"),
+        ("{row}SCHEDULE = replace(SCHEDULE, color=1)", "unexpected keyword argument 'color'"),
     ],
 )
 def test_a_wrong_row_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

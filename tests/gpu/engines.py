@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from hpc_train.parallel.parallelize import materialize, split_and_wrap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -31,7 +32,6 @@ from hpc_train.measure.step_clock import StepClock
 from hpc_train.models.model import Model
 from hpc_train.parallel import fsdp, replica_engine
 from hpc_train.parallel.mesh import AXES, Mesh, all_gather_tensor
-from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.replicas import Sharded
 from hpc_train.plan.layout import Layout, resolve_layout
@@ -108,8 +108,8 @@ def _group(ranks: Tensor, dim: int) -> dist.ProcessGroup:
 
 
 @contextmanager
-def _agreeing_neighbours() -> Iterator[None]:
-    """Answers the vote of neighbouring stages, before the first step, that all know the shapes of their messages."""
+def _agreeing_neighbors() -> Iterator[None]:
+    """Answers the vote of neighboring stages, before the first step, that all know the shapes of their messages."""
     receive = dist.recv
     dist.recv = lambda tensor, *_, **__: tensor.fill_(1)
     try:
@@ -124,7 +124,7 @@ def one_rank(probe: Probe) -> None:
     for name, overrides in LAYOUTS.items():
         _free_memory(probe)
         held = torch.cuda.memory_allocated() if probe.on_gpu else 0
-        with _agreeing_neighbours():
+        with _agreeing_neighbors():
             steps = world.steps(*overrides, large=probe.on_gpu)
             seconds = [_seconds(steps) for _ in range(3)]
         layout = steps.mesh.layout
@@ -215,7 +215,7 @@ def one_shard(probe: Probe) -> None:
 
 def _sharded_steps(world: World, *overrides: str) -> Steps:
     """Returns a training whose model is sharded over one rank, which a run of one rank would not do."""
-    with patch.object(replica_engine, "parallelise", _shard_over_one):
+    with patch.object(replica_engine, "parallelize", _shard_over_one):
         steps = world.tiny_gpt("batch.micro_size=4", *overrides)
     engine: Any = steps.engine
     engine._replicas = Sharded(engine.parts[0], steps.mesh, steps.config.strategy)
@@ -226,7 +226,7 @@ def _shard_over_one(config: Config, mesh: Mesh, model: Model) -> Model:
     offload, dtype = config.strategy.offload == "all", parameter_dtype(config.precision.name)
     split_and_wrap(config, mesh, model)
     fsdp.shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
-    materialise(model, mesh.device, config.train.seed, dtype, torch.device("cpu") if offload else mesh.device)
+    materialize(model, mesh.device, config.train.seed, dtype, torch.device("cpu") if offload else mesh.device)
     return model.train()
 
 

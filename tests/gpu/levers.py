@@ -25,7 +25,7 @@ import torch
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.config.schema import Config
 from hpc_train.measure.peak_rates import peak_flops
-from hpc_train.measure.utilisation import count_flops, peak_host_memory
+from hpc_train.measure.utilization import count_flops, peak_host_memory
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.plan.layout import Layout, resolve_layout

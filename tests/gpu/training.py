@@ -196,7 +196,7 @@ def overflow(probe: Probe) -> None:
 
 
 def pictures(probe: Probe) -> None:
-    """Vision models train: a ViT and a ResNet, whose batch normalisation is not part of the optimizer."""
+    """Vision models train: a ViT and a ResNet, whose batch normalization is not part of the optimizer."""
     large = ["model=vit_large", "data.image_size=224", "batch.global_size=32", "optim.lr=1e-4"]
     cases = {
         "ViT": large if probe.on_gpu else ["model=vit_tiny"],
@@ -213,17 +213,17 @@ def pictures(probe: Probe) -> None:
 
 
 def _check_pixels(probe: Probe) -> None:
-    """Every value of a pixel is normalised on the device to the number that the CPU computes."""
+    """Every value of a pixel is normalized on the device to the number that the CPU computes."""
     pixels = torch.arange(256, dtype=torch.uint8).expand(2, 3, 256).reshape(2, 3, 16, 16)
     batch = Batch(pixels, torch.zeros(2, dtype=torch.int64))
     scale = pixel_scale(MEAN, STD)
     (found,), (wanted,) = (
         DeviceCopy(torch.device(name), scale).send([batch]).receive() for name in (probe.device, "cpu")
     )
-    probe.equal("device of the normalised pixels", found.inputs.device.type, probe.device)
-    probe.equal("of 1536 normalised pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
+    probe.equal("device of the normalized pixels", found.inputs.device.type, probe.device)
+    probe.equal("of 1536 normalized pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
     exact = (pixels.numpy().astype("f8") / 255 - MEAN) / STD
-    probe.within("largest error of a normalised pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
+    probe.within("largest error of a normalized pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
 
 
 def _losses(world: World, *overrides: str) -> list[float]:

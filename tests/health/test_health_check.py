@@ -123,7 +123,7 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
         slices_used=(3 << 30, 3 << 30),
     )
     assert found.gpus[0].processes[0].name != "?" and found.gpus[1].slices == ()
-    assert (nvml.Nvml().utilisation("GPU-1a"), nvml.Nvml().utilisation("GPU-1b")) == (0.97, None)
+    assert (nvml.Nvml().utilization("GPU-1a"), nvml.Nvml().utilization("GPU-1b")) == (0.97, None)
 
 
 def test_slurm_configures_as_many_gpus_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def failed_and_recovered(path: Path) -> RunDirectory:
         total_steps=12,
         result={"steps": 12, "loss": 3.8, "val_loss": 4.0},
         memory={"estimated": 25.0 * GIB, "ranks": [part | {"device": 80 * GIB}] * 4},
-        utilisation={"flops_per_sample": 4e12, "peak_flops": 1e14, "peak_source": "data sheet", "formula": "MFU = ..."},
+        utilization={"flops_per_sample": 4e12, "peak_flops": 1e14, "peak_source": "data sheet", "formula": "MFU = ..."},
     )
     return run
 

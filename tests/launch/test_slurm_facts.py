@@ -61,9 +61,9 @@ def commented(text: str) -> tuple[str, ...]:
 def test_the_summary_of_jobstats() -> None:
     packed = base64.b64encode(gzip.compress(json.dumps(MEASURED).encode())).decode()
     assert commented(f"JS1:{packed}") == (
-        "Jobstats: GPU utilisation 78 % (lowest 48 %, GPU 1 of n1)",
+        "Jobstats: GPU utilization 78 % (lowest 48 %, GPU 1 of n1)",
         "Jobstats: GPU memory 60 GiB of 80 GiB on the fullest",
-        "Jobstats: CPU utilisation 50 %, host memory of the fullest node 12 GiB of 16 GiB",
+        "Jobstats: CPU utilization 50 %, host memory of the fullest node 12 GiB of 16 GiB",
     )
     others = ["JS1:Short", "JS1:None", "moved by the staff", "", packed, "JS1:" + base64.b64encode(b"{}").decode()]
     assert {commented(text) for text in others} == {()}

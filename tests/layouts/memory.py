@@ -115,11 +115,11 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> Any:
         values, weight, inverse = context.saved_tensors
         (gradient,) = gradients
-        normalised = (values * inverse).to(values.dtype)
-        of_weight = (gradient * normalised).sum((*range(gradient.ndim - 1),))
+        normalized = (values * inverse).to(values.dtype)
+        of_weight = (gradient * normalized).sum((*range(gradient.ndim - 1),))
         scaled = gradient * weight
-        mean = (scaled * normalised).mean(-1, keepdim=True)
-        return (inverse * (scaled - normalised * mean)).to(values.dtype), of_weight, None
+        mean = (scaled * normalized).mean(-1, keepdim=True)
+        return (inverse * (scaled - normalized * mean)).to(values.dtype), of_weight, None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class Tiny(nn.Module):
     """Maps images ``[micro, 3, 8, 8]`` to class scores.
 
     Args:
-        batch_norm: normalises by the statistics of the batch.
+        batch_norm: normalizes by the statistics of the batch.
         unused: adds a parameter that no forward uses.
     """
 
@@ -47,7 +47,7 @@ class StridedTiny(Tiny):
 
 
 class NormedLayer(Layer):
-    """A residual layer that normalises batches."""
+    """A residual layer that normalizes batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,6 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepNumbers
 from hpc_train.parallel.mesh import Mesh, join_mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.plan.layout import Layout
 from tests.checkpoint.progress import LONG
@@ -216,7 +216,7 @@ def train_plainly(cell: Cell) -> Record:
     if cell.model.startswith("custom"):
         model.to(dtype)
     else:
-        materialise(model, torch.device("cpu"), config.train.seed, dtype)
+        materialize(model, torch.device("cpu"), config.train.seed, dtype)
     optimizer = adamw(list(model.parameters()), cell)
     gradients: dict[str, Tensor] = {}
     losses, counts, norms = [], [], []
@@ -225,8 +225,8 @@ def train_plainly(cell: Cell) -> Record:
         inputs, targets = global_batch(cell, step)
         loss_sum, count = model(inputs, {}, targets)
         if config.train.z_loss:
-            normaliser = model(inputs, {}).logsumexp(-1)[targets != IGNORED]
-            loss_sum = loss_sum + config.train.z_loss * normaliser.square().sum()
+            normalizer = model(inputs, {}).logsumexp(-1)[targets != IGNORED]
+            loss_sum = loss_sum + config.train.z_loss * normalizer.square().sum()
         (loss_sum / count).backward()
         losses.append((loss_sum / count).item())
         counts.append(float(count))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.models.build import build_model
 from hpc_train.parallel import fsdp
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelise import materialise
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import STEPS, check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
@@ -44,7 +44,7 @@ def alone(cell: Cell) -> Gradients:
     """Returns the gradients of one process that computes and rounds what each rank of ``cell`` would."""
     config, layout = cell.config(), cell.layout()
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
+    materialize(model, torch.device("cpu"), config.train.seed, torch.float64)
     of_ranks: list[list[Gradients]] = []
     for dp_rank in range(layout.dp):
         batch = local_batch(cell, layout, dp_rank, 0)

@@ -302,7 +302,7 @@ def attempts(rank: int, world_size: int, folder: Path) -> None:
     assert attempt(folder / "second", kept) == (True, 0, 1, [])
     assert kept.read_bytes() == content and list(kept.parent.iterdir()) == [kept]
     other = folder / "run" / "other.bin"
-    assert attempt(folder / "first", other) == (False, 0, 1, [])  # as on a rank whose neighbour has compiled the graph
+    assert attempt(folder / "first", other) == (False, 0, 1, [])  # as on a rank whose neighbor has compiled the graph
     assert other.stat().st_size > 0
     kept.write_bytes(b"damaged")
     loaded, compiled, _, (line,) = attempt(folder / "third", kept)

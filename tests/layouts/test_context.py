@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
@@ -17,7 +18,6 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.recomputation import layer_bytes
@@ -130,7 +130,7 @@ def test_evaluation_sets_whose_sequences_cannot_be_split_are_refused(strategy: d
     assert str(error.value).count("sequence_lenth is not a config key") == 1
 
 
-def test_ranks_of_one_sample_are_neighbours() -> None:
+def test_ranks_of_one_sample_are_neighbors() -> None:
     layout = cell(8, dp=2, pp=2, cp=2).layout()
     assert (layout.world_size, layout.dp_cp, layout.stage_ranks) == (8, 4, 4)
     assert str(layout).startswith("dp 2 x pp 2 x cp 2 x tp 1 (ddp, ")
@@ -160,7 +160,7 @@ def outputs_of(rank: int, _: int, cells: list[Cell]) -> None:
     for one in cells:
         config = one.config()
         whole: Any = build_model(config.model, config.train.seed)
-        materialise(whole, CPU, config.train.seed, torch.float64)
+        materialize(whole, CPU, config.train.seed, torch.float64)
         found = build_engine(config, mesh_of(one, rank)).outputs(inputs)
         torch.testing.assert_close(found, whole.eval()(inputs, {}), rtol=1e-10, atol=1e-10)
         with pytest.raises(UserError, match="tokens cannot be split over 2 context-parallel ranks"):

@@ -73,10 +73,10 @@ def test_gradients_of_several_micro_batches_are_those_of_one_process(kind: str) 
 
 def memory(rank: int, world_size: int) -> list[bool]:
     """Whether each step keeps the memory of the gradients, and each pass began with a mark; nothing is compiled."""
-    from hpc_train.parallel import parallelise
+    from hpc_train.parallel import parallelize
 
     marks: list[int] = []
-    parallelise.compile_model = lambda *_: None  # type: ignore[assignment]
+    parallelize.compile_model = lambda *_: None  # type: ignore[assignment]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(1)
     cell = Cell(1, "gpt", batch={"micro_batches": 2}, train=GRAPHS)
     mesh = mesh_of(cell, rank)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hpc_train.parallel.parallelize import materialize, take_first_replica
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, CustomModelConfig
@@ -22,7 +23,6 @@ from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.techniques import KINDS
 from hpc_train.train.optimizer import Optimizer
@@ -138,7 +138,7 @@ def values(rank: int, world_size: int, cells: list[Cell]) -> None:
     for cell in cells:
         config = cell.config()
         plain: Any = build_model(config.model, config.train.seed)
-        materialise(plain, torch.device("cpu"), config.train.seed, torch.float64)
+        materialize(plain, torch.device("cpu"), config.train.seed, torch.float64)
         engine = build_engine(config, join(cell, rank))
         expected = dict(plain.named_parameters())
         found = engine.named_parameters()
@@ -250,14 +250,14 @@ def custom(**args: Any) -> CustomModelConfig:
     return CustomModelConfig(_target_="tests.layouts.module.Tiny", args={"classes": CLASSES} | args)
 
 
-def batch_statistics(rank: int, world_size: int, kinds: list[str], synchronised: bool) -> list[list[float]]:
+def batch_statistics(rank: int, world_size: int, kinds: list[str], synchronized: bool) -> list[list[float]]:
     found = []
     for kind in kinds:
         split = {"dp": world_size, "data_parallel": kind}
         cell = Cell(world_size, "custom", strategy=split, batch={"global_size": 8})
         config = cell.config()
         config.model = custom(batch_norm=True)
-        config.model.sync_batch_norm = synchronised
+        config.model.sync_batch_norm = synchronized
         mesh = join(cell, rank)
         engine = build_engine(config, mesh)
         engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
@@ -266,13 +266,13 @@ def batch_statistics(rank: int, world_size: int, kinds: list[str], synchronised:
     return found
 
 
-@pytest.mark.parametrize("synchronised", [False, True])
-def test_batch_statistics_are_the_same_on_every_rank(synchronised: bool) -> None:
-    first, second = run_on_world(2, batch_statistics, list(KINDS), synchronised)
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_batch_statistics_are_the_same_on_every_rank(synchronized: bool) -> None:
+    first, second = run_on_world(2, batch_statistics, list(KINDS), synchronized)
     assert first == second
-    ((alone,),) = run_on_world(1, batch_statistics, ["ddp"], synchronised)
+    ((alone,),) = run_on_world(1, batch_statistics, ["ddp"], synchronized)
     for found in first:
-        assert found == pytest.approx(alone if synchronised else first[0], rel=1e-12)
+        assert found == pytest.approx(alone if synchronized else first[0], rel=1e-12)
 
 
 def after_steps(rank: int, cell: Cell, config: Config, steps: int) -> tuple[Engine, StepResult]:
@@ -331,7 +331,7 @@ def statistics_in_parts(rank: int, world_size: int, chosen: list[tuple[dict[str,
     return found
 
 
-def test_models_of_three_parts_synchronise_batch_statistics() -> None:
+def test_models_of_three_parts_synchronize_batch_statistics() -> None:
     ((alone,),) = run_on_world(1, statistics_in_parts, [({}, 1)])
     first, second = run_on_world(2, statistics_in_parts, [({"dp": 2}, 1), ({"dp": 2}, 2)])
     assert first == second and first[0] == pytest.approx(alone, rel=1e-12)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from torch import Tensor, fx, nn
 
 from hpc_train.config.schema import Config, PrecisionConfig
@@ -19,7 +20,6 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelise import apply_loss_form, materialise
 from hpc_train.parallel.precision import float8
 from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.float8 import Float8Linear, check_device, check_use, matrices, use_float8
@@ -69,7 +69,7 @@ def alone(cell: Cell, recipe: str | None) -> tuple[float, Gradients]:
     """Returns the loss and gradients of one process, in micro-batches of two samples."""
     config = config_of(cell, recipe)
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, CPU, config.train.seed, torch.float32)
+    materialize(model, CPU, config.train.seed, torch.float32)
     set_hidden_dtype(model, config.precision)
     use_float8(model, config.precision, CPU)
     apply_loss_form(model, loss_form(config, resolve_layout(config, 1, 2)))
@@ -273,7 +273,7 @@ def graphs_of(rank: int, world_size: int) -> list[int]:
 
     config = config_of(cell_of("gpt", {}), "rowwise")
     model: Any = build_model(config.model, 0)
-    materialise(model, CPU, 0, torch.float32)
+    materialize(model, CPU, 0, torch.float32)
     set_hidden_dtype(model, config.precision)
     use_float8(model, config.precision, CPU)
     for layer in model.layers.values():

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,6 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision import float8
 from hpc_train.parallel.precision.float8 import use_float8
 from hpc_train.plan.number_formats import check_float8
@@ -77,7 +77,7 @@ def alone(cell: Cell, recipe: str) -> Gradients:
     """Returns the gradients of one process, in micro-batches of two samples."""
     config = config_of(cell, recipe, DIM)
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, CPU, config.train.seed, torch.float64)
+    materialize(model, CPU, config.train.seed, torch.float64)
     use_float8(model, config.precision, CPU)
     inputs, targets = global_batch(cell, 0)
     count = int((targets != IGNORED).sum())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, PrecisionConfig
@@ -14,7 +15,6 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision.masters import local_part
 from hpc_train.plan.in_backward import check_in_backward
 from hpc_train.plan.layout import resolve_layout
@@ -42,7 +42,7 @@ def train_plainly(cell: Cell) -> Trained:
     """One process, torch's AdamW and no hooks."""
     config = cell.config()
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
+    materialize(model, torch.device("cpu"), config.train.seed, torch.float64)
     rate = learning_rates(config.optim, config.batch.global_size, STEPS)
     whole: list[nn.Parameter] = list(model.parameters())
     groups = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.checkpoint.export import export_hf
@@ -25,7 +26,6 @@ from hpc_train.models.hf.sizes import trained_parameters
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.train.optimizer import Optimizer
@@ -91,7 +91,7 @@ def bare_model(model: str, saved: Path) -> Any:
 
     theirs = peft.get_peft_model(base(model, saved), peft.LoraConfig(r=3, lora_alpha=6, **THEIRS[model])).double()
     ours = build_model(model_of(model, saved), SEED)
-    materialise(ours, torch.device("cpu"), SEED, torch.float64)  # type: ignore[arg-type]
+    materialize(ours, torch.device("cpu"), SEED, torch.float64)  # type: ignore[arg-type]
     first = {exported_name(hf_name(n)): p.detach() for n, p in ours.named_parameters() if p.requires_grad}
     peft.set_peft_model_state_dict(theirs, first)
     assert set(first) == set(peft.get_peft_model_state_dict(theirs))

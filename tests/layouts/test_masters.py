@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig, TargetConfig
@@ -21,7 +22,6 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelise import apply_loss_form, materialise
 from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.plan.layout import resolve_layout
@@ -67,7 +67,7 @@ def alone(cell: Cell) -> tuple[Values, Values]:
     """Returns the first gradients and the last masters of a plain loop with torch's clipping and AdamW."""
     config = config_of(cell)
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, CPU, config.train.seed, torch.float32)
+    materialize(model, CPU, config.train.seed, torch.float32)
     set_hidden_dtype(model, config.precision)
     apply_loss_form(model, loss_form(config, cell.layout()))
     masters = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.config.schema import TargetConfig
@@ -19,7 +20,6 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from tests.checkpoint.training import join_again
 from tests.layouts.cells import VOCABULARY, Cell
@@ -92,7 +92,7 @@ def whole_outputs(cell: Cell) -> tuple[Tensor, Tensor]:
     if cell.model.startswith("custom"):
         model.to(dtype)
     else:
-        materialise(model, torch.device("cpu"), config.train.seed, dtype)
+        materialize(model, torch.device("cpu"), config.train.seed, dtype)
     inputs, targets = global_batch(cell, 2)
     with torch.no_grad():
         return model.eval()(inputs, {}, None), targets

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, Sample, StepBatch
@@ -18,7 +19,6 @@ from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import VARLEN
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, mesh_of, whole
 from tests.models.varlen import kernels_in_plain_torch
@@ -154,7 +154,7 @@ def _one_by_one(cell: Cell, documents: list[Document]) -> tuple[float, float, di
     config = cell.config()
     model = build_model(config.model, config.train.seed)
     assert isinstance(model, Model)
-    materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
+    materialize(model, torch.device("cpu"), config.train.seed, torch.float64)
     targets = sum(len(wanted) for _, wanted in documents)
     plain = z_loss = torch.zeros((), dtype=torch.float64)
     for inputs, wanted in documents:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from examples.own_pipeline_model import ResidualNet
@@ -22,7 +23,6 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.parallel.pipeline.schedules import _Stage
 from hpc_train.parallel.pipeline.split import _group_across
@@ -208,7 +208,7 @@ def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells([Cell(2, strategy=pipeline("1f1b"), train={"compile": True})], timeout=250), [])
 
 
-def test_a_rank_with_neighbouring_stages_sends_itself_nothing() -> None:
+def test_a_rank_with_neighboring_stages_sends_itself_nothing() -> None:
     """Torch 2.11 connects the ranks with these messages, and gloo refuses those to the rank itself."""
     assert run_on_world(2, _first_messages, Cell(2, "gpt", strategy=pipeline("zbv"))) == [{1}, {0}]
 
@@ -244,8 +244,8 @@ def sizes_of_groups(rank: int, world_size: int, schedules: list[dict[str, Any]])
     return found
 
 
-def test_neighbours_have_a_group_of_their_own() -> None:
-    """With NCCL a message that waits would hold up those of the other neighbour."""
+def test_neighbors_have_a_group_of_their_own() -> None:
+    """With NCCL a message that waits would hold up those of the other neighbor."""
     chosen = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
     assert run_on_world(4, sizes_of_groups, chosen) == [[{2}, {2}]] * 4
 
@@ -314,7 +314,7 @@ def _with_documents(rank: int, _: int, chosen: list[Cell]) -> None:
         batch = _documents(local_batch(cell, mesh.layout, 0, 0))
         model = build_model(config.model, config.train.seed)
         assert isinstance(model, Model)
-        materialise(model, mesh.device, config.train.seed, torch.float64)
+        materialize(model, mesh.device, config.train.seed, torch.float64)
         loss: Any = sum(model(micro.inputs, micro.context, micro.targets)[0] for micro in batch.micro_batches)
         (loss / batch.target_count).backward()
         engine = build_engine(config, mesh)

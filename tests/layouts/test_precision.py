@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from torch import Tensor
 
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelise import apply_loss_form, materialise
 from hpc_train.parallel.precision.dtypes import autocast, choose_tf32, compute_dtype, set_hidden_dtype
 from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.plan.loss_chunks import loss_form
@@ -64,7 +64,7 @@ def alone(cell: Cell, residual: str, keeps: bool) -> tuple[float, Gradients]:
     """
     config = config_of(cell, residual)
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, torch.device("cpu"), config.train.seed, torch.float32)
+    materialize(model, torch.device("cpu"), config.train.seed, torch.float32)
     set_hidden_dtype(model, config.precision)
     apply_loss_form(model, loss_form(config, cell.layout()))
     inputs, targets = global_batch(cell, 0)

@@ -37,7 +37,7 @@ LAYOUTS: dict[int, list[tuple[Layout, list[int]]]] = {
         (layout(dp=2, pp=2), [2, 2]),
         (layout(dp=4, shard=2, kind="zero3"), [2, 2]),
         (layout(cp=4), [4]),
-        (layout(pp=4), [2, 2]),  # one for each neighbour
+        (layout(pp=4), [2, 2]),  # one for each neighbor
         (layout(dp=2, cp=2), [2, 2]),
         (layout(cp=2, pp=2), [2, 2, 2]),  # gradients do not wait behind the exchanges of layers
     ],

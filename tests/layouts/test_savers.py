@@ -79,7 +79,7 @@ def test_activation_checkpointing_keeps_less() -> None:
     assert none > 10 * full
     for share, found in ((1 / 2, selective), (1 / 3, third)):
         assert found == pytest.approx(none - share * (none - full), rel=0.02)
-    # queries, keys, values, attention and its projection, a feed-forward of four widths; and attention's normaliser
+    # queries, keys, values, attention and its projection, a feed-forward of four widths; and attention's normalizer
     products = LAYERS * hidden * (3 + 2 + 2 * 4 + 1)
     assert products + full <= ops < products + full + hidden
     assert ops < 0.63 * none

@@ -171,7 +171,7 @@ def test_progress_is_a_touch_a_number_or_a_newer_file(tmp_path: Path) -> None:
         ([*TRACEBACK, "KeyboardInterrupt"], "KeyboardInterrupt"),
         ([*TRACEBACK, "OSError: [Errno 5] Input/output error", "wandb: synced 5 files"],
          "OSError: [Errno 5] Input/output error"),
-        (["no licence", ""], "no licence"),
+        (["no license", ""], "no license"),
         ([], "it printed nothing"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the preflight compares and what samples the utilisation, with a torch that claims to be built with ROCm."""
+"""What the preflight compares and what samples the utilization, with a torch that claims to be built with ROCm."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
+from hpc_train.parallel.parallelize import check_no_complex, check_shardable, materialize
 from torch import Tensor, nn
 
 from examples.own_pipeline_model import ResidualNet
@@ -24,7 +25,6 @@ from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers
-from hpc_train.parallel.parallelise import check_no_complex, check_shardable, materialise
 from tests.models.models import TINY_GPT
 from tests.ranks import run_ranks
 
@@ -191,7 +191,7 @@ class MeanHead(GPTHead):
 def test_a_head_is_held_to_the_same_contract() -> None:
     model = a_gpt()
     model.head = MeanHead(TINY_GPT)
-    materialise(model, torch.device("cpu"), 0, torch.float32)
+    materialize(model, torch.device("cpu"), 0, torch.float32)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     for part in (model, model.eval()):
         with pytest.raises(UserError, match="not a sum and a count"):
@@ -384,14 +384,14 @@ def test_resnet18_has_the_usual_size() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_220_132
     assert has_batch_statistics(model) and not has_batch_statistics(wrap(f"{HERE}.two_layers"))
     assert model.eval()(torch.randn(2, 3, 32, 32), {}).shape == (2, 100)
-    synchronised = wrap(target, sync_batch_norm=True, args={"width": 8})
-    assert list(synchronised.state_dict()) == list(resnet18(width=8).state_dict())
+    synchronized = wrap(target, sync_batch_norm=True, args={"width": 8})
+    assert list(synchronized.state_dict()) == list(resnet18(width=8).state_dict())
 
 
-def warnings_of_a_build(rank: int, world_size: int, synchronised: bool) -> list[str]:
+def warnings_of_a_build(rank: int, world_size: int, synchronized: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        wrap("hpc_train.models.resnet.resnet18", sync_batch_norm=synchronised, args={"width": 8})
+        wrap("hpc_train.models.resnet.resnet18", sync_batch_norm=synchronized, args={"width": 8})
     return [str(warning.message) for warning in caught]
 
 
@@ -402,7 +402,7 @@ def test_several_ranks_with_statistics_of_their_own_warn_once() -> None:
     assert run_ranks(1, warnings_of_a_build, False) == [[]]
 
 
-def synchronised_norm(rank: int, world_size: int, values: list[list[list[float]]]) -> dict[str, list[float]]:
+def synchronized_norm(rank: int, world_size: int, values: list[list[list[float]]]) -> dict[str, list[float]]:
     """The output, gradients and running statistics of this rank's share of the batch."""
     norm = convert(nn.BatchNorm1d(3))
     assert isinstance(norm, SyncBatchNorm)
@@ -415,9 +415,9 @@ def synchronised_norm(rank: int, world_size: int, values: list[list[list[float]]
     return {name: value.flatten().tolist() for name, value in found.items()}  # type: ignore[union-attr]
 
 
-def test_synchronised_batch_norm_equals_one_process_with_the_whole_batch() -> None:
+def test_synchronized_batch_norm_equals_one_process_with_the_whole_batch() -> None:
     values = torch.randn(6, 3, 5, generator=torch.Generator().manual_seed(4))
-    ranks = run_ranks(2, synchronised_norm, values.tolist())
+    ranks = run_ranks(2, synchronized_norm, values.tolist())
     norm = nn.BatchNorm1d(3)
     inputs = values.clone().requires_grad_()
     outputs = norm(inputs)

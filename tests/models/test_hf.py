@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.export import export_hf
@@ -31,7 +32,6 @@ from hpc_train.models.build import build_model
 from hpc_train.models.hf import family, sizes
 from hpc_train.models.hf.decoder import HFDecoder
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.memory import estimate, parameter_count, state_bytes
 from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.plan.validate import validate
@@ -84,7 +84,7 @@ def loaded(folder: Path, task: str, dtype: torch.dtype = torch.float64, **keys: 
     """Builds our model on ``meta`` and gives it its values."""
     model: Any = build_model(HFModelConfig(name_or_path=str(folder), task=task, **keys), 0)
     assert all(parameter.is_meta for parameter in model.parameters())
-    materialise(model, torch.device("cpu"), 5, dtype)
+    materialize(model, torch.device("cpu"), 5, dtype)
     return model.eval()
 
 

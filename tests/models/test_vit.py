@@ -20,7 +20,7 @@ def images() -> torch.Tensor:
     return torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(2))
 
 
-def randomised(model: Model) -> Model:
+def randomized(model: Model) -> Model:
     """Every parameter away from its start, so that no bias or norm is without effect."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -48,7 +48,7 @@ def torch_layer(model: Model, index: int) -> nn.TransformerEncoderLayer:
 
 
 def test_logits_equal_those_of_torchs_layers() -> None:
-    model = randomised(with_values(TINY_VIT))
+    model = randomized(with_values(TINY_VIT))
     assert model.stem is not None and model.head is not None
     pixels = images()
     stem, head = model.stem, model.head
@@ -63,7 +63,7 @@ def test_logits_equal_those_of_torchs_layers() -> None:
 
 
 def test_loss_and_accuracy() -> None:
-    model = randomised(with_values(TINY_VIT)).eval()
+    model = randomized(with_values(TINY_VIT)).eval()
     targets = torch.tensor([1, 6, IGNORED, 0, 3])
     loss, number, right = model(images(), {}, targets)
     logits = model(images(), {})
@@ -73,7 +73,7 @@ def test_loss_and_accuracy() -> None:
 
 
 def test_stages_together_compute_what_the_whole_does() -> None:
-    model = randomised(with_values(TINY_VIT))
+    model = randomized(with_values(TINY_VIT))
     first, last = copy.deepcopy(model), copy.deepcopy(model)
     first.head = last.stem = None
     del first.layers["2"], last.layers["0"], last.layers["1"]

@@ -23,7 +23,7 @@ from hpc_train.planner.calibration import (
     predicted_values,
     read_calibration,
 )
-from hpc_train.planner.gpu_types import recognised
+from hpc_train.planner.gpu_types import recognized
 from hpc_train.planner.machine import read_machine
 from hpc_train.planner.prediction import Prediction, predict_step
 from tests.config.composing import compose
@@ -165,5 +165,5 @@ def test_what_a_run_measures(lines: list[Any], tp: int, on_gpu: bool, expected: 
     ],
 )
 def test_the_machine_of_a_gpu(gpu: str, machine: str | None) -> None:
-    found = recognised(gpu)
+    found = recognized(gpu)
     assert (found.name if found else None) == machine

@@ -136,7 +136,7 @@ def test_there_are_enough_rows_and_sources() -> None:
     assert len({tuple(row.values()) for row in PUBLISHED}) == len(PUBLISHED)
 
 
-ADDED_LATER = {"chenyaofo-zero", "deepspeed-autotuning"}  # after the first fit, which had seen their neighbours
+ADDED_LATER = {"chenyaofo-zero", "deepspeed-autotuning"}  # after the first fit, which had seen their neighbors
 
 
 def test_every_third_source_is_set_aside() -> None:

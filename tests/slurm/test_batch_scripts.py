@@ -62,7 +62,7 @@ def test_two_nodes_give_the_losses_of_a_local_run(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.beside
-def test_nodes_of_one_switch_are_neighbours_in_rank(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_of_one_switch_are_neighbors_in_rank(cluster: Cluster, tmp_path: Path) -> None:
     """Three nodes of which Slurm numbers one of another switch in between; the variable says so here."""
     shell = with_python(cluster)
     frozen = shell.hpc_train("freeze", "+strategy=dp", *TINY, "cluster.nodes=3", "cluster.cpu_workers=1",

@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 
 from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.data.build import build_dataset
@@ -16,7 +17,6 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
@@ -57,7 +57,7 @@ def both_means(rank: int, world_size: int, path: str) -> tuple[float, float, flo
     assert found.target_count == SAMPLES * 8
     model = build_model(config.model, config.train.seed)
     assert isinstance(model, Model)
-    materialise(model, mesh.device, config.train.seed, torch.float64)
+    materialize(model, mesh.device, config.train.seed, torch.float64)
     model.eval()
     loss = right = count = 0.0
     for index in range(len(dataset)):

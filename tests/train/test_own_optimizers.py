@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 
 from examples.own_optimizer import Lion
@@ -20,7 +21,6 @@ from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
 from hpc_train.plan.savers import check_savers
 from hpc_train.plan.tried_code import check_tried_optimizer
@@ -73,7 +73,7 @@ def expected(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
 def train_plainly(cell: Cell) -> Mapping[str, Tensor]:
     config = cell.config()
     model: Any = build_model(config.model, config.train.seed)
-    materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
+    materialize(model, torch.device("cpu"), config.train.seed, torch.float64)
     optimizers = [expected(name, parameter) for name, parameter in model.named_parameters()]
     for step in range(STEPS):
         model.zero_grad()
@@ -194,8 +194,8 @@ def test_weight_decay_is_that_of_matrices_or_of_the_group() -> None:
     groups = {"norms": {"match": "norm", "weight_decay": 0.5, "lr_factor": 2.0}}
     optimizer, parameters = small(_target_=LION, weight_decay=0.2, groups=groups)
     update(optimizer, parameters)
-    centres = {name: float((value.detach().min() + value.detach().max()) / 2) for name, value in parameters.items()}
-    assert centres == pytest.approx({"layers.0.weight": 0.98, "layers.0.bias": 1.0, "norm.weight": 0.9})
+    centers = {name: float((value.detach().min() + value.detach().max()) / 2) for name, value in parameters.items()}
+    assert centers == pytest.approx({"layers.0.weight": 0.98, "layers.0.bias": 1.0, "norm.weight": 0.9})
 
 
 def test_groups_of_a_built_in_optimizer() -> None:

@@ -162,7 +162,7 @@ def _origin(machine: Machine) -> str:
     """Returns how many numbers of the machine were measured."""
     kinds = [figure.kind for figure in machine.figures.values()]
     counts = ", ".join(f"{kinds.count(kind)} {text}" for kind, text in KINDS.items() if kind in kinds)
-    return f"numbers of the machine: {counts}; not modelled: reading of data, saves, evaluations, slow nodes"
+    return f"numbers of the machine: {counts}; not modeled: reading of data, saves, evaluations, slow nodes"
 
 
 def as_json(row: Row, machine: Machine) -> dict[str, Any]:

@@ -279,7 +279,7 @@ class TrainConfig:
     z_loss: float = key(
         0.0,
         "The coefficient of the z-loss of a language model: the mean of the squared logarithm of the softmax's "
-        "normaliser is added to the training loss, which keeps the logits small. 1e-4 is usual; evaluations report the "
+        "normalizer is added to the training loss, which keeps the logits small. 1e-4 is usual; evaluations report the "
         "plain loss.",
         at_least=0,
     )

@@ -87,7 +87,7 @@ class Executor(Protocol):
         """
 
     def identity(self, job_id: str) -> dict[str, Any]:
-        """Returns the fields of a job in the run's record of submissions, by which a live run is recognised."""
+        """Returns the fields of a job in the run's record of submissions, by which a live run is recognized."""
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Returns the status of the jobs ``ids``, without those that are no longer known."""

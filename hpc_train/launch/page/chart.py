@@ -24,13 +24,13 @@ class Series:
     """Holds one line, or points that are not connected.
 
     Attributes:
-        colour: a colour of the style sheet, such as ``c0``.
+        color: a color of the style sheet, such as ``c0``.
         wide: whether the line shows on both sides of another one that covers it.
     """
 
     name: str
     points: Sequence[Point]
-    colour: str
+    color: str
     dashed: bool = False
     dots: bool = False
     wide: bool = False
@@ -141,15 +141,13 @@ def _axes(x: Scale, y: Scale, across: str, percent: bool, height: float) -> Html
 
 
 def _draw(one: Series, x: Scale, y: Scale) -> Html:
-    colour = f"var(--{one.colour})"
+    color = f"var(--{one.color})"
     placed = [(x.at(at), y.at(value)) for at, value in one.points]
     if one.dots or len(placed) == 1:
-        return tag("g", *(tag("circle", cx=f"{at:.1f}", cy=f"{up:.1f}", r=3.5) for at, up in placed), fill=colour)
+        return tag("g", *(tag("circle", cx=f"{at:.1f}", cy=f"{up:.1f}", r=3.5) for at, up in placed), fill=color)
     line = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in placed)
     dash = "5 4" if one.dashed else None
-    return tag(
-        "path", d=line, fill="none", stroke=colour, stroke_width=WIDE if one.wide else 1.8, stroke_dasharray=dash
-    )
+    return tag("path", d=line, fill="none", stroke=color, stroke_width=WIDE if one.wide else 1.8, stroke_dasharray=dash)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -171,18 +169,18 @@ def legend(series: Sequence[Series]) -> Html:
 
 
 def _sample(one: Series) -> Html:
-    colour = f"var(--{one.colour})"
+    color = f"var(--{one.color})"
     if one.dots:
-        return tag("svg", tag("circle", cx=12, cy=6, r=4, fill=colour), viewBox="0 0 24 12", aria_hidden="true")
+        return tag("svg", tag("circle", cx=12, cy=6, r=4, fill=color), viewBox="0 0 24 12", aria_hidden="true")
     dash = "5 4" if one.dashed else None
-    line = tag("path", d="M0 6H24", stroke=colour, stroke_width=WIDE if one.wide else 3, stroke_dasharray=dash)
+    line = tag("path", d="M0 6H24", stroke=color, stroke_width=WIDE if one.wide else 3, stroke_dasharray=dash)
     return tag("svg", line, viewBox="0 0 24 12", aria_hidden="true")
 
 
-def colour_key(names: Sequence[tuple[str, str]]) -> Html:
-    """Returns a legend of filled areas: (name, colour)."""
-    return tag("ul", *(tag("li", _patch(colour), name) for name, colour in names), class_="legend")
+def color_key(names: Sequence[tuple[str, str]]) -> Html:
+    """Returns a legend of filled areas: (name, color)."""
+    return tag("ul", *(tag("li", _patch(color), name) for name, color in names), class_="legend")
 
 
-def _patch(colour: str) -> Html:
-    return tag("svg", tag("path", d="M0 0H24V12H0z", fill=f"var(--{colour})"), viewBox="0 0 24 12", aria_hidden="true")
+def _patch(color: str) -> Html:
+    return tag("svg", tag("path", d="M0 0H24V12H0z", fill=f"var(--{color})"), viewBox="0 0 24 12", aria_hidden="true")

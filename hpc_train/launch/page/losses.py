@@ -1,4 +1,4 @@
-"""Draws the loss over the steps of all attempts; lost work is grey."""
+"""Draws the loss over the steps of all attempts; lost work is gray."""
 
 from __future__ import annotations
 

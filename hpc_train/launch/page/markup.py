@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff\ud800-\udfff]")  # HTML does not allow them
-TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements
+TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors and cursor movements
 VOID = frozenset({"meta", "br", "hr"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_train.launch.page.chart import colour_key
+from hpc_train.launch.page.chart import color_key
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, joined, picture, section, table, tag
 from hpc_train.units import format_bytes
@@ -35,7 +35,7 @@ def memory(facts: RunFacts) -> Html:
     return section(
         "Memory",
         tag("p", words),
-        tag("figure", bars, colour_key(names)),
+        tag("figure", bars, color_key(names)),
         table(left, columns, rows, numbers=len(columns) - 1),
     )
 
@@ -92,12 +92,12 @@ def _bar(name: str, rank: Mapping[str, Any], top: float, full: int | None, most:
     if full:
         parts.append(_box(NAMES, top, full * unit, "wait", f"device: {format_bytes(full)}"))
     at = NAMES
-    for part, colour in PARTS.items():
-        parts.append(_box(at, top, rank[part] * unit, colour, f"{part}: {format_bytes(rank[part])}"))
+    for part, color in PARTS.items():
+        parts.append(_box(at, top, rank[part] * unit, color, f"{part}: {format_bytes(rank[part])}"))
         at += rank[part] * unit
     return joined(parts)
 
 
-def _box(at: float, top: float, width: float, colour: str, label: str) -> Html:
+def _box(at: float, top: float, width: float, color: str, label: str) -> Html:
     shape = f"M{at:.1f} {top:g}h{width:.1f}v{BAR:g}h-{width:.1f}z"
-    return tag("path", tag("title", label), d=shape, fill=f"var(--{colour})")
+    return tag("path", tag("title", label), d=shape, fill=f"var(--{color})")

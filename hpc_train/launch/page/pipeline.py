@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from hpc_train.launch.page.chart import colour_key
+from hpc_train.launch.page.chart import color_key
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, joined, picture, section, table, tag
 from hpc_train.telemetry.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
 from hpc_train.units import milliseconds
 
-COLOURS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
+COLORS = {FORWARD: "c0", BACKWARD: "c2", WEIGHT: "c3", "": "wait"}
 ROW, GAP, LEFT, WIDTH = 22.0, 6.0, 92.0, 640.0
 
 
@@ -31,7 +31,7 @@ def pipeline(facts: RunFacts) -> Html | None:
     best = max((chunk.end for chunks in ideal.values() for chunk in chunks), default=0.0)
     words = _words(event, measured, total, ideal, best)
     kinds = dict.fromkeys(chunk.kind for chunks in measured.values() for chunk in chunks)
-    key = colour_key([(NAMES[kind], COLOURS[kind]) for kind in (*kinds, "")])
+    key = color_key([(NAMES[kind], COLORS[kind]) for kind in (*kinds, "")])
     longest = max(total, best)
     return section(
         "Pipeline step",
@@ -123,18 +123,18 @@ def _row(rank: int, chunks: Sequence[Chunk], top: float, total: float, unit: flo
                 chunk.end,
                 top,
                 unit,
-                COLOURS[chunk.kind],
+                COLORS[chunk.kind],
                 f"{NAMES[chunk.kind]}{of}: {milliseconds(chunk.seconds)}",
             )
         )
     return joined(parts)
 
 
-def _box(begin: float, end: float, top: float, unit: float, colour: str, label: str | None) -> Html:
+def _box(begin: float, end: float, top: float, unit: float, color: str, label: str | None) -> Html:
     width = (end - begin) * unit
     gap = 0.6 if width > 3 and label else 0.0  # so that two chunks in a row can be told apart
     shape = f"M{LEFT + begin * unit:.1f} {top:g}h{max(0.1, width - gap):.1f}v{ROW:g}h-{max(0.1, width - gap):.1f}z"
-    return tag("path", tag("title", label) if label else None, d=shape, fill=f"var(--{colour})")
+    return tag("path", tag("title", label) if label else None, d=shape, fill=f"var(--{color})")
 
 
 def _by_stage(measured: Rows, total: float) -> Html:

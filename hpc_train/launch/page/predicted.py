@@ -17,7 +17,7 @@ from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, section, table, tag
 from hpc_train.plan.layout import Layout
 from hpc_train.planner.calibration import FILE, Values, as_line, key_of, measured_values, predicted_values
-from hpc_train.planner.gpu_types import recognised
+from hpc_train.planner.gpu_types import recognized
 from hpc_train.planner.machine import Machine, read_machine
 from hpc_train.planner.prediction import predict_step
 from hpc_train.run.directory import RunDirectory
@@ -87,7 +87,7 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
         return None
     machines = read_json(run.fabric)["machines"]
     models = {gpu.get("model") for machine in machines for gpu in machine["facts"]["gpus"]}
-    return recognised(str(models.pop())) if len(models) == 1 else None
+    return recognized(str(models.pop())) if len(models) == 1 else None
 
 
 def _predicted(config: Config, layout: Layout, machine: Machine, meeting: Mapping[str, Any]) -> Values | None:

@@ -1,4 +1,4 @@
-"""Draws throughput and model FLOPs utilisation over the steps."""
+"""Draws throughput and model FLOPs utilization over the steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def throughput(of_run: RunFacts) -> Html:
     unit, key = ("samples", "samples_per_s") if single else ("tokens", "tokens_per_s")
     points = of_run.values(key) or of_run.values("tokens_per_s")
     if not points:
-        return section("Throughput", tag("p", "No rate was logged."), *_utilisation(of_run))
+        return section("Throughput", tag("p", "No rate was logged."), *_utilization(of_run))
     rates = [value for _, value in points]
     middle = median(rates)
     words = (
@@ -27,25 +27,25 @@ def throughput(of_run: RunFacts) -> Html:
     words += f" A step took {milliseconds(median(seconds))} in the median." if seconds else ""
     series = [Series(f"{unit} per second", points, "c2")]
     chart = line_chart("Throughput over steps", words, series, "step", from_zero=True)
-    return section("Throughput", tag("p", words), chart, *_utilisation(of_run))
+    return section("Throughput", tag("p", words), chart, *_utilization(of_run))
 
 
-def _utilisation(of_run: RunFacts) -> list[Html]:
-    terms = of_run.record.get("utilisation") or {}
+def _utilization(of_run: RunFacts) -> list[Html]:
+    terms = of_run.record.get("utilization") or {}
     points, hardware = of_run.values("mfu"), of_run.values("hfu")
     if not points:
         reason = (
             "The MFU is known on GPUs whose peak is on record, for models that count their operations. It is not known "
             "for this run."
         )
-        return [tag("h3", "Model FLOPs utilisation (MFU)"), tag("p", reason)]
+        return [tag("h3", "Model FLOPs utilization (MFU)"), tag("p", reason)]
     middle = median(value for _, value in points)
     words = f"The median MFU is {middle:.1%}."
     series = [Series("MFU", points, "c0")]
     if hardware != points:
         series.append(Series("HFU", hardware, "c1", dashed=True))
     chart = line_chart("MFU over steps", words, series, "step", from_zero=True, percent=True, height=190)
-    return [tag("h3", "Model FLOPs utilisation (MFU)"), tag("p", words), chart, _formula(of_run, terms)]
+    return [tag("h3", "Model FLOPs utilization (MFU)"), tag("p", words), chart, _formula(of_run, terms)]
 
 
 def _formula(of_run: RunFacts, terms: dict[str, object]) -> Html:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The colours of the series differ in lightness too, for readers who do not see the hue. Text has a contrast of at least
+# The colors of the series differ in lightness too, for readers who do not see the hue. Text has a contrast of at least
 # 4.5 and marks of at least 3 against the background in both modes (WCAG 2.2, 1.4.3 and 1.4.11).
 _LIGHT = """
 --page:#fff;--panel:#f5f6f8;--text:#1b1e24;--soft:#545b66;--line:#c9ced6;--lost:#7d838d;

@@ -240,8 +240,8 @@ def _number(value: str) -> float | None:
 
 def _line(points: Sequence[tuple[float, float]], best: bool, unfinished: bool, words: str) -> Html:
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    colour, width = ("c1", 4) if best else ("lost", 1.5) if unfinished else ("c0", 1.5)
+    color, width = ("c1", 4) if best else ("lost", 1.5) if unfinished else ("c0", 1.5)
     return tag(
-        "path", tag("title", words), d=path, fill="none", stroke=f"var(--{colour})", stroke_width=width,
+        "path", tag("title", words), d=path, fill="none", stroke=f"var(--{color})", stroke_width=width,
         stroke_opacity=1 if best else 0.7, stroke_dasharray="5 4" if unfinished else None,
     )  # fmt: skip

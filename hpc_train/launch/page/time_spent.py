@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc_train.launch.page.chart import colour_key
+from hpc_train.launch.page.chart import color_key
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, joined, picture, section, table, tag
 from hpc_train.run.ledger import Account
 from hpc_train.units import format_duration, format_hours
 
-PARTS = {  # field of an account -> (name, colour)
+PARTS = {  # field of an account -> (name, color)
     "queue_s": ("queue", "wait"),
     "start_up_s": ("start-up", "c3"),
     "steps_s": ("steps", "c2"),
@@ -42,7 +42,7 @@ def time_spent(facts: RunFacts) -> Html:
         [PARTS[name][0], format_duration(getattr(total, name)), _share(getattr(total, name), total)] for name in used
     ]
     accounts = table("Time of all jobs", ("part", "time", "of the held time"), rows, numbers=2)
-    key = colour_key([PARTS[name] for name in used])
+    key = color_key([PARTS[name] for name in used])
     return section("Time", tag("p", words), tag("figure", bars, key), accounts)
 
 
@@ -71,12 +71,12 @@ def _bars(accounts: Sequence[Account], names: Sequence[str]) -> list[Html]:
 def _bar(account: Account, name: str, row: int, longest: float) -> Html:
     top, at = row * (BAR + GAP), NAMES
     parts = [tag("text", name, x=0, y=f"{top + BAR - 7:g}")]
-    for field, (part, colour) in PARTS.items():
+    for field, (part, color) in PARTS.items():
         seconds = getattr(account, field)
         width = seconds / longest * (WIDTH - NAMES) if longest else 0.0
         if seconds >= LEAST_S and width >= 0.2:
             label = tag("title", f"{part}: {format_duration(seconds)}")
             shape = f"M{at:.1f} {top:g}h{width:.1f}v{BAR:g}h-{width:.1f}z"
-            parts.append(tag("path", label, d=shape, fill=f"var(--{colour})"))
+            parts.append(tag("path", label, d=shape, fill=f"var(--{color})"))
         at += width
     return joined(parts)

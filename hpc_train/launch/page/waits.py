@@ -8,7 +8,7 @@ from hpc_train.launch.page.chart import Series, line_chart
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, listed, section, table, tag
 
-SHARES = {  # metric -> (name, colour)
+SHARES = {  # metric -> (name, color)
     "comm_share": ("communication", "c0"),
     "bubble_share": ("pipeline bubble", "c1"),
     "data_wait_share": ("data", "c2"),

@@ -1,7 +1,7 @@
 """Counts parameters, activations and FLOPs of transformers' models from their config.json, without torch.
 
 The table has the architectures whose sizes follow from a few keys. Others have unknown sizes, so that the dry run has
-no estimate and no utilisation is reported.
+no estimate and no utilization is reported.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.parallel.mesh import all_gather_tensor
-from hpc_train.parallel.parallelise import parameter_seed
+from hpc_train.parallel.parallelize import parameter_seed
 
 
 class Exchange(Protocol):

@@ -4,7 +4,7 @@ The first attempt writes the split to ``pp_split.json`` in the run directory, an
 reuse it. Names of parameters are global, so a checkpoint of any split fits any other.
 
 Measurements are shared: in each round every column of ranks (one rank, or the ranks of one tensor-parallel group)
-measures another block at the same time. A block is built, initialised and dropped, so the whole model never exists.
+measures another block at the same time. A block is built, initialized and dropped, so the whole model never exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpc_train.models.model import Model
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.mesh import Mesh, synchronize
-from hpc_train.parallel.parallelise import materialise, split_and_wrap
+from hpc_train.parallel.parallelize import materialize, split_and_wrap
 from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, kept_dtype, parameter_dtype
@@ -308,7 +308,7 @@ def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
     layers = [range(0), *(range(layer, layer + 1) for layer in range(len(model.layers))), range(0)]
     part = cut(model, block, layers)
     split_and_wrap(config, mesh, part)
-    materialise(part, mesh.device, config.train.seed, parameter_dtype(config.precision.name))
+    materialize(part, mesh.device, config.train.seed, parameter_dtype(config.precision.name))
     return part.train()
 
 

@@ -32,7 +32,7 @@ from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import parallelise
+from hpc_train.parallel.parallelize import parallelize
 from hpc_train.parallel.pipeline.schedules import Part, Schedule, check_extension
 from hpc_train.parallel.pipeline.split import TiedWeights, cut, split_layers
 from hpc_train.parallel.precision.dtypes import hidden_dtype, kept_dtype, parameter_dtype
@@ -94,7 +94,7 @@ class PipelineEngine:
         layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
         placement = layout.placement
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
-        models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
+        models = {stage: parallelize(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = named_parameters(models.values(), model.tied)
         self._own_count = self.check_loss = model.own_count

@@ -73,7 +73,7 @@ class _Stage(PipelineStage):
     """A stage that computes under autocast and casts its output to the announced dtype.
 
     Args:
-        links: the groups of neighbours, over which the messages go; see ``Mesh.links``.
+        links: the groups of neighbors, over which the messages go; see ``Mesh.links``.
     """
 
     def __init__(self, part: Part, stages: int, example: Batch, group: dist.ProcessGroup, links: Links) -> None:
@@ -115,9 +115,9 @@ class _Stage(PipelineStage):
         return self._part.cast_output(output)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Returns the messages that connect the ranks of neighbouring stages before the first step.
+        """Returns the messages that connect the ranks of neighboring stages before the first step.
 
-        In a V, two neighbours are on one rank. Torch 2.11 would send these messages from the rank to itself, which
+        In a V, two neighbors are on one rank. Torch 2.11 would send these messages from the rank to itself, which
         gloo refuses; later versions do not call this method.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -159,7 +159,7 @@ class Schedule:
     def __init__(self, mesh: Mesh, parts: Sequence[Part], micro_batches: int, example: Batch, loss: Loss) -> None:
         layout, group = mesh.layout, mesh.group("pp")
         kind = schedule_class(layout)
-        # other classes of a user's may send to both neighbours in one batch, which must have one group
+        # other classes of a user's may send to both neighbors in one batch, which must have one group
         links = mesh.links if issubclass(kind, PipelineScheduleSingle | _PipelineScheduleRuntime) else {}
         built = [_Stage(part, layout.stages, example, group, links) for part in parts]
         # the gradients are those of the mean over the global batch, so they must not be scaled again

@@ -70,7 +70,7 @@ class _Tie:
 
 
 class TiedWeights:
-    """Synchronises the tied parameters of one pipeline.
+    """Synchronizes the tied parameters of one pipeline.
 
     Args:
         parts: stage -> module of this rank.

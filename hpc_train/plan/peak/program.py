@@ -136,7 +136,7 @@ class _Step:
 
     def _on_the_way(self) -> float:
         """Returns what is on the device of activations that are kept in host memory: those of the layer that computes
-        and of its neighbour. The last layer of the model, which stays, replaces one of them.
+        and of its neighbor. The last layer of the model, which stays, replaces one of them.
         """
         stages, moved = self.rank.stages.values(), self.sizes.activations.moved
         sizes = [moved[run.mode] for stage in stages for run in stage.runs for _ in range(run.layers * run.moves)]

@@ -100,7 +100,7 @@ class RunReader:
         samples: dict[str, Samples] = {
             name: {(): float(value)} for name, value in self._single(now).items() if value is not None
         }
-        return Snapshot(self.identity.labels, samples | self._labelled() | self._read_ledger(now))
+        return Snapshot(self.identity.labels, samples | self._labeled() | self._read_ledger(now))
 
     def _new(self, folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
         """Yields the new lines of all files in ``folder`` that have the time that all whole lines have."""
@@ -155,7 +155,7 @@ class RunReader:
             "last_checkpoint_duration_seconds": saved.get("seconds"),
         }
 
-    def _labelled(self) -> dict[str, Samples]:
+    def _labeled(self) -> dict[str, Samples]:
         who = self.identity
         step_s = self._line.get("step_s") or 0.0
         found: dict[str, Samples] = {

@@ -16,9 +16,9 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset
 from hpc_train.measure.step_clock import StepClock
 from hpc_train.measure.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
-from hpc_train.measure.utilisation import (
+from hpc_train.measure.utilization import (
     FlopCount,
-    GpuUtilisation,
+    GpuUtilization,
     count_flops,
     device_peak,
     peak_device_memory,
@@ -47,7 +47,7 @@ class Measures:
         inside = mesh.layout.cp * mesh.layout.tp > 1 and config.train.compile
         self._observes_communication = mesh.layout.world_size > 1 and not inside
         self.clock = StepClock(mesh.device)
-        self._gpu = GpuUtilisation(mesh.device)
+        self._gpu = GpuUtilization(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
         self._stragglers: SlowRankWatch | None = None
@@ -208,7 +208,7 @@ class Meter:
             "save_s": self._saved,
         }
         if self.flops is not None and self.peak_flops:
-            found = self.flops.utilisation(rates["samples_per_s"], self.peak_flops)
+            found = self.flops.utilization(rates["samples_per_s"], self.peak_flops)
             rates |= {name: found[name] for name in ("mfu", "hfu") if name in found}
         self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds

@@ -15,7 +15,7 @@ from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
-from hpc_train.measure.utilisation import device_memory, peak_device_memory, peak_host_memory
+from hpc_train.measure.utilization import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.masters import master_of

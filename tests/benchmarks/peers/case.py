@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
@@ -19,7 +20,6 @@ from hpc_train.data.sampler import Order
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
 
@@ -92,7 +92,7 @@ def own_model(config: Config) -> Model:
     """Returns our model with the weights with which all contenders begin."""
     model = build_model(config.model, config.train.seed)
     assert isinstance(model, Model)
-    materialise(model, torch.device("cpu"), config.train.seed, torch.float32)
+    materialize(model, torch.device("cpu"), config.train.seed, torch.float32)
     return model.train()
 
 

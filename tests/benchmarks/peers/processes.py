@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpc_train.config.schema import Config
-from hpc_train.measure.utilisation import peak_host_memory
+from hpc_train.measure.utilization import peak_host_memory
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from tests.benchmarks.peers.case import CASES, Case, Contender, NotThereError, Turn, config_of
 from tests.benchmarks.peers.contenders import (

@@ -123,7 +123,7 @@ def hgx(root: Path, nics: bool = True) -> Machine:
 
 
 def matrix(devices: Sequence[str], ways: Mapping[tuple[str, str], str], cpus: Mapping[str, str], default: str) -> str:
-    """What ``nvidia-smi topo -m`` prints for ``devices``, tabs and colour codes included."""
+    """What ``nvidia-smi topo -m`` prints for ``devices``, tabs and color codes included."""
     lines = ["\t\x1b[4m" + "\t".join(devices) + "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"]
     for row in devices:
         cells = [

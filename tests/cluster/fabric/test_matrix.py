@@ -43,18 +43,18 @@ def test_tabs_with_a_legend_and_a_column_skipped_twice() -> None:
     assert facts.unknown == ()
 
 
-def test_spaces_colours_labels_and_the_old_name_of_sys_change_nothing() -> None:
+def test_spaces_colors_labels_and_the_old_name_of_sys_change_nothing() -> None:
     expected = parse_matrix(CLEAN)
     assert ways(expected) == {"GPU0-GPU1": "PHB", "GPU0-mlx5_0": "NODE", "GPU1-mlx5_0": "NODE"}
-    coloured = CLEAN.replace("GPU0    GPU1    mlx5_0", "\x1b[4mGPU0\x1b[0m    GPU1    mlx5_0")
+    colored = CLEAN.replace("GPU0    GPU1    mlx5_0", "\x1b[4mGPU0\x1b[0m    GPU1    mlx5_0")
     commented = "\n".join(f"# {line}" for line in CLEAN.splitlines())
     echoed = "$ nvidia-smi topo -m\n" + CLEAN.replace("\n", "\r\n")
-    for text in (coloured, commented, echoed):
+    for text in (colored, commented, echoed):
         assert parse_matrix(text) == expected
     assert ways(parse_matrix(CLEAN.replace("NODE", "SOC ")))["GPU0-mlx5_0"] == "SYS"
 
 
-def test_a_blank_cell_is_not_filled_with_its_neighbour() -> None:
+def test_a_blank_cell_is_not_filled_with_its_neighbor() -> None:
     tabs = parse_matrix(TABS.replace("0-7,16-23", ""))
     assert cpus(tabs) == [0, 16] and tabs.gpus[0].numa_nodes == (0,)
     assert tabs.unknown == ("CPU Affinity of GPU0: blank in the matrix",)
