@@ -14,12 +14,12 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from hpc_train.parallel.parallelize import apply_loss_form
 
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, SyntheticDataConfig
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.parallelize import apply_loss_form
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.loss_chunks import LossForm
 from hpc_train.units import format_bytes

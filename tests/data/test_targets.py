@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import nn
 
 from hpc_train.config.schema.data import OwnKeys
@@ -18,6 +17,7 @@ from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.wrong_target import refusing_wrong_targets
 from tests.data.layouts import replicas

@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from hpc_train.parallel.parallelize import materialize, split_and_wrap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -32,6 +31,7 @@ from hpc_train.measure.step_clock import StepClock
 from hpc_train.models.model import Model
 from hpc_train.parallel import fsdp, replica_engine
 from hpc_train.parallel.mesh import AXES, Mesh, all_gather_tensor
+from hpc_train.parallel.parallelize import materialize, split_and_wrap
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.replicas import Sharded
 from hpc_train.plan.layout import Layout, resolve_layout

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepNumbers
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.plan.layout import Layout
 from tests.checkpoint.progress import LONG

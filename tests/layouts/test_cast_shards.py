@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.models.build import build_model
 from hpc_train.parallel import fsdp
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import materialize
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import STEPS, check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
@@ -18,6 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.recomputation import layer_bytes

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hpc_train.parallel.parallelize import materialize, take_first_replica
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, CustomModelConfig
@@ -23,6 +22,7 @@ from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.plan.techniques import KINDS
 from hpc_train.train.optimizer import Optimizer

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from torch import Tensor, fx, nn
 
 from hpc_train.config.schema import Config, PrecisionConfig
@@ -20,6 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from hpc_train.parallel.precision import float8
 from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.float8 import Float8Linear, check_device, check_use, matrices, use_float8

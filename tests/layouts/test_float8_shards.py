@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +24,7 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision import float8
 from hpc_train.parallel.precision.float8 import use_float8
 from hpc_train.plan.number_formats import check_float8

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, PrecisionConfig
@@ -15,6 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision.masters import local_part
 from hpc_train.plan.in_backward import check_in_backward
 from hpc_train.plan.layout import resolve_layout

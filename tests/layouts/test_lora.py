@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.checkpoint.export import export_hf
@@ -26,6 +25,7 @@ from hpc_train.models.hf.sizes import trained_parameters
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.train.optimizer import Optimizer

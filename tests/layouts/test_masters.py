@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig, TargetConfig
@@ -22,6 +21,7 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.plan.layout import resolve_layout

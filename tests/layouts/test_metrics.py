@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from hpc_train.config.schema import TargetConfig
@@ -20,6 +19,7 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from tests.checkpoint.training import join_again
 from tests.layouts.cells import VOCABULARY, Cell

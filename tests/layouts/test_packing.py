@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, Sample, StepBatch
@@ -19,6 +18,7 @@ from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import VARLEN
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, mesh_of, whole
 from tests.models.varlen import kernels_in_plain_torch

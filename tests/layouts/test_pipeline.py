@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 
 from examples.own_pipeline_model import ResidualNet
@@ -23,6 +22,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.parallel.pipeline.schedules import _Stage
 from hpc_train.parallel.pipeline.split import _group_across

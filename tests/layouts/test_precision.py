@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from torch import Tensor
 
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from hpc_train.parallel.precision.dtypes import autocast, choose_tf32, compute_dtype, set_hidden_dtype
 from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.plan.loss_chunks import loss_form

@@ -10,7 +10,6 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
-from hpc_train.parallel.parallelize import check_no_complex, check_shardable, materialize
 from torch import Tensor, nn
 
 from examples.own_pipeline_model import ResidualNet
@@ -25,6 +24,7 @@ from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers
+from hpc_train.parallel.parallelize import check_no_complex, check_shardable, materialize
 from tests.models.models import TINY_GPT
 from tests.ranks import run_ranks
 

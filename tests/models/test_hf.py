@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.export import export_hf
@@ -32,6 +31,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.hf import family, sizes
 from hpc_train.models.hf.decoder import HFDecoder
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.plan.memory import estimate, parameter_count, state_bytes
 from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.plan.validate import validate

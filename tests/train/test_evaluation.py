@@ -7,7 +7,6 @@ from typing import cast
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 
 from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.data.build import build_dataset
@@ -17,6 +16,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor, nn
 
 from examples.own_optimizer import Lion
@@ -21,6 +20,7 @@ from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.plan.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
 from hpc_train.plan.savers import check_savers
 from hpc_train.plan.tried_code import check_tried_optimizer

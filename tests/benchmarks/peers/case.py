@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hpc_train.parallel.parallelize import materialize
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
@@ -20,6 +19,7 @@ from hpc_train.data.sampler import Order
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
 
