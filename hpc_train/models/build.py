@@ -98,7 +98,8 @@ def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> M
             where="model._target_",
             fix="a class or function that returns an nn.Module",
         )
-    return WrappedModel(_with_statistics(built, config), config.loss, config.wrap)
+    class_dim = config.class_dim if config.loss == "cross_entropy" else "auto"
+    return WrappedModel(_with_statistics(built, config), config.loss, config.wrap, class_dim)
 
 
 def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:

@@ -28,10 +28,11 @@ class WrappedModel(nn.Module):
         module: the module to train. If it has a method ``loss(outputs, targets) -> (sum, count)``, that replaces
             ``loss``. See ``Head.loss`` for its results; the count may also be a plain number. ``outputs`` are what the
             module returns. A loss that compares samples has a third parameter, ``gather``.
-        loss: ``cross_entropy`` (int64 targets; classes in dim 1, or in the last dim if that fits the targets) or
-            ``mse`` (targets of any dtype in the shape of the outputs). Of outputs with ``logits``, as those of
-            transformers, these are taken.
+        loss: ``cross_entropy`` (int64 targets) or ``mse`` (targets of any dtype in the shape of the outputs). Of
+            outputs with ``logits``, as those of transformers, these are taken.
         wrap: the class names of the blocks; see ``find_blocks``.
+        class_dim: the dim of the outputs that holds the classes of ``cross_entropy``: ``second``, ``last``, or the one
+            that fits the targets (``auto``).
 
     Attributes:
         gather: the third argument of a loss that compares samples; the engine sets it.
@@ -45,7 +46,9 @@ class WrappedModel(nn.Module):
     tied: Mapping[str, str] = {}
     saves_frozen: bool = True  # see ``Model``
 
-    def __init__(self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None, class_dim: str = "auto"
+    ) -> None:
         super().__init__()
         if loss not in _LOSSES:
             raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
@@ -59,6 +62,7 @@ class WrappedModel(nn.Module):
         self.loss: Loss = own if callable(own) else _LOSSES[loss]
         self.mixes_samples = mixes_samples(self.loss)
         self._classifies = not callable(own) and loss == "cross_entropy"
+        self._class_dim = class_dim
 
     @property
     def bare(self) -> nn.Module:
@@ -71,8 +75,9 @@ class WrappedModel(nn.Module):
         return self._block_names
 
     def train(self, mode: bool = True) -> WrappedModel:
-        super().train(mode)
-        self._module[0].training = mode
+        """Calls ``train`` of the module, which may keep some of its parts in evaluation mode."""
+        self._module[0].train(mode)
+        self.training = mode
         return self
 
     def forward(
@@ -87,7 +92,7 @@ class WrappedModel(nn.Module):
         if not self.own_count and not isinstance(outputs, Tensor):
             raise self._not_a_tensor(outputs)
         if self._classifies:
-            outputs = _classes_last(outputs, targets)
+            outputs = _classes_last(outputs, targets, self._class_dim)
         total, count = call_loss(self.loss, self.mixes_samples, outputs, targets, self.gather)
         if self.training:
             return total, count
@@ -135,18 +140,32 @@ def _disable_caches(module: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def _classes_last(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns logits with the classes in the last dim, from ``[micro, classes, ...]`` or ``[micro, ..., classes]``."""
-    if outputs.ndim == targets.ndim + 1:
-        if outputs.shape[:1] + outputs.shape[2:] == targets.shape:
-            return outputs.movedim(1, -1)
-        if outputs.shape[:-1] == targets.shape:
-            return outputs
-    raise UserError(
-        f"outputs of shape {tuple(outputs.shape)} do not match targets of shape {tuple(targets.shape)}",
-        where="model.loss",
-        fix="return [micro, classes, ...] or [micro, ..., classes] from the model, or set model.loss=mse",
-    )
+def _classes_last(outputs: Tensor, targets: Tensor, class_dim: str) -> Tensor:
+    """Returns logits with the classes in the last dim, from ``[micro, classes, ...]`` or ``[micro, ..., classes]``.
+
+    Raises:
+        UserError: ``class_dim`` does not fit the targets, or it is ``auto`` and both dims fit, as in a language model
+            whose sequences are as long as its vocabulary is large.
+    """
+    fits = {
+        "second": outputs.shape[:1] + outputs.shape[2:] == targets.shape,
+        "last": outputs.shape[:-1] == targets.shape,
+    }
+    chosen = [dim for dim in fits if fits[dim] and class_dim in (dim, "auto")]
+    if not chosen:
+        raise UserError(
+            f"outputs of shape {tuple(outputs.shape)} do not match targets of shape {tuple(targets.shape)}",
+            where="model.loss",
+            fix="return [micro, classes, ...] or [micro, ..., classes] from the model, or set model.loss=mse",
+        )
+    if len(chosen) > 1 and outputs.ndim > 2:
+        raise UserError(
+            f"outputs of shape {tuple(outputs.shape)} can have their classes in the second or in the last dim",
+            where="model.class_dim",
+            fix="model.class_dim=last if the model returns [micro, ..., classes], as language models do; "
+            "model.class_dim=second if it returns [micro, classes, ...]",
+        )
+    return outputs.movedim(1, -1) if chosen == ["second"] else outputs
 
 
 def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

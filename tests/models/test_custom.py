@@ -104,6 +104,51 @@ def test_classes_may_stand_last_or_second(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.parametrize(("class_dim", "shape"), [("last", (2, 5, 5)), ("second", (2, 5, 5)), ("second", (2, 5, 5, 5))])
+def test_where_both_dims_fit_the_classes_are_not_guessed(class_dim: str, shape: tuple[int, ...]) -> None:
+    scores, targets = torch.randn(shape), torch.randint(0, 5, shape[:-1])
+    with pytest.raises(UserError, match="classes in the second or in the last dim") as raised:
+        WrappedModel(nn.Identity(), "cross_entropy")(scores, {}, targets)
+    assert f"model.class_dim={class_dim}" in str(raised.value)
+    second = scores if class_dim == "second" else scores.movedim(-1, 1)
+    loss, _ = WrappedModel(nn.Identity(), "cross_entropy", class_dim=class_dim)(scores, {}, targets)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(second, targets, reduction="sum"))
+
+
+def test_a_class_dim_that_does_not_fit_is_refused() -> None:
+    for class_dim, shape in (("last", (2, 5, 7)), ("second", (2, 7, 5))):
+        with pytest.raises(UserError, match="do not match targets"):
+            WrappedModel(nn.Identity(), "cross_entropy", class_dim=class_dim)(
+                torch.randn(shape), {}, torch.zeros(2, 7, dtype=torch.int64)
+            )
+
+
+class FrozenBackbone(nn.Module):
+    """Keeps its backbone in evaluation mode, as is usual where it is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
+        self.head = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
+
+    def train(self, mode: bool = True) -> FrozenBackbone:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.backbone(inputs))
+
+
+def test_a_module_decides_which_of_its_parts_train() -> None:
+    model = WrappedModel(FrozenBackbone(), "cross_entropy")
+    for mode in (True, False, True):
+        model.train(mode)
+        assert (model.training, model.bare.training) == (mode, mode)
+        assert [part.training for part in model.head] == [mode, mode]  # type: ignore[union-attr]
+        assert [part.training for part in model.backbone] == [False, False]  # type: ignore[union-attr]
+
+
 def test_squared_error_leaves_out_ignored_targets() -> None:
     model = wrap(f"{HERE}.two_layers", loss="mse")
     inputs, targets = torch.randn(4, 4), torch.randn(4, 3, dtype=torch.float64)

@@ -121,6 +121,13 @@ class CustomModelConfig(ModelKeys):
         "The loss of a module that has no method named loss.",
         choices=("cross_entropy", "mse"),
     )
+    class_dim: str = key(
+        "auto",
+        "The dimension of the outputs that holds the classes of the cross-entropy: [micro, classes, ...] (second) or "
+        "[micro, ..., classes] (last). auto is the one that fits the targets.",
+        choices=("auto", "second", "last"),
+        when=when("model.loss", "cross_entropy"),
+    )
     sync_batch_norm: bool = key(
         False, "Whether batch normalization uses the statistics of all ranks.", when=when("replicas")
     )

@@ -21,7 +21,7 @@ class HFWhole(WrappedModel):
     """
 
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
-        super().__init__(module, "cross_entropy", config.wrap)
+        super().__init__(module, "cross_entropy", config.wrap, class_dim="last")
         self.config, self._values = config, values
         self.saves_frozen = config.lora.rank is None
         self.tied = values.tied
