@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hpc_train.config.schema import BatchConfig, DataConfig, StreamDataConfig
 from hpc_train.errors import UserError
@@ -159,22 +159,48 @@ def _with_fp32_weights(norm: _BatchNorm, input: Tensor) -> Tensor:
     return type(norm).forward(norm, input)
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Returns the running statistics that each rank computes from its own samples, i.e. without ``SyncBatchNorm``."""
-    return [
-        buffer
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
-        for buffer in (module.running_mean, module.running_var)
-        if buffer is not None
-    ]
+class RunningStatistics:
+    """Averages the running statistics of ``parts`` over the replicas, and takes back those of a skipped step.
+
+    Without the latter one sample that is not finite would make every later evaluation, on every rank, not finite.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        norms = [module for part in parts for module in part.modules() if isinstance(module, _NormBase)]
+        self._own = [
+            buffer
+            for norm in norms
+            if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)
+            for buffer in (norm.running_mean, norm.running_var)
+            if buffer is not None
+        ]
+        self._of_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in (buffer for norm in norms for buffer in norm.buffers(recurse=False)):
+            self._of_type.setdefault(buffer.dtype, []).append(buffer.view(-1))
+        self._before: dict[torch.dtype, Tensor] = {}
+
+    def begin(self) -> None:
+        """Remembers the statistics before a training step."""
+        self._before = {dtype: torch.cat(buffers) for dtype, buffers in self._of_type.items()}
+
+    def average(self, group: dist.ProcessGroup) -> None:
+        """Averages what each rank computes from its own samples, i.e. without ``SyncBatchNorm``, over ``group``.
+
+        Thus checkpoints and evaluation see one model.
+        """
+        ranks = dist.get_world_size(group)
+        if self._own and ranks > 1:
+            flat = torch.cat(self._own) / ranks
+            dist.all_reduce(flat, group=group)
+            _fill(self._own, flat)
+
+    def commit(self, finite: Tensor) -> None:
+        """Restores the statistics of ``begin`` unless ``finite``, a scalar bool on the device, is true."""
+        for dtype, before in self._before.items():
+            buffers = self._of_type[dtype]
+            _fill(buffers, torch.where(finite, torch.cat(buffers), before))
+        self._before = {}
 
 
-def average_(statistics: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Averages running statistics over the ranks of ``group``, so that checkpoints and evaluation see one model."""
-    buffers, ranks = list(statistics), dist.get_world_size(group)
-    if not buffers or ranks == 1:
-        return
-    flat = torch.cat([buffer.reshape(-1) for buffer in buffers]) / ranks
-    dist.all_reduce(flat, group=group)
+def _fill(buffers: list[Tensor], flat: Tensor) -> None:
     torch._foreach_copy_(buffers, list(flat.split([buffer.numel() for buffer in buffers])))

@@ -84,7 +84,7 @@ class Engine(Protocol):
         """
 
     def commit(self, finite: Tensor) -> None:
-        """Updates the state of compression after a training step, if the gradients of all ranks were ``finite``.
+        """Keeps the state of compression and running statistics of a training step, if all gradients were ``finite``.
 
         Args:
             finite: a scalar bool on the device.

@@ -51,7 +51,7 @@ class ReplicaEngine:
         self._replicas = make_replicas(
             self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates
         )
-        self._statistics = batch_norm.running_statistics(self._model)
+        self._statistics = batch_norm.RunningStatistics([self._model])
         self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
         # CUDA graphs read parameters where they are, but would copy the casts of each step
         casts = None if self._graphed else kept_dtype(config.precision, mesh.layout)
@@ -86,6 +86,7 @@ class ReplicaEngine:
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
         clear_gradients(self._parameters.values(), keep_memory=self._graphed)
+        self._statistics.begin()
         factor = self._replicas.loss_factor / max(1, batch.target_count)
         self._replicas.begin(step, len(batch.micro_batches))
         with self._casts.step():
@@ -97,7 +98,7 @@ class ReplicaEngine:
             )
         else:
             self._replicas.finish()
-        batch_norm.average_(self._statistics, self._mesh.group("dp"))
+        self._statistics.average(self._mesh.group("dp"))
         return result
 
     def _accumulate(
@@ -117,6 +118,7 @@ class ReplicaEngine:
         """See ``Engine.commit``."""
         for compression in self.compressions():
             compression.commit(finite)
+        self._statistics.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""

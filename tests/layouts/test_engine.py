@@ -340,6 +340,39 @@ def test_models_of_three_parts_synchronize_batch_statistics() -> None:
         assert found == pytest.approx(first[1][:1], rel=1e-12)
 
 
+def statistics_of_a_skipped_step(
+    rank: int, world_size: int, strategy: dict[str, Any], synchronized: bool
+) -> list[bool]:
+    """Whether three steps leave all buffers alone; in the second the inputs of one rank are not finite."""
+    cell = Cell(world_size, "own", strategy=strategy, batch={"global_size": 8, "micro_batches": 2})
+    config = cell.config()
+    args = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
+    target = "tests.layouts.module.NormedNet"
+    config.model = CustomModelConfig(_target_=target, args=args, sync_batch_norm=synchronized)
+    mesh = join(cell, rank)
+    engine = build_engine(config, mesh)
+    kept = []
+    for step, poisoned in enumerate((False, True, False)):
+        before = {name: value.clone() for name, value in engine.named_buffers().items()}
+        batch = local_batch(cell, mesh.layout, mesh.dp_rank, step)
+        if poisoned and mesh.dp_rank == 1:
+            batch.micro_batches[0].inputs.fill_(float("nan"))
+        engine.train_step(step, batch)
+        engine.commit(engine.clip_grad_norm_(0.0).isfinite())
+        same = {torch.equal(before[name], value) for name, value in engine.named_buffers().items()}
+        kept.append(same == {True})
+        assert len(same) == 1 or not before
+    return kept
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("strategy", [{"dp": 2}, {"dp": 2, "pp": 2, "data_parallel": "zero1"}])
+def test_a_skipped_step_leaves_the_running_statistics_alone(strategy: dict[str, Any], synchronized: bool) -> None:
+    ranks = run_on_world(2 * strategy.get("pp", 1), statistics_of_a_skipped_step, strategy, synchronized)
+    assert all(kept in ([False, True, False], [True] * 3) for kept in ranks)
+    assert [False, True, False] in ranks, "some rank holds statistics"
+
+
 def norm_of_half_a_model(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[float, int]:
     """The gradient norm of a step of a model with a frozen half, and the number of its blocks that were measured."""
     cell = Cell(world_size, "own", strategy=strategy, batch={"micro_batches": 2})

@@ -118,7 +118,7 @@ class PipelineEngine:
             for stage, part in models.items()
             for replicas in [self._replicas[stage]]
         ]
-        self._statistics = [value for part in self.parts for value in batch_norm.running_statistics(part)]
+        self._statistics = batch_norm.RunningStatistics(self.parts)
         self._casts = KeptCasts(models.values(), kept_dtype(config.precision, layout))
         self._loss = _Loss()
         self._schedule: Schedule | None = None
@@ -149,6 +149,7 @@ class PipelineEngine:
         self._tied.refresh()
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._statistics.begin()
         micro_batches = self._own_tokens(batch)
         schedule = self._schedule_for(micro_batches, batch.micro_batches[0])
         factor = next(iter(self._replicas.values())).loss_factor
@@ -160,7 +161,7 @@ class PipelineEngine:
         result = self._result(self._loss.sums, self._loss.counts)
         self._finish(result, batch.target_count)
         self._tied.add_gradients()
-        batch_norm.average_(self._statistics, self._mesh.group("dp"))
+        self._statistics.average(self._mesh.group("dp"))
         return result
 
     def _finish(self, result: StepResult, target_count: int) -> None:
@@ -175,6 +176,7 @@ class PipelineEngine:
         """See ``Engine.commit``."""
         for compression in self.compressions():
             compression.commit(finite)
+        self._statistics.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""
