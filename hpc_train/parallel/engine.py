@@ -7,11 +7,13 @@ generator state.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -227,7 +229,7 @@ def stream_seed(*key: object) -> int:
 
 
 def seed_step(seed: int, step: int, mesh: Mesh, sequence_shards: bool = False) -> None:
-    """Seeds the default generators of the CPU and of this rank's device for ``step``.
+    """Seeds the default generators of Python, numpy, torch and this rank's device for ``step``.
 
     Ranks that hold different tokens drop different elements: the context-parallel ranks and, with
     ``sequence_shards``, the tensor-parallel ranks. Other tensor-parallel ranks share one seed, so that they drop the
@@ -250,6 +252,9 @@ def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -
 
 
 def _seed_all(value: int, device: torch.device) -> None:
+    """Seeds torch, and Python and numpy, from which a model may draw too."""
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.manual_seed(value)

@@ -74,10 +74,10 @@ def _global_norm(
     replicated = 1.0 / mesh.layout.world_size
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
     for weight, gradients in counted.items():
-        norms = torch.stack([norm.to(dtype) for norm in _norms(gradients)])
+        found = torch.stack([norm.to(dtype) for norm in norms(gradients)])
         if inverse_scale is not None:  # before squaring, since the square of a scaled gradient may overflow
-            norms = norms * inverse_scale.to(norms.device)
-        total += (1.0 if alone else weight) * norms.square().sum().to(total.device)
+            found = found * inverse_scale.to(found.device)
+        total += (1.0 if alone else weight) * found.square().sum().to(total.device)
     if not alone:
         work = dist.all_reduce(total, async_op=True)  # on NCCL's stream, to separate waiting from computing in traces
         assert work is not None
@@ -85,25 +85,41 @@ def _global_norm(
     return total.sqrt()
 
 
-def norm_of(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the norm of gradients that every rank holds whole from their own ``norms``, in the order of ``clip_``.
+def norm_of(found: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the norm of gradients that every rank holds whole from what ``norms`` found, in the order of ``clip_``.
 
     The bits are those of ``clip_``.
     """
-    dtype = _sum_dtype(norms)
-    if not norms:
+    dtype = _sum_dtype(found)
+    if not found:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack([norm.to(dtype) for norm in norms]).square().sum().sqrt()
+    return torch.stack([norm.to(dtype) for norm in found]).square().sum().sqrt()
 
 
 def _sum_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _norms(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """Returns the norm of each gradient in its dtype, but of those in bf16 in fp32."""
+_CHUNK = 1 << 16  # elements
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the norm of each gradient, a scalar in its dtype, but of those in bf16 in fp32.
+
+    On a CPU torch adds the squares of a tensor in fp32: of 2^27 elements the norm is 2 % too small. There a large
+    gradient is the norm of the norms of its chunks.
+    """
     narrow = any(gradient.dtype is torch.bfloat16 for gradient in gradients)
-    return torch._foreach_norm(gradients, dtype=torch.float32) if narrow else torch._foreach_norm(gradients)
+    dtype = torch.float32 if narrow else None
+    large = [gradient.device.type == "cpu" and gradient.numel() > _CHUNK for gradient in gradients]
+    if not any(large):
+        return list(torch._foreach_norm(list(gradients), dtype=dtype))
+    return [
+        torch.stack(torch._foreach_norm(list(gradient.flatten().split(_CHUNK)), dtype=dtype)).norm()
+        if in_chunks
+        else torch._foreach_norm([gradient], dtype=dtype)[0]
+        for gradient, in_chunks in zip(gradients, large, strict=True)
+    ]
 
 
 def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hpc_train.parallel.gradient_norm import norm_of
+from hpc_train.parallel.gradient_norm import norm_of, norms
 
 Update = Callable[[Sequence[nn.Parameter], Tensor], None]  # (parameters with gradients, whether all so far are finite)
 
@@ -50,10 +50,10 @@ class UpdatesInBackward:
         given = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         if self._update is None or not given:
             return
-        norms = torch._foreach_norm([gradient for _, gradient in given])
+        found = norms([gradient for _, gradient in given])
         chosen = [parameter for parameter, _ in given]
-        self._norms.update(zip(chosen, norms, strict=True))
-        self._square = self._square + torch.stack(norms).square().sum()
+        self._norms.update(zip(chosen, found, strict=True))
+        self._square = self._square + torch.stack(found).square().sum()
         self._update(chosen, self._square.isfinite())
         for parameter in chosen:
             parameter.grad = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import seed_micro_batch
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.layouts.cells import Cell
@@ -42,3 +46,13 @@ def test_tensor_parallel_ranks_drop_the_same_elements_only_of_the_same_tokens(mo
     first, second = run_on_world(2, dropped, Cell(2, model, "fp32", strategy))
     assert len(first) >= 5 and all(any(mask) for mask in first)
     assert [one == other for one, other in zip(first, second, strict=True)] == [same] * len(first)
+
+
+def test_a_model_may_draw_from_the_generators_of_python_and_numpy() -> None:
+    def drawn(step: int) -> tuple[float, ...]:
+        seed_micro_batch(2**63 - 1, step, 1, torch.device("cpu"))
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    first, again, other = drawn(3), drawn(3), drawn(4)
+    assert first == again
+    assert not {*first} & {*other}
