@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleOutput
 
 from hpc_train.config.extensions import IMAGES, TOKENS, ModelFamily, load_family, load_source
 from hpc_train.errors import UserError
@@ -58,7 +60,17 @@ def _plan_problem(family: ModelFamily, model: Model) -> str:
             return f"the tensor-parallel plan names the module {name}, which the model does not have"
         if not isinstance(style, ParallelStyle):
             return f"the tensor-parallel plan gives {name} a {type(style).__name__}, not a ParallelStyle"
+    omitted = [name for name, _ in model.named_parameters() if not _is_planned(name, plan)]
+    if family.tensor_parallel.shards_sequence and omitted:
+        return f"the tensor-parallel plan shards the sequence, but it omits {omitted[0]}"
     return ""
+
+
+def _is_planned(parameter: str, plan: Mapping[str, ParallelStyle]) -> bool:
+    """Returns whether a style of ``plan`` distributes ``parameter``: that of its module or of one that holds it."""
+    above = accumulate(parameter.split(".")[:-1], lambda name, part: f"{name}.{part}")
+    styles = (plan[name] for name in above if name in plan)
+    return any(not isinstance(style, PrepareModuleInput | PrepareModuleOutput) for style in styles)
 
 
 def _flops_problem(family: ModelFamily, model: Model, model_config: Any, data_config: Any) -> str:

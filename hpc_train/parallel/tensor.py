@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hpc_train.config.extensions import load_family
@@ -30,7 +31,8 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
     """Splits ``model`` (whole or a stage) over ``tp_mesh`` in place; call it before anything wraps the model.
 
     Raises:
-        UserError: the model has no plan, or the ranks do not divide its sizes.
+        UserError: the model has no plan, the ranks do not divide its sizes, or the plan omits a parameter although it
+            shards the sequence: its gradient would be that of the tokens of one rank.
     """
     split = None if model.family is None else load_family(model.family).tensor_parallel
     if split is None:
@@ -45,6 +47,13 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
     plan = imported(split.plan)(model)
     with keep_shared(model):
         parallelize_module(model, tp_mesh, plan)
+    omitted = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if split.shards_sequence and omitted:
+        raise UserError(
+            f"the tensor-parallel plan of {model.family} shards the sequence, but it omits {omitted[0]}",
+            where=split.plan,
+            fix="a style for every module with parameters; SequenceParallel() for norms between the branches",
+        )
     model.sequence_shards = tp_mesh.size() if split.shards_sequence else 1
     if model.stem is not None:
         model.stem.register_forward_hook(_complete)

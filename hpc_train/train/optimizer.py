@@ -199,7 +199,7 @@ class _Part:
         lr_factors: the factor of the learning rate for each of torch's parameter groups.
         own: names the state of an optimizer of the user; None for the built-in ones.
         waits: whether the host reads whether the gradients are finite. It is the same on all ranks that share them.
-        updated: whether it has updated parameters before.
+        updates: how often it has updated parameters.
         places: the number of torch's parameter group of each parameter, once ``only`` has asked for it.
     """
 
@@ -208,7 +208,7 @@ class _Part:
     lr_factors: list[float]
     own: OwnState | None
     waits: bool
-    updated: bool = False
+    updates: int = 0
     places: dict[Tensor, int] = field(default_factory=dict)
 
     @contextmanager
@@ -241,12 +241,13 @@ class _Part:
             # with offload this copy waits for the device and thereby for the copies of the gradients
             device = next(group["params"][0].device for group in self.inner.param_groups if group["params"])
             self.inner.found_inf = (~finite).to(device, torch.float32)  # type: ignore[attr-defined]
-        checked, self.updated = None if self.updated else self.own, True
+        checked = self.own if self.updates < 2 else None  # some values are made in the first update
+        self.updates += 1
         if checked is not None:
-            checked.before_first_update()
+            checked.before_update()
         self.inner.step()
         if checked is not None:
-            checked.check_first_update()
+            checked.check_update()
 
 
 def _part(

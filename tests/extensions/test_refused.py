@@ -83,6 +83,16 @@ def test_a_description_that_contradicts_the_model_is_refused(
     assert words in message and "mixer_family.py" in message
 
 
+def test_a_plan_that_shards_the_sequence_and_omits_a_module_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = [
+        ("mixer_family", "shards_sequence=False", "shards_sequence=True"),
+        ("mixer", '        "norm": ReplicatedStyle(),\n', ""),
+    ]
+    assert "omits layers.0.norm.weight" in refusal(tmp_path, monkeypatch, *changes, more="strategy.tp=2")
+
+
 def test_values_outside_the_range_and_unknown_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model.dim" in refusal(tmp_path, monkeypatch, more="+model.dim=0")
     assert "model.width is not a config key" in refusal(tmp_path, monkeypatch, more="+model.width=3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from hpc_train.errors import UserError
 from hpc_train.models.linear_head import _evaluate_shard, linear_cross_entropy
 from hpc_train.models.transformer import count_correct
 from hpc_train.models.vocabulary_shard import VocabularyShard
+from hpc_train.parallel import tensor
 from hpc_train.parallel.build import build_engine
 from hpc_train.plan.validate import validate
 from tests.layouts.cells import SEQUENCE, Cell
 from tests.layouts.memory import Allocations, PeakMemory
 from tests.layouts.oracle import mesh_of
 from tests.models.test_linear_head import VOCABULARY, drawn, plain
-from tests.ranks import run_on_world
+from tests.ranks import run_on_world, run_ranks
 
 
 def shard_of_rank(rank: int, world_size: int) -> VocabularyShard:
@@ -135,3 +137,21 @@ def test_a_vocabulary_that_leaves_a_rank_without_words_is_refused() -> None:
     small = replace(config, model=replace(config.model, vocab_size=5, n_kv_heads=4))
     with pytest.raises(UserError, match="leaves tensor-parallel ranks without words"):
         validate(small, nodes=1, workers_per_node=4)
+
+
+def with_an_incomplete_plan(rank: int, world_size: int) -> str:
+    """The refusal of a plan of the GPT without the norm of a branch."""
+    cell = Cell(world_size, "gpt", strategy={"tp": world_size})
+    whole = tensor.imported
+
+    def incomplete(path: str) -> Any:
+        return lambda model: {name: style for name, style in whole(path)(model).items() if name != "layers.0.ffn_norm"}
+
+    with mock.patch.object(tensor, "imported", incomplete), pytest.raises(UserError) as raised:
+        build_engine(cell.config(), mesh_of(cell, rank))
+    return raised.value.what
+
+
+def test_a_plan_that_omits_a_parameter_of_a_sequence_shard_is_refused() -> None:
+    for message in run_ranks(2, with_an_incomplete_plan):
+        assert "shards the sequence, but it omits layers.0.ffn_norm.weight" in message

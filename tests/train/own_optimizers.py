@@ -62,6 +62,39 @@ class KeepsText(Lion):
             self.state[parameter]["note"] = "text"
 
 
+class WarmsUpByItself(Lion):
+    """Counts its updates in a private attribute."""
+
+    _warm = 0
+
+    def step(self) -> None:  # type: ignore[override]
+        self._warm += 1
+        super().step()
+
+
+class CountsInTensor(Lion):
+    """Counts its updates in a tensor of each group, which the first update makes."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["t"] = group.get("t", torch.zeros(())) + 1
+
+
+class RemembersNorms(Lion):
+    """Keeps a list of numbers, and a flag that says nothing about its state."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norms: list[float] = []
+        self._is_compiled = False
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        self._is_compiled = True
+        self.norms.append(1.0)
+
+
 class NeedsClosure(Lion):
     def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
         closure()

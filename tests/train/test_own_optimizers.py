@@ -245,6 +245,9 @@ def training_names(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tenso
     ("settings", "message"),
     [
         ({"_target_": f"{OWN}.CountsInGroup"}, "keeps count of group 0, count of group 1"),
+        ({"_target_": f"{OWN}.WarmsUpByItself"}, "keeps _warm in its"),
+        ({"_target_": f"{OWN}.CountsInTensor"}, "keeps t of group 0, t of group 1"),
+        ({"_target_": f"{OWN}.RemembersNorms"}, "keeps norms in its"),
         ({"_target_": f"{OWN}.KeepsText"}, "keeps 'note' for a parameter, which is a str"),
         ({"_target_": f"{OWN}.NeedsClosure"}, "calls a closure"),
         ({"_target_": f"{OWN}.not_an_optimizer"}, "returned list, not a torch.optim.Optimizer"),
@@ -260,7 +263,9 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, Any], message: str) 
     with pytest.raises(UserError, match=message):
         for target in own_targets(OptimConfig(**settings)):
             check_elementwise(target)
-        update(*small(**settings))
+        optimizer = small(**settings)
+        for _ in range(2):
+            update(*optimizer)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +355,15 @@ def test_a_scheduler_of_torch_goes_on_where_it_was() -> None:
     assert [resumed(4), resumed(2), resumed(3)] == [0.5, 1.0, 1.0], "after a resume, and after a rollback"
     with pytest.raises(UserError, match="not a scheduler that depends on the step alone"):
         rates(1, schedule="torch.optim.lr_scheduler.ReduceLROnPlateau")
+
+
+def test_a_scheduler_that_changes_the_momentum_is_refused() -> None:
+    schedule: dict[str, Any] = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "args": {"max_lr": 2.0}}
+    with pytest.raises(UserError, match="OneCycleLR changes the momentum") as raised:
+        rates(5, schedule=schedule)
+    assert "cycle_momentum: false" in str(raised.value)
+    schedule["args"]["cycle_momentum"] = False
+    assert max(rates(5, schedule=schedule)) <= 2.0
 
 
 def test_the_estimate_says_what_it_assumes() -> None:

@@ -89,6 +89,9 @@ def _failed(name: str, reason: str) -> UserError:
     )
 
 
+_MOMENTUM = 0.9  # of the optimizer that schedulers get
+
+
 @dataclass
 class _Scheduler:
     """Calls a scheduler class such as those of ``torch.optim.lr_scheduler`` with an optimizer of one parameter."""
@@ -107,10 +110,21 @@ class _Scheduler:
             self._scheduler.optimizer.step()  # torch warns if a scheduler is ahead of its optimizer
             self._scheduler.step()
             self._step += 1
+        self._check_momentum(self._scheduler)
         return float(self._scheduler.optimizer.param_groups[0]["lr"])
 
+    def _check_momentum(self, scheduler: LRScheduler) -> None:
+        if scheduler.optimizer.param_groups[0]["momentum"] != _MOMENTUM:
+            raise UserError(
+                f"{self.name} changes the momentum, but only its learning rates are used",
+                where=_WHERE,
+                fix=f"'{_WHERE}={{_target_: {self.name}, args: {{cycle_momentum: false}}}}'",
+            )
+
     def _made(self) -> LRScheduler:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=self.peak, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=self.peak, momentum=_MOMENTUM
+        )
         try:
             made = self.make(optimizer, **self.args)
         except Exception as error:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import locate
@@ -162,7 +165,7 @@ class OwnState:
     optimizer: torch.optim.Optimizer | None
     held: Mapping[str, Held]
     _expected: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
-    _numbers: dict[str, Any] | None = field(default=None, init=False)
+    _values: dict[str, Any] | None = field(default=None, init=False)
 
     def named(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields each parameter's name and its state by key, or what the next load writes into."""
@@ -229,18 +232,18 @@ class OwnState:
             self.optimizer.state[local] = restored({key: local_part(tensor) for key, tensor in tensors.items()})
         self._expected = {}
 
-    def before_first_update(self) -> None:
-        assert self.optimizer is not None
-        self._numbers = self._own_numbers()
+    def before_update(self) -> None:
+        """Remembers the values that ``check_update`` compares."""
+        self._values = self._own_values()
 
-    def check_first_update(self) -> None:
-        """Checks that a checkpoint can hold the state after the first update.
+    def check_update(self) -> None:
+        """Checks that a checkpoint can hold what the update after ``before_update`` has changed.
 
         Raises:
-            UserError: the update has left something that a checkpoint cannot hold.
+            UserError: it cannot.
         """
-        assert self.optimizer is not None and self._numbers is not None
-        changed = [key for key, value in self._own_numbers().items() if self._numbers.get(key) != value]
+        assert self._values is not None
+        changed = [name for name, value in self._own_values().items() if self._values.get(name, value) != value]
         if changed:
             raise UserError(
                 f"{self.target.path} keeps {', '.join(changed)} in its parameter groups or in itself, which would be "
@@ -251,13 +254,47 @@ class OwnState:
         for _ in self.named():  # raises for a state that cannot be saved
             pass
 
-    def _own_numbers(self) -> dict[str, Any]:
-        """Returns the numbers of the optimizer that are not in its state."""
+    def _own_values(self) -> dict[str, Any]:
+        """Returns the numbers and tensors of the optimizer that are not in its state, in a form to compare."""
         assert self.optimizer is not None
         groups = enumerate(self.optimizer.param_groups)
-        found = {f"{key} of group {number}": group[key] for number, group in groups for key in group if key != "lr"}
-        found |= {key: value for key, value in vars(self.optimizer).items() if not key.startswith("_")}
-        return {key: value for key, value in found.items() if isinstance(value, int | float)}
+        given = {
+            f"{key} of group {number}": group[key]
+            for number, group in groups
+            for key in group
+            if key not in ("lr", "params")
+        }
+        given |= {key: value for key, value in vars(self.optimizer).items() if key not in _of_every_optimizer()}
+        found = {name: _comparable(value) for name, value in given.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    return frozenset(vars(torch.optim.Optimizer([torch.nn.Parameter(torch.zeros(1, device="cpu"))], {})))
+
+
+_SMALL = 1024  # elements of a tensor that are read
+
+
+def _comparable(value: Any) -> Any:
+    """Returns what changes if a number, a tensor, or a container of them does; None for any other value.
+
+    Flags are no state: torch's fused optimizers clear one in their first update.
+    """
+    match value:
+        case bool() | torch.nn.Parameter() | DTensor():
+            return None
+        case int() | float():
+            return value
+        case Tensor():
+            return str(value.tolist()) if value.numel() <= _SMALL else value._version
+        case list() | tuple() | deque():
+            return [_comparable(each) for each in value]
+        case dict():
+            return {key: _comparable(each) for key, each in value.items()}
+        case _:
+            return None
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:
