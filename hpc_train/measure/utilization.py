@@ -72,21 +72,21 @@ def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss
     terms = model.flop_terms(inputs)
     return FlopCount(
         model=total,
-        recomputed=_recomputed(model.block_flops(inputs), recomputation, loss),
+        recomputed=_recomputed(model.forward_flops(inputs), recomputation, loss),
         causal=total - terms.masked if terms is not None and terms.masked is not None else None,
         with_embeddings=total + terms.embedding if terms is not None else None,
     )
 
 
 def _recomputed(blocks: tuple[float, ...] | None, recomputation: Recomputation, loss: LossForm) -> float | None:
-    """Returns the recomputed FLOPs, a third of forward and backward; kept products leave nothing that PaLM counts."""
+    """Returns the recomputed FLOPs of ``Model.forward_flops``; kept products leave nothing that PaLM counts."""
     if not recomputation.recomputes and not loss.recomputes:
         return 0.0
     if blocks is None:
         return None
     _, *layers, head = blocks
     recomputed = [flops for layer, flops in enumerate(layers) if recomputation.mode(layer) == "full"]
-    return (sum(recomputed) + (head if loss.recomputes else 0.0)) / 3
+    return sum(recomputed) + (head if loss.recomputes else 0.0)
 
 
 def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:

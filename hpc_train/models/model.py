@@ -194,6 +194,11 @@ class Model(nn.Module):
         """Returns the parts of ``flops_per_sample`` in the stem, each layer and the head; None if they are unknown."""
         return None
 
+    def forward_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
+        """Returns the operations of the forward pass in the parts of ``block_flops``: a third if all parameters train."""
+        blocks = self.block_flops(inputs)
+        return None if blocks is None else tuple(flops / 3 for flops in blocks)
+
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
         """Returns window (None without one) -> which implementation computes the attention of ``batch``, for the log.
 

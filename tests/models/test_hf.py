@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, verified_manifest
@@ -278,6 +280,20 @@ def test_the_estimate_is_that_of_the_native_model_with_what_its_norms_keep(tmp_p
     assert sizes.flops_per_sample(ours.model, (8,)) == pytest.approx(
         build_model(native, 0).flops_per_sample(torch.empty(1, 8, device="meta")), rel=1e-3  # type: ignore[operator]
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_operations_of_the_forward_pass_are_those_of_torchs_counter(rank: int | None, tmp_path: Path) -> None:
+    """Also with adapters, where frozen weights have no gradients; the counter does not count norms."""
+    sizes_ = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4, "attention_bias": False}
+    transformers.LlamaConfig(**{**TEXT, **sizes_, "max_position_embeddings": 64}).save_pretrained(tmp_path)
+    model = loaded(tmp_path, "causal_lm", torch.float32, pretrained=False, lora=LoraConfig(rank=rank))
+    tokens = torch.randint(32, (1, 48))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, {})
+    found = model.forward_flops(tokens)
+    assert sum(found) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert len(found) == 4 and found[1] == found[2]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "vit"])

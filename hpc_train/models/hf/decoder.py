@@ -180,6 +180,10 @@ class HFDecoder(Model):
         """Returns ``sizes.block_flops``."""
         return sizes.block_flops(self.config, tuple(inputs.shape[1:]))
 
+    def forward_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
+        """Returns ``sizes.forward_flops``."""
+        return sizes.forward_flops(self.config, tuple(inputs.shape[1:]))
+
 
 def _attention_kinds(config: Any) -> list[str]:
     """Returns the kind of attention of each layer."""

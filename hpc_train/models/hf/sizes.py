@@ -266,3 +266,17 @@ def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ..
         return None
     head = float(_operations(model)) * (found.tokens or shape[-1]) * found.multiplied
     return (0.0, *[(whole - head) / found.layers] * found.layers, head)
+
+
+def forward_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Returns the operations of the forward pass in the parts of ``block_flops``; None if they are unknown.
+
+    They are a third, but half of those with frozen parameters.
+    """
+    found, blocks = sizes(model), block_flops(model, shape)
+    if found is None or blocks is None:
+        return None
+    frozen = 0 if model.lora.rank is None else _operations(model) * (found.tokens or shape[-1])
+    stem, *layers, head = blocks
+    of_layers = (flops / 3 + frozen * found.layer / 6 for flops in layers)
+    return (stem / 3, *of_layers, head / 3 + frozen * found.multiplied / 6)
