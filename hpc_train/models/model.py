@@ -195,7 +195,7 @@ class Model(nn.Module):
         return None
 
     def forward_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
-        """Returns the operations of the forward pass in the parts of ``block_flops``: a third if all parameters train."""
+        """Returns the operations of the forward pass in the parts of ``block_flops``; a third if all of them train."""
         blocks = self.block_flops(inputs)
         return None if blocks is None else tuple(flops / 3 for flops in blocks)
 

@@ -50,6 +50,7 @@ def test_a_row_that_fails_has_its_whole_output(tmp_path: Path) -> None:
     assert row.error.endswith("exit code 2")
 
 
+@pytest.mark.long_form(8)
 def test_a_row_that_exceeds_the_budget_is_stopped(tmp_path: Path) -> None:
     begin = time.monotonic()
     row = measure("endless", (), ["+strategy=single", "--pairs", "1000000"], 2, tmp_path)

@@ -86,6 +86,7 @@ def test_a_purge_that_took_the_first_events_too_is_noticed_by_a_later_attempt(tm
     assert furthest_saved(run) == 4, "the checkpoint of a fork's source is not its own"
 
 
+@pytest.mark.long_form(6)
 def test_a_purge_that_took_all_events_is_noticed_by_the_record(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", *SHORT)
     with pytest.raises(AssertionError, match="on purpose"):
@@ -117,6 +118,7 @@ def test_a_listing_that_fails_is_not_an_empty_one(
             look()
 
 
+@pytest.mark.long_form(6)
 def test_a_fork_starts_from_its_source_once_and_not_again_after_a_purge(tmp_path: Path) -> None:
     source = frozen(tmp_path / "source", *SHORT)
     assert run_attempt(source, 2) == [0, 0]

@@ -68,6 +68,7 @@ def test_a_wheel_brings_its_config(sources: Path, tmp_path: Path) -> None:
     assert (Path(frozen.strip()) / "config.yaml").exists()
 
 
+@pytest.mark.long_form(10)
 def test_an_editable_install_reads_the_repositorys_config(sources: Path, tmp_path: Path) -> None:
     python = install(tmp_path / "venv", "--editable", str(sources))
     assert Path(call(python, tmp_path / "place", *WHERE).strip()) == sources / "conf"

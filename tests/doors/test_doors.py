@@ -114,6 +114,7 @@ def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
 
 
+@pytest.mark.long_form(10)
 def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

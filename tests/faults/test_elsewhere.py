@@ -125,6 +125,7 @@ def test_a_rank_that_idles_ends_an_attempt_before_the_bound_of_gpus(tmp_path: Pa
     assert_nothing_left(run)
 
 
+@pytest.mark.long_form(15)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a process namespace")
 def test_an_agent_that_slept_while_another_did_its_work_changes_nothing(tmp_path: Path, whole: Path) -> None:
     """A job that Slurm has requeued, as its node was away; it comes back when the run is done."""

@@ -87,6 +87,7 @@ def test_a_run_survives_errors_of_its_gpus(tmp_path: Path, around: Surroundings)
     assert_survives(tmp_path / "run", [Fault("device", 1, 6), Fault("kernel", 0, 10)], around)
 
 
+@pytest.mark.long_form(18)
 def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) -> None:
     run = freeze(tmp_path / "run", 100_000, "telemetry.log_every=100")
     agent = start(run, [Fault("slow", 1, 0)], Surroundings(variables=with_server(os.environ)))

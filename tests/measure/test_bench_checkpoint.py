@@ -15,6 +15,7 @@ from tests.doors.command import TINY, hpc_train
 HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY]
 
 
+@pytest.mark.long_form(12)
 def test_saves_and_loads_against_plain_dcp(tmp_path: Path) -> None:
     arguments = ["bench", "checkpoint", "+strategy=zero3", *HERE, "--pairs", "3", "run.root=here", "--json"]
     done = hpc_train(*arguments, cwd=tmp_path)

@@ -94,6 +94,7 @@ def test_the_losses_add_up_to_the_gap() -> None:
         assert lost[WAITING] == pytest.approx(max(0.0, step_s - sum(seconds.values())))
 
 
+@pytest.mark.long_form(9)
 def test_a_step_on_this_machine_names_its_losses(tmp_path: Path) -> None:
     here = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY, "--steps", "2", "--pairs", "2"]
     done = hpc_train("bench", "step", "+strategy=dp", *here, "--profile-gap", "--json", cwd=tmp_path)

@@ -117,6 +117,7 @@ def test_a_container_by_script_freezes_and_trains_inside(with_apptainer: Cluster
     assert training == f"{inside} agent {run}"
 
 
+@pytest.mark.long_form(25)
 def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer: Cluster, tmp_path: Path) -> None:
     run, image = tmp_path / "outputs" / "run", tmp_path / "image.sif"
     arguments = [*SLOW, *ONE_NODE, "train.steps=25", "run.name=run"]

@@ -68,6 +68,7 @@ def arguments(project: Path) -> list[str]:
     return [*own, "model=custom", "model._target_=own_model.Table", "cluster.cpu_workers=2", "+strategy=dp"]
 
 
+@pytest.mark.long_form(30)
 def test_edits_while_a_job_waits_have_no_effect(shell: Cluster, project: Path) -> None:
     options = ["cluster=slurm", "cluster.begin=now+3600", "cluster.nodes=1", "launch.detach=true", "-m"]
     submitted = shell.hpc_train(*arguments(project), "run.name=run", *options, cwd=project)

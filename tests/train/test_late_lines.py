@@ -73,6 +73,7 @@ def test_the_metrics_of_a_run_are_the_same(tmp_path: Path) -> None:
     assert 0 < saves <= (run.path / "asked").stat().st_size <= 2 * saves + 2, "every step waits for the device"
 
 
+@pytest.mark.long_form(8)
 def test_a_rollback_skips_the_same_data(tmp_path: Path) -> None:
     run = both(tmp_path, partial(poison, "nan", range(5, 8)), *GOES_BACK, "checkpoint.every=2")
     assert rollbacks(run) == [(8, 4, [[5, 8]])]

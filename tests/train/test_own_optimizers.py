@@ -162,6 +162,7 @@ def opened(path: str, rank: int, world_size: int) -> Training:
     return Training.of(run, config, join_again(config, rank, world_size))
 
 
+@pytest.mark.long_form(9)
 def test_a_run_goes_on_under_other_layouts(tmp_path: Path) -> None:
     paths = [str(configured(tmp_path / str(n), *over.split()).path) for n, over in enumerate([*SAVED, SAVED[2]])]
     differences = [each for rank in run_on_world(4, go_on, paths) for each in rank]

@@ -88,6 +88,7 @@ def test_a_run_with_a_profile(tmp_path: Path) -> None:
     assert "profile:         steps 4 to 5: compute" in summary(run)
 
 
+@pytest.mark.long_form(6)
 def test_a_run_that_ends_inside_of_its_profile(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=single", "train.steps=3", "telemetry.profile.steps=2-9")
     assert run_attempt(run, 1) == [0]

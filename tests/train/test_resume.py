@@ -27,14 +27,15 @@ def losses_and_norms(run: RunDirectory) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in run.read_metrics()]
 
 
-CASES = [  # in the short form each kind of state: of replicas, shards, stages, compression and the loss scale
+CASES = [  # in the short form each kind of state: of replicas, shards, stages and the loss scale
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
     pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd",
                  marks=pytest.mark.long_form(10)),
     pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1", marks=pytest.mark.long_form(10)),
     pytest.param(3, ["+strategy=zero2", "precision=fp16"], id="zero2-uneven-fp16"),
-    pytest.param(2, ["+strategy=zero3", "precision=bf16", "train.activation_checkpointing=full"], id="zero3-bf16"),
+    pytest.param(2, ["+strategy=zero3", "precision=bf16", "train.activation_checkpointing=full"], id="zero3-bf16",
+                 marks=pytest.mark.long_form(10)),
     pytest.param(4, ["+strategy=hsdp", "strategy.shard=2"], id="hsdp", marks=pytest.mark.long_form(15)),
     pytest.param(2, ["+strategy=pp", "model.tied_embeddings=true"], id="pp"),
     pytest.param(2, ["+strategy=model_parallel"], id="model_parallel", marks=pytest.mark.long_form(15)),
@@ -54,6 +55,7 @@ CASES = [  # in the short form each kind of state: of replicas, shards, stages, 
         ["+strategy=hybrid", "strategy.compression=powersgd", "strategy.compression_rank=2",
          "model.tied_embeddings=true"],
         id="hybrid-powersgd",
+        marks=pytest.mark.long_form(15),
     ),
     pytest.param(
         4,

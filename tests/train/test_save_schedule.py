@@ -181,6 +181,7 @@ def wait_in_the_first_step(spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = first  # type: ignore[method-assign]
 
 
+@pytest.mark.long_form(6)
 def test_the_first_step_of_an_attempt_is_no_slow_step(tmp_path: Path) -> None:
     options = "+strategy=single", "elastic.stop_grace_s=4"
     run = frozen(tmp_path / "run", *options, "train.steps=2")
