@@ -40,11 +40,17 @@ def main(argv: list[str]) -> int:
     settings = Settings(
         tokenizer=options.tokenizer,
         eos=options.eos,
-        jsonl_field=options.jsonl_field,
+        jsonl_field=options.jsonl_field or "text",
         encoding=options.encoding,
         validation_share=options.validation_share,
     )
     inputs = find_inputs(options.inputs)
+    if options.jsonl_field is not None and not any(file.is_jsonl for file in inputs):
+        raise UserError(
+            "no input is JSON Lines by its suffix, so each file is one document",
+            where="--jsonl-field",
+            fix="omit --jsonl-field, or name the files .jsonl, .ndjson or .json (or .gz)",
+        )
     console = Console(stderr=True)
     try:
         with _bars(console) as bars:
@@ -100,9 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=_directory, required=True, metavar="DIR", help="output directory")
     parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default: %(default)s)")
     parser.add_argument("--eos", metavar="TOKEN", help="token after each document (default: that of the tokenizer)")
-    parser.add_argument(
-        "--jsonl-field", default="text", metavar="KEY", help="JSON key that holds the text (default: %(default)s)"
-    )
+    parser.add_argument("--jsonl-field", metavar="KEY", help="JSON key that holds the text (default: text)")
     parser.add_argument("--encoding", default="utf-8", help="text encoding of the inputs (default: %(default)s)")
     parser.add_argument(
         "--validation-share",

@@ -20,9 +20,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.data.suffixes import GZIP, JSON, JSONL, TEXT, check_is_text, is_text, suffix_of
 from hpc_train.errors import UserError
 
-TEXT, JSONL = (".txt", ".md", ".text"), (".jsonl", ".ndjson")
+_DOCUMENTS = (*TEXT, *JSONL, JSON)
 _PIECE = 1 << 20  # characters of a text file that are encoded at once; a piece ends with a line
 
 
@@ -37,7 +38,11 @@ class InputFile:
 
     @property
     def is_jsonl(self) -> bool:
-        return Path(self.name.removesuffix(".gz")).suffix in JSONL
+        return suffix_of(Path(self.name), reads_gzip=True) in (*JSONL, JSON)
+
+    @property
+    def is_gzip(self) -> bool:
+        return self.name.lower().endswith(GZIP)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
     """Returns the files that the arguments (files, directories with text or JSONL, or globs) name, each once.
 
     Raises:
-        UserError: an argument matches no file.
+        UserError: an argument matches no file, or one that cannot be read or is known not to be text.
     """
     found: dict[Path, InputFile] = {}
     for argument in arguments:
@@ -68,9 +73,10 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
             raise UserError(
                 f"{argument!r} matches no input file",
                 where="INPUT",
-                fix=f"name a file, a quoted glob, or a directory with {', '.join(TEXT + JSONL)} files (or .gz)",
+                fix=f"name a file, a quoted glob, or a directory with {', '.join(_DOCUMENTS)} files (or .gz)",
             )
         for path, name in paths:
+            check_is_text(path, "INPUT", "name the text files with a quoted glob", reads_gzip=True)
             try:
                 status = path.stat()
                 path.open("rb").close()
@@ -86,7 +92,8 @@ def _expand(argument: str) -> Iterator[tuple[Path, str]]:
     path = Path(argument)
     if path.is_dir():
         for file in sorted(path.rglob("*")):
-            if file.is_file() and Path(file.name.removesuffix(".gz")).suffix in TEXT + JSONL:
+            wanted = suffix_of(file, reads_gzip=True) in _DOCUMENTS or not is_text(file, reads_gzip=True)
+            if wanted and file.is_file():
                 yield file, file.relative_to(path).as_posix()
     elif path.exists():
         yield path, path.name
@@ -103,7 +110,7 @@ def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece
         UserError: a line is not a JSON object with a string in ``field``, or the bytes are not in ``encoding``.
     """
     with Path(file.path).open("rb") as raw:
-        stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.path.endswith(".gz") else raw  # type: ignore[assignment]
+        stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.is_gzip else raw  # type: ignore[assignment]
         try:
             pieces = _json_lines(stream, raw, file, field, encoding)
             yield from pieces if file.is_jsonl else _text(stream, raw, file, encoding)
@@ -119,15 +126,19 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
             continue
         try:
             value = json.loads(_decode(line, file, encoding))
+            problem = "" if isinstance(value, dict) else f"it is a {type(value).__name__}"
         except ValueError as error:
+            problem = str(error)
+        if problem:
             raise UserError(
-                f"{file.path}:{number + 1} is not valid JSON: {error}", where="INPUT", fix="fix the line"
-            ) from error
-        text = value.get(field) if isinstance(value, dict) else None
+                f"{file.path}:{number + 1} is not a JSON object: {problem}",
+                where="INPUT",
+                fix="write one JSON object per line; jq -c '.[]' FILE writes those of a list so",
+            )
+        text = value.get(field)
         if not isinstance(text, str):
-            keys = sorted(value) if isinstance(value, dict) else type(value).__name__
             raise UserError(
-                f"{file.path}:{number + 1} has no text in {field!r}; it has {keys}",
+                f"{file.path}:{number + 1} has no text in {field!r}; it has {sorted(value)}",
                 where="--jsonl-field",
                 fix="set --jsonl-field to the name of the field that contains the text",
             )

@@ -19,6 +19,7 @@ import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample, position
+from hpc_train.data.suffixes import check_is_text
 from hpc_train.errors import UserError
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -46,10 +47,12 @@ def find_files(path: str | None, pattern: str) -> list[TextFile]:
         pattern: a glob relative to the directory.
 
     Raises:
-        UserError: no file with text was found, or a file cannot be read.
+        UserError: no file with text was found, or a file cannot be read or is known not to be text.
     """
     root, found = _search(path, pattern)
     where = "data.path, data.pattern"
+    for each in found:
+        check_is_text(each, where, "exclude it with data.pattern")
     files = [_stat(str(name.relative_to(root)), name) for name in found]
     files = sorted((file for file in files if file.size), key=lambda file: file.name)
     if not files:

@@ -168,9 +168,9 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
-        ('{"text": "a"}\n{"text"\n', (), r"documents.jsonl:2 is not valid JSON"),
+        ('{"text": "a"}\n{"text"\n', (), r"documents.jsonl:2 is not a JSON object"),
         ('{"body": "a"}\n', (), r"documents.jsonl:1 has no text in 'text'; it has \['body'\]"),
-        ("[1]\n", (), r"documents.jsonl:1 has no text"),
+        ("[1]\n", (), r"documents.jsonl:1 is not a JSON object: it is a list"),
         ("\n", (), "the inputs contain 0 tokens"),
         ('{"text": "ab"}\n', ("--tokenizer", "nowhere.json"), "nowhere.json is not a file"),
         ('{"text": "ab"}\n', ("--tokenizer", __file__), "is not a tokenizer file"),
@@ -205,6 +205,40 @@ def test_other_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match="needs the tokenizers library") as error:
         run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer)
     assert "hpc_train[tokenizers]" in error.value.fix
+
+
+def test_json_and_json_gz_are_json_lines(tmp_path: Path) -> None:
+    folder = tmp_path / "c4"
+    folder.mkdir()
+    source = write_jsonl(folder / "c4-train.00000.json", ["first"] * 30)
+    (tmp_path / "blob").write_bytes(gzip.compress(source.read_bytes()))
+    (folder / "c4-train.00001.json.GZ").symlink_to(tmp_path / "blob")  # as in the cache of the Hugging Face hub
+    for number, inputs in enumerate(([folder], sorted(folder.iterdir()))):
+        out = tmp_path / f"out{number}"
+        assert run(*inputs, "--out", out, "--workers", 1, "--validation-share", 0.1) == 0
+        both = np.concatenate([tokens(out, split) for split in ("train", "validation")])
+        assert bytes(both.astype(np.uint8)) == b"first" * 60
+    for text in ('[{"text": "a"}, {"text": "b"}]', json.dumps([{"text": "a"}], indent=2)):
+        source.write_text(text)
+        with pytest.raises(UserError, match=r"00000.json:1 is not a JSON object") as error:
+            run(source, "--out", tmp_path / "other", "--workers", 1)
+        assert "jq" in error.value.fix
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet", "a.tar.gz", "A.ZIP", "a.txt.xz", "a.arrow"])
+def test_formats_other_than_text_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "README.md").write_text("the only text of a downloaded data set")
+    (tmp_path / name).write_text("text to the eye")
+    for source in (tmp_path / name, tmp_path, tmp_path / "[aA].*"):
+        with pytest.raises(UserError, match=f"{name} is not text") as error:
+            run(source, "--out", tmp_path / "out")
+        assert any(word in error.value.fix for word in ("decompress", "unpack", "JSON Lines"))
+
+
+def test_a_field_without_json_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"content": "text"}')
+    with pytest.raises(UserError, match="no input is JSON Lines"):
+        run(tmp_path / "a.txt", "--out", tmp_path / "out", "--jsonl-field", "content")
 
 
 def test_help_is_useful(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,16 @@ def test_each_record_is_read_once_from_any_input(
     assert pairs(*both(sft(tmp_path))) == truth
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.ndjson.zst"])
+def test_compressed_records_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "found"}])
+    (tmp_path / name).write_bytes(b"compressed")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UserError, match=f"{name} is not text") as error:
+            records.find_files(str(path), "data.path")
+        assert "decompress" in error.value.fix
+
+
 def test_processes_share_the_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads stand for two processes: their locks exclude each other in the same way."""
     write_jsonl(tmp_path / "chats.jsonl", chats(30))

@@ -130,3 +130,11 @@ def test_a_file_that_shrinks_is_named(texts: Path) -> None:
     with pytest.raises(UserError, match=f"{path} has become shorter"):
         for index in range(len(dataset)):
             dataset.sample(index, 0)
+
+
+def test_formats_other_than_text_are_refused_by_name(texts: Path) -> None:
+    (texts / "a" / "more.txt.gz").write_bytes(b"compressed")
+    assert find_files(str(texts), "**/*.txt")
+    for path in (texts, texts / "a" / "*", texts / "a" / "more.txt.gz"):
+        with pytest.raises(UserError, match=r"more.txt.gz is not text: .gz files are not read"):
+            find_files(str(path), "**/*")

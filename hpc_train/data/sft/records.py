@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hpc_train.data.suffixes import JSONL, check_is_text
 from hpc_train.errors import UserError
 
-JSONL = (".jsonl", ".ndjson")
 PART_BYTES, PART_ROWS = 32 << 20, 1 << 14
 FORMS = ("messages", "prompt and completion", "text")
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"  # files of the datasets library
@@ -65,10 +65,12 @@ def find_files(path: str, where: str) -> list[Path]:
     """Returns the JSONL files that ``path`` (a file or a directory) names, or the directory of a table.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or one is compressed or known not to be text.
     """
     root = Path(path).expanduser()
     fix = "a JSONL file, a directory of them, or a directory that Dataset.save_to_disk of datasets wrote"
+    if root.is_file():
+        check_is_text(root, where, f"{where}={fix}")
     if root.is_file() or (root / _STATE).is_file():
         return [root]
     if not root.exists():
@@ -80,7 +82,10 @@ def find_files(path: str, where: str) -> list[Path]:
             where=where,
             fix=f"{where}={root}/{splits[0] if splits else 'train'}; data.validation_path names another split",
         )
-    found = sorted(file for file in root.rglob("*") if file.suffix in JSONL and file.is_file())
+    found = sorted(file for file in root.rglob("*") if {*JSONL} & {*file.suffixes[-2:]} and file.is_file())
+    for file in found:
+        check_is_text(file, where, f"{where}={fix}")
+    found = [file for file in found if file.suffix in JSONL]
     if not found:
         raise UserError(f"{root} contains no {' or '.join(JSONL)} file", where=where, fix=f"{where}={fix}")
     return found
