@@ -239,7 +239,8 @@ def fingerprint(tokenizer: str) -> str:
 
 
 def open_tokenizer(path: str) -> Any:
-    """Returns the ``tokenizers.Tokenizer`` of a ``tokenizer.json``; raises UserError if it cannot be loaded."""
+    """Returns the ``tokenizers.Tokenizer`` of a ``tokenizer.json``, without the truncation and padding that training
+    scripts leave in the file; raises UserError if it cannot be loaded."""
     if not Path(path).is_file():
         raise UserError(f"{path} is not a file", where="--tokenizer", fix="name a tokenizer.json, or use bytes")
     try:
@@ -251,10 +252,13 @@ def open_tokenizer(path: str) -> Any:
             fix="pip install 'hpc_train[tokenizers]', or use --tokenizer bytes",
         ) from error
     try:
-        return library.Tokenizer.from_file(path)
+        tokenizer = library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception
         raise UserError(
             f"{path} is not a tokenizer file: {error}",
             where="--tokenizer",
             fix="use a tokenizer.json of the tokenizers library",
         ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -32,7 +32,7 @@ from hpc_train.run.files import make_directory, read_json, write_json
 from hpc_train.run.processes import die_with_parent
 
 _SHARDS = ".shards"
-_FORMAT = 2  # version of the shard format, which includes the lengths of the documents
+_FORMAT = 3  # version of the shards; a change of their format or content makes those of an older version unused
 _BATCH = 1 << 20  # characters encoded in one call
 _JOB = 32 << 20  # bytes of input for which a process loads the tokenizer once
 

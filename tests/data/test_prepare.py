@@ -75,6 +75,20 @@ def test_a_tokenizer_file_puts_its_end_token_behind_each_document(tmp_path: Path
         assert meta["separator"] == separator and meta["vocab_size"] == 103
 
 
+def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    path = write_tokenizer(tmp_path / "tokenizer.json", SEPARATOR, "[PAD]")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(pad_id=102, pad_token="[PAD]", length=8)
+    tokenizer.save(str(path))
+    source = write_jsonl(tmp_path / "documents.jsonl", ["w0 " * 5, "w0 " * 1000] * 10)
+    assert run(source, "--out", tmp_path / "out", "--tokenizer", path, "--workers", 1) == 0
+    both = np.concatenate([tokens(tmp_path / "out", split) for split in ("train", "validation")])
+    assert np.bincount(both)[[1, 101]].tolist() == [10 * 1005, 20] and 102 not in both
+
+
 def test_text_files_are_documents_and_gzip_is_read(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", SEPARATOR)
     folder = tmp_path / "books" / "deep"

@@ -110,6 +110,22 @@ def test_completions_and_texts(tmp_path: Path, tokenizer: Any) -> None:
     assert pairs(*both(sft(tmp_path))) == sorted(expected)
 
 
+@pytest.mark.parametrize("only_tokenizer_json", [False, True])
+def test_truncation_and_padding_of_the_tokenizer_are_ignored(
+    tmp_path: Path, tokenizer: Any, only_tokenizer_json: bool
+) -> None:
+    made = [*chats(10), {"prompt": "the lazy dog", "completion": " jumps"}, {"text": "over a fox " * 20}]
+    if only_tokenizer_json:
+        made = made[10:]
+        (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    write_jsonl(tmp_path / "chats.jsonl", made)
+    before = pairs(*both(sft(tmp_path)))
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=8)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    assert pairs(*both(sft(tmp_path, cache=str(tmp_path / "other")))) == before
+
+
 def test_each_record_is_read_once_from_any_input(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
