@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from hpc_train.data.documents import find_inputs
+from hpc_train.data.documents import BYTES, Encoder, find_inputs, open_encoder
 from hpc_train.data.image_shards import make_shards
 from hpc_train.data.prepare import PrepareProgress, Settings, prepare
 from hpc_train.data.tokens import TokensMeta
@@ -52,6 +52,10 @@ def main(argv: list[str]) -> int:
             fix="omit --jsonl-field, or name the files .jsonl, .ndjson or .json (or .gz)",
         )
     console = Console(stderr=True)
+    encoder = open_encoder(settings.tokenizer, settings.eos)
+    if encoder.separator is None and settings.tokenizer != BYTES:
+        text = f"warning: {settings.tokenizer} has no usual end token, so no token separates the documents"
+        console.print(f"{text}; to name one: --eos TOKEN", soft_wrap=True, markup=False)
     try:
         with _bars(console) as bars:
             read = bars.add_task("reading", total=sum(file.size for file in inputs), inputs=f"0/{len(inputs)}")
@@ -64,7 +68,9 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; run the same command again to continue")
         return Exit.DETACHED
-    print(json.dumps({"out": str(options.out)} | meta.to_json()) if options.json else _summary(options.out, meta))
+    print(
+        json.dumps({"out": str(options.out)} | meta.to_json()) if options.json else _summary(options.out, meta, encoder)
+    )
     return Exit.DONE
 
 
@@ -104,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "inputs", nargs="+", metavar="INPUT", help="a file, a directory or a quoted glob; may be gzipped"
     )
     parser.add_argument("--out", type=_directory, required=True, metavar="DIR", help="output directory")
-    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default: %(default)s)")
+    parser.add_argument("--tokenizer", default=BYTES, help="a tokenizer.json, or bytes (default: %(default)s)")
     parser.add_argument("--eos", metavar="TOKEN", help="token after each document (default: that of the tokenizer)")
     parser.add_argument("--jsonl-field", metavar="KEY", help="JSON key that holds the text (default: text)")
     parser.add_argument("--encoding", default="utf-8", help="text encoding of the inputs (default: %(default)s)")
@@ -149,10 +155,13 @@ def _bars(console: Console) -> Bars:
     )
 
 
-def _summary(out: Path, meta: TokensMeta) -> str:
+def _summary(out: Path, meta: TokensMeta, encoder: Encoder) -> str:
     train, validation = meta.counts["train"], meta.counts["validation"]
+    ending = f"each document ends with {encoder.separator_token} ({encoder.separator})"
+    if encoder.separator is None:
+        ending = "no token separates the documents"
     return (
         f"wrote {train:,} tokens for training and {validation:,} for validation ({meta.dtype}, "
-        f"vocabulary {meta.vocab_size}) to {out}\n"
+        f"vocabulary {meta.vocab_size}) to {out}\n{ending}\n"
         f"to train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"
     )

@@ -179,10 +179,12 @@ class Encoder(ABC):
     Attributes:
         vocab_size: the ids are below it.
         separator: the id that ends each document; None if there is none.
+        separator_token: its text.
     """
 
     vocab_size: int
     separator: int | None
+    separator_token: str | None
 
     @abstractmethod
     def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
@@ -193,7 +195,7 @@ class ByteEncoder(Encoder):
     """Uses the values of UTF-8 bytes as token ids; no id is left for a separator."""
 
     vocab_size = 256
-    separator = None
+    separator = separator_token = None
 
     def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
@@ -209,6 +211,7 @@ class FileEncoder(Encoder):
             raise UserError(f"{path} has no token {eos!r}", where="--eos", fix="name a token of the tokenizer")
         known = [token for token in ((eos,) if eos is not None else SEPARATORS) if token in vocabulary]
         self.vocab_size = max(vocabulary.values()) + 1
+        self.separator_token = known[0] if known else None
         self.separator = vocabulary[known[0]] if known else None
 
     def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:

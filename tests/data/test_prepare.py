@@ -75,6 +75,31 @@ def test_a_tokenizer_file_puts_its_end_token_behind_each_document(tmp_path: Path
         assert meta["separator"] == separator and meta["vocab_size"] == 103
 
 
+@pytest.mark.parametrize(
+    ("special", "arguments", "expected", "warns"),
+    [
+        ((SEPARATOR,), (), f"each document ends with {SEPARATOR} (101)", False),
+        (("[STOP]",), ("--eos", "[STOP]"), "each document ends with [STOP] (101)", False),
+        (("[STOP]",), (), "no token separates the documents", True),
+        (None, (), "no token separates the documents", False),
+    ],
+)
+def test_the_separator_is_printed(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    special: tuple[str, ...] | None,
+    arguments: tuple[str, ...],
+    expected: str,
+    warns: bool,
+) -> None:
+    tokenizer = "bytes" if special is None else write_tokenizer(tmp_path / "tokenizer.json", *special)
+    source = write_jsonl(tmp_path / "documents.jsonl", ["w0 w1"] * 20)
+    for _ in range(2):  # the second call finds the files complete
+        assert run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1, *arguments) == 0
+        printed = capsys.readouterr()
+        assert expected in printed.out and ("--eos TOKEN" in printed.err) == warns
+
+
 def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
