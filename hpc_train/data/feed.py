@@ -45,7 +45,7 @@ class LocalBatch:
 
 
 def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> int:
-    """Returns the number of loader processes of this rank.
+    """Returns the number of loader processes of this rank, of ``local_ranks`` that share this process's cores.
 
     ``auto`` uses none for a dataset that loads cheaply, else this rank's share of its cores, at most
     ``MOST_LOADER_WORKERS``.
@@ -79,7 +79,7 @@ class TrainFeed:
 
     Args:
         seed: the seed of the order of the samples.
-        local_ranks: the number of ranks that share this process's cores; 1 if each rank is bound to its own.
+        local_ranks: see ``loader_workers``.
         skipped: the windows of batches to skip.
         states: where the shards of a stream continue; see ``state``.
 

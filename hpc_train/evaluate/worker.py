@@ -39,7 +39,7 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     mesh = join(spec, config)
-    evaluation = build_evaluation(config, mesh, spec.local_world_size)
+    evaluation = build_evaluation(config, mesh, spec.ranks_on_cores)
     plan = plan_split(config, mesh, evaluation.feeds[MAIN].dataset)
     engine = build_engine(config, mesh, None if plan is None else plan.layers)
     path = Path(request.checkpoint)

@@ -50,6 +50,12 @@ class WorkerSpec:
     config: bytes | None = field(default=None, repr=False)  # pickled, as the agent has read it; None: read the file
     heartbeat: int | None = None  # in the worker: the file descriptor of its shared memory
 
+    @property
+    def ranks_on_cores(self) -> int:
+        """Returns how many ranks share the CPUs of this process: only this one if it is bound to its own."""
+        bound = self.cpus is not None and os.sched_getaffinity(0) <= set(self.cpus)
+        return 1 if bound else self.local_world_size
+
 
 PAGE = 4096
 ANSWER_BYTES = 16 << 20

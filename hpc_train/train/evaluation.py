@@ -70,7 +70,7 @@ def build_evaluation(config: Config, mesh: Mesh, local_ranks: int) -> Evaluation
     """Returns the evaluation of ``config``: the validation split of ``data`` and ``eval_sets``, with ``metrics``.
 
     Args:
-        local_ranks: the number of ranks that share this process's cores.
+        local_ranks: see ``loader_workers``.
 
     Raises:
         UserError: a data set or a metric cannot be built.

@@ -147,19 +147,18 @@ def _build(
     heartbeat: Heartbeat,
 ) -> Trainer:
     config = with_chosen_compression(config, run, mesh, events)
-    local_ranks = spec.local_world_size
     training = _training_data(config, mesh)
-    evaluation = build_evaluation(config, mesh, local_ranks)
+    evaluation = build_evaluation(config, mesh, spec.ranks_on_cores)
     hooks = Hooks(config.hooks)
     artifacts = _loaded_artifacts(config, run, mesh)
     engine = _build_engine(config, run, mesh, events, training)
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
-    checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, local_ranks)
+    checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
-    open_feed = _feed_opener(config, mesh, training, local_ranks)
+    open_feed = _feed_opener(config, mesh, training, spec.ranks_on_cores)
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
     length = run_length(config, feed)
@@ -285,8 +284,8 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
     """Returns None if ranks share CPU cores, because then they wait for each other with any config."""
     if mesh.device.type == "cpu" and (os.cpu_count() or 1) < spec.local_world_size:
         return None
-    cores = max(1, len(os.sched_getaffinity(0)) // spec.local_world_size)
-    workers = loader_workers(config.batch, dataset, spec.local_world_size)
+    cores = max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_cores)
+    workers = loader_workers(config.batch, dataset, spec.ranks_on_cores)
     in_job = "SLURM_JOB_ID" in os.environ
     return AdviceWatch(SuggestedSetting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores, in_job))
 

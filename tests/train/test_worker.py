@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import make_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +99,32 @@ def test_ranks_that_see_different_files_do_not_train(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the ranks see different inputs.*rank 1: {'config': 'an old copy'"):
         run_attempt(run, 2, see_another_config)
     assert run.read_metrics() == []
+
+
+def bind_to_one_core(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.data.build import SyntheticDataset
+    from hpc_train.elastic.worker_process import _prepare_process
+    from hpc_train.train import worker
+
+    cores = sorted(os.sched_getaffinity(0))
+    object.__setattr__(spec, "cpus", (cores[spec.rank % len(cores)],))
+    _prepare_process(spec)
+    SyntheticDataset.loads_cheaply = False
+
+    def note(*values: Any) -> SuggestedSetting:
+        found = f"{values[-2]} core, {values[-3]} loader, {len(multiprocessing.active_children())} process"
+        (Path(spec.run_dir) / f"loaders-{spec.rank}").write_text(found)
+        return SuggestedSetting(*values)
+
+    worker.SuggestedSetting = note  # type: ignore[assignment,misc]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="ranks that share a core get no advice")
+def test_a_rank_that_is_bound_to_its_cores_uses_all_of_them_for_loaders(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=2")
+    assert run_attempt(run, 2, bind_to_one_core) == [0, 0]
+    found = [(run.path / f"loaders-{rank}").read_text() for rank in range(2)]
+    assert found == ["1 core, 1 loader, 1 process"] * 2
 
 
 def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
