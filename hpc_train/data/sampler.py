@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -308,7 +309,7 @@ class TokenBalance:
     lengths: Indices
     layout: Layout
 
-    @property
+    @cached_property
     def widest(self) -> int:
         """Returns the tokens of the longest sample, rounded up to a multiple of the ranks that share its tokens."""
         return _round_up(int(self.lengths.max()), self.layout.cp * self.layout.tp)

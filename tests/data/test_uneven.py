@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,23 @@ def test_ranks_get_equally_many_tokens_and_little_is_padding(dp: int) -> None:
         widths |= {row.width for row in ranks[0]}
     assert max(spread) < 1.06 and np.mean(plain_spread) > 1.1
     assert len(widths) <= WIDTHS
+
+
+class CountedLengths(np.ndarray[Any, Any]):
+    """Counts how often the longest of all samples is searched."""
+
+    searches = 0
+
+    def max(self, *args: Any, **options: Any) -> Any:
+        CountedLengths.searches += 1
+        return super().max(*args, **options)
+
+
+def test_the_longest_sample_is_searched_once_and_not_in_each_step() -> None:
+    balance = TokenBalance(lengths_of(4000).view(CountedLengths), replicas(2, 128, 4))
+    for step in range(5):
+        balance.rank_batch(Order(4000, 128, True, 7), step, 0)
+    assert CountedLengths.searches == 1
 
 
 def test_micro_batches_of_a_pipeline_get_equally_many_tokens() -> None:
