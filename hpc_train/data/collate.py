@@ -23,6 +23,7 @@ from hpc_train.data.images import generator
 from hpc_train.errors import UserCodeError, UserError
 
 RANDOM = "random"  # the parameter of a user's function that gets the generators
+_COLLATE = 0xC0114  # in all seeds, so that the numbers are independent of those that made the items
 
 
 def load_collate(config: DataConfig, seed: int) -> Collate:
@@ -88,8 +89,10 @@ class Collate:
         return _padded(batch, len(indices), size)
 
     def _built(self, items: Sequence[Any], indices: Sequence[int], epoch: int, which: str) -> Batch:
-        extra = {RANDOM: [generator(self._seed, epoch, index) for index in indices]} if self._takes_random else {}
-        with seeded_generators(self._seed, epoch, *indices):
+        extra = {}
+        if self._takes_random:
+            extra[RANDOM] = [generator(self._seed, epoch, index, _COLLATE) for index in indices]
+        with seeded_generators(_COLLATE, self._seed, epoch, *indices):
             try:
                 built = self._function(list(items), **extra)
             except UserError:

@@ -154,9 +154,14 @@ def pixel_scale(mean: Array, std: Array) -> PixelScale:
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 
-def generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Returns the random generator of one sample in one epoch, which is the same in every process."""
-    return np.random.default_rng((seed & 0xFFFFFFFFFFFFFFFF, epoch, index))
+def generator(seed: int, epoch: int, index: int, *purpose: int) -> np.random.Generator:
+    """Returns the random generator of one sample in one epoch, which is the same in every process.
+
+    Args:
+        purpose: a positive number other than those of other purposes, whose numbers are independent; none for the
+            augmentation of images.
+    """
+    return np.random.default_rng((seed & 0xFFFFFFFFFFFFFFFF, epoch, index, *purpose))
 
 
 def flip(pixels: Array, random: np.random.Generator) -> Array:

@@ -54,6 +54,12 @@ def padded(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {"tokens": {"ids": tokens, "longest": np.full(len(items), longest)}, "labels": labels(items), "noise": noise}
 
 
+def drawing(items: list[dict[str, Any]], random: list[np.random.Generator]) -> tuple[Any, Any]:
+    """Returns the first number of the own generators, of the global generator, and of that of the item."""
+    drawn = [(own.random(), np.random.random(), item["noise"]) for own, item in zip(random, items, strict=True)]
+    return np.array(drawn), labels(items)
+
+
 def labels(items: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([item["labels"] for item in items], dtype=torch.int32)
 

@@ -12,6 +12,7 @@ from hpc_train.config.schema import BatchConfig, CustomDataConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
+from hpc_train.data.images import generator
 from hpc_train.errors import UserError
 from tests.data.layouts import replicas
 
@@ -78,6 +79,15 @@ def test_generators_for_each_item_are_independent_of_the_micro_batch() -> None:
     first, again = (next(feed(config("negatives"))).micro_batches[0].context["chance"] for _ in range(2))
     assert torch.equal(first, again)  # the global generators depend on the samples of the micro-batch
     assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def test_random_numbers_are_independent_of_those_of_the_items() -> None:
+    """The generators of an item of an image dataset, and the global ones of a dataset of the user."""
+    micros = next(feed(config("drawing"), micro_batches=6)).micro_batches  # of one item each
+    for micro in micros:
+        (own, of_batch, of_item), index = micro.inputs[0].tolist(), int(micro.targets[0])
+        augmentation = generator(3, 0, index).random()
+        assert len({round(number, 6) for number in (own, of_batch, of_item, augmentation)}) == 4
 
 
 def test_padding_has_no_targets_in_any_head() -> None:
