@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -64,10 +65,28 @@ def _global_moments(values: Tensor, axes: list[int], group: dist.ProcessGroup) -
     because the difference of two large sums would lose digits.
     """
     count = values.numel() // values.shape[1] * dist.get_world_size(group)
-    mean = all_reduce(values.sum(dim=axes), group=group) / count
+    mean = _Sum.apply(values.sum(dim=axes), group) / count
     shape = [1, -1] + [1] * (values.ndim - 2)
-    variance = all_reduce((values - mean.view(shape)).square().sum(dim=axes), group=group) / count
+    variance = _Sum.apply((values - mean.view(shape)).square().sum(dim=axes), group) / count
     return mean, variance, count
+
+
+class _Sum(torch.autograd.Function):
+    """Adds up a tensor over the ranks of a group, and in the backward pass its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        dist.all_reduce(value, group=group)
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def convert(module: nn.Module) -> nn.Module:

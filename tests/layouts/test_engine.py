@@ -333,11 +333,13 @@ def statistics_in_parts(rank: int, world_size: int, chosen: list[tuple[dict[str,
 
 def test_models_of_three_parts_synchronize_batch_statistics() -> None:
     ((alone,),) = run_on_world(1, statistics_in_parts, [({}, 1)])
-    first, second = run_on_world(2, statistics_in_parts, [({"dp": 2}, 1), ({"dp": 2}, 2)])
+    first, second = run_on_world(2, statistics_in_parts, [({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 2}, 4)])
     assert first == second and first[0] == pytest.approx(alone, rel=1e-12)
     stages = {"dp": 2, "pp": 2, "data_parallel": "zero1"}
-    for (found,) in run_on_world(4, statistics_in_parts, [(stages, 2)]):
-        assert found == pytest.approx(first[1][:1], rel=1e-12)
+    split_backward = {"dp": 2, "pp": 2, "data_parallel": "allreduce", "schedule": "zbv", "stages_per_rank": 2}
+    for one, four in run_on_world(4, statistics_in_parts, [(stages, 2), (split_backward, 4)]):
+        assert one == pytest.approx(first[1][:1], rel=1e-12)
+        assert four == pytest.approx(first[2][:1], rel=1e-12)
 
 
 def statistics_of_a_skipped_step(
