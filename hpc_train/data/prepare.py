@@ -1,13 +1,13 @@
 """Builds a directory of token files from documents; an interrupted build continues where it stopped.
 
 Each input becomes a shard, which is committed by a rename. Then the shards are joined in the order of the inputs, and
-writing ``meta.json`` commits the directory. Uncommitted files are ignored.
+writing ``meta.json`` commits the directory. Uncommitted files are ignored. A process that was suspended until another
+took over writes only files that carry its own number.
 """
 
 from __future__ import annotations
 
 import codecs
-import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +16,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -24,11 +23,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from hpc_train.data.conversion import Builder, sole_builder
 from hpc_train.data.dataset import SPLITS, position
 from hpc_train.data.documents import Encoder, InputFile, Piece, fingerprint, open_encoder, read_documents
 from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
 from hpc_train.errors import UserError
-from hpc_train.run.files import make_directory, read_json, write_json
+from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import die_with_parent
 
 _SHARDS = ".shards"
@@ -62,11 +62,12 @@ class _Shard:
 
     source: InputFile
     directory: str  # the path of the committed shard
+    builder: int  # the number of the process that builds
 
     @property
     def unfinished(self) -> Path:
         path = Path(self.directory)
-        return path.with_name(f"unfinished-{path.name}")
+        return path.with_name(f"unfinished-{self.builder}-{path.name}")
 
     @property
     def committed(self) -> bool:
@@ -127,17 +128,16 @@ def prepare(
     encoder = open_encoder(settings.tokenizer, settings.eos)
     keys = [_key(source, settings) for source in inputs]
     whole = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
-    make_directory(out, "--out")
-    with _locked(out):
+    with sole_builder(out) as builder:
         existing = _finished(out, whole)
         if existing is None:
             shards = [
-                _Shard(source, str(out / _SHARDS / f"{key}-{_FORMAT}"))
+                _Shard(source, str(out / _SHARDS / f"{key}-{_FORMAT}"), builder.number)
                 for source, key in zip(inputs, keys, strict=True)
             ]
             _clear_unfinished(out / _SHARDS)
-            _write_shards(shards, settings, workers, on_progress)
-            existing = _join(shards, out, settings, encoder, whole)
+            _write_shards(shards, settings, workers, builder, on_progress)
+            existing = _join(shards, builder, settings, encoder, whole)
         shutil.rmtree(out / _SHARDS, ignore_errors=True)
     on_progress(PrepareProgress(sum(source.size for source in inputs), len(inputs)))
     return existing
@@ -146,18 +146,6 @@ def prepare(
 def _key(source: InputFile, settings: Settings) -> str:
     content = [asdict(source), asdict(settings) | {"tokenizer": fingerprint(settings.tokenizer)}]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"another process is preparing {out}", where="--out", fix="wait for it, or stop it"
-            ) from error
-        yield
 
 
 def _finished(out: Path, whole: str) -> TokensMeta | None:
@@ -180,7 +168,11 @@ def _clear_unfinished(shards: Path) -> None:
 
 
 def _write_shards(
-    shards: list[_Shard], settings: Settings, workers: int, on_progress: Callable[[PrepareProgress], None]
+    shards: list[_Shard],
+    settings: Settings,
+    workers: int,
+    builder: Builder,
+    on_progress: Callable[[PrepareProgress], None],
 ) -> None:
     jobs = _jobs([shard for shard in shards if not shard.committed])
     if not jobs:
@@ -195,6 +187,7 @@ def _write_shards(
             finished, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
+            builder.check()
             on_progress(PrepareProgress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
     except BrokenProcessPool as error:
         raise UserError(
@@ -296,8 +289,9 @@ def _dtype_name(encoder: Encoder) -> str:
     return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
 
 
-def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder, whole: str) -> TokensMeta:
+def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: Encoder, whole: str) -> TokensMeta:
     """Joins the shards and commits them by writing ``meta.json``."""
+    out, joined = builder.out, builder.out / _SHARDS / f"unfinished-{builder.number}-joined"
     found = [read_json(Path(shard.directory) / "shard.json")["counts"] for shard in shards]
     counts = {split: sum(count[split] for count in found) for split in SPLITS}
     total = sum(counts.values())
@@ -309,14 +303,16 @@ def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder,
     if not by_document:
         validation = min(max(1, round(total * settings.validation_share)), total - 1)
         counts = {"train": total - validation, "validation": validation}
+    joined.mkdir()
     stream = _Stream([Path(shard.directory) / f"{split}.bin" for split in SPLITS for shard in shards])
     for split in SPLITS:
-        temporary = out / f".{split}.bin"
-        with temporary.open("wb") as file:
+        with (joined / f"{split}.bin").open("wb") as file:
             stream.copy(file, counts[split] * _dtype(encoder).itemsize)
             os.fsync(file.fileno())
-        temporary.replace(out / f"{split}.bin")
-    _join_documents(shards, out, counts["train"])
+    _join_documents(shards, joined, counts["train"])
+    builder.check()
+    for path in list(joined.iterdir()):
+        path.replace(out / path.name)
     source = {
         "key": whole,
         "inputs": [shard.source.path for shard in shards],
@@ -337,9 +333,7 @@ def _join_documents(shards: list[_Shard], out: Path, train: int) -> None:
     inside = train - int(ends[last] - lengths[last])
     splits = [*lengths[:last], inside], [int(lengths[last]) - inside, *lengths[last + 1 :]]
     for split, side in zip(("train", "validation"), splits, strict=True):
-        temporary = out / f".{split}.documents"
-        np.array([length for length in side if length], dtype=LENGTHS).tofile(temporary)
-        temporary.replace(documents_file(out, split))
+        np.array([length for length in side if length], dtype=LENGTHS).tofile(documents_file(out, split))
 
 
 class _Stream:

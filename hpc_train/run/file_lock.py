@@ -27,6 +27,8 @@ from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
 from hpc_train.slurm import client
 
+BEAT_S = 15.0
+STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats
 _DONE = b"\ndone\n"
 _KEPT_LOCKS = 8  # old files to keep, for a process that still sees a stale directory listing
 _POLL_S = 0.01
@@ -151,6 +153,31 @@ def exclusive(folder: Path) -> Iterator[None]:
         patiently(lock.release)  # otherwise the lock stays held until this process ends
 
 
+@contextmanager
+def heartbeats(lock: Lock, on_loss: Callable[[], None] = lambda: None, beat_s: float = BEAT_S) -> Iterator[None]:
+    """Sends heartbeats of ``lock`` from another thread inside the ``with`` block.
+
+    Args:
+        on_loss: called once, in that thread, when another process has taken the lock over.
+        beat_s: seconds between heartbeats.
+    """
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(beat_s):
+            with suppress(OSError):  # the file server is unreachable; a later heartbeat may reach it
+                lock.beat()
+                if not lock.is_newest():
+                    on_loss()
+                    return
+
+    threading.Thread(target=beat, name="heartbeats", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def _create(lock: Lock, owner: LockOwner) -> bool:
     """Creates the lock file; returns False if another process was first."""
     try:
@@ -189,10 +216,6 @@ def _server_time(folder: Path) -> float:
     except OSError:
         return time.time()
     return found
-
-
-BEAT_S = 15.0
-STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats
 
 
 @dataclass(frozen=True)

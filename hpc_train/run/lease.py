@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, lease_folder
-from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, acquire, newest_lock
+from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, acquire, heartbeats, newest_lock
 from hpc_train.run.files import in_time
 from hpc_train.run.processes import is_alive, process
 from hpc_train.slurm.client import job_state
@@ -55,12 +54,10 @@ def hold_lease(
         UserError: another process holds the lease.
     """
     lock = _acquire_lease(run, owner or LockOwner.of_this_process(), give_up)
-    ended = threading.Event()
-    threading.Thread(target=_beat, args=(lock, ended, on_loss, beat_s), name="lease", daemon=True).start()
     try:
-        yield lock
+        with heartbeats(lock, on_loss, beat_s):
+            yield lock
     finally:
-        ended.set()
         try:
             in_time(lock.release)
         except OSError as error:
@@ -87,15 +84,6 @@ def _acquire_lease(run: RunDirectory, owner: LockOwner, give_up: Callable[[], bo
 def _is_on_this_machine(lock: Lock, owner: LockOwner) -> bool:
     other = lock.owner()
     return other is not None and other.machine == owner.machine
-
-
-def _beat(lock: Lock, ended: threading.Event, on_loss: Callable[[], None], beat_s: float) -> None:
-    while not ended.wait(beat_s):
-        with suppress(OSError):  # the file server is unreachable; a later heartbeat may reach it
-            lock.beat()
-            if not lock.is_newest():
-                on_loss()
-                return
 
 
 def _is_live_error(path: Path, who: str) -> UserError:

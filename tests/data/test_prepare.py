@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import json
 import os
@@ -7,6 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from hpc_train.commands.prepare import main
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.tokens import TokensDataset
 from hpc_train.errors import UserError
+from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
 
 SEPARATOR = "<|endoftext|>"
 
@@ -202,6 +208,52 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
         _, message = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "run the same command again" in message and "Traceback" not in message
+
+
+@contextmanager
+def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that prepares ``tmp_path / "out"`` for some seconds, in a group of its own."""
+    source = write_jsonl(tmp_path / "documents.jsonl", ["text " * 100] * 60_000)
+    command = [sys.executable, "-m", "hpc_train", "prepare", str(source), "--out", str(tmp_path / "out")]
+    with subprocess.Popen(
+        [*command, "--workers", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        while not list((tmp_path / "out").glob(".shards/unfinished-*/*.bin")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        yield process
+        process.kill()
+
+
+def test_one_process_prepares_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)  # Lustre without -o flock
+    with preparing(tmp_path) as other:
+        with pytest.raises(UserError, match=f"process {other.pid} on .* is preparing"):
+            run(tmp_path / "documents.jsonl", "--out", tmp_path / "out")
+        other.kill()
+        other.wait()
+        assert run(tmp_path / "documents.jsonl", "--out", tmp_path / "out") == 0
+
+
+def test_a_suspended_process_leaves_the_directory_to_its_successor(tmp_path: Path) -> None:
+    with preparing(tmp_path) as suspended:
+        os.killpg(suspended.pid, signal.SIGSTOP)
+        lock = newest_lock(tmp_path / "out" / ".locks")
+        assert lock is not None
+        os.utime(lock.path, (time.time() - STALE_S - 1,) * 2)
+        successor = replace(LockOwner.of_this_process(), machine="another")
+        assert acquire(tmp_path / "out" / ".locks", successor).number == 2
+        os.killpg(suspended.pid, signal.SIGCONT)
+        _, message = suspended.communicate(timeout=60)
+    assert suspended.returncode == 2 and "another process has begun to prepare" in message
+    assert not (tmp_path / "out" / "meta.json").exists()
 
 
 @pytest.mark.parametrize(
