@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from hpc_train.data.conversion import Progress
 from hpc_train.data.documents import BYTES, Encoder, find_inputs, open_encoder
 from hpc_train.data.image_shards import make_shards
-from hpc_train.data.prepare import PrepareProgress, Settings, prepare
+from hpc_train.data.prepare import Settings, prepare
 from hpc_train.data.tokens import TokensMeta
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
@@ -60,9 +61,8 @@ def main(argv: list[str]) -> int:
         with _bars(console) as bars:
             read = bars.add_task("reading", total=sum(file.size for file in inputs), inputs=f"0/{len(inputs)}")
 
-            def show(progress: PrepareProgress) -> None:
-                done = f"{progress.inputs_done}/{len(inputs)}"
-                bars.update(read, completed=progress.bytes_done, inputs=done)
+            def show(done: Progress) -> None:
+                bars.update(read, completed=done.bytes, inputs=f"{done.items}/{len(inputs)}")
 
             meta = prepare(inputs, settings, options.out, options.workers, show)
     except KeyboardInterrupt:

@@ -1,15 +1,37 @@
-"""What ``prepare`` needs to convert data into a directory: one process at a time builds there."""
+"""What ``prepare`` needs to convert data into a directory: one process at a time builds there, with workers that report
+their progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, Lock, LockHeld, LockOwner, acquire, heartbeats
 from hpc_train.run.files import make_directory, patiently
+from hpc_train.run.processes import die_with_parent
+
+POLL_S = 1.0  # seconds between two reports of the progress
+Job = TypeVar("Job")
+Report = Callable[[int, int], None]  # takes the bytes and the items (inputs, images) that are done
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Holds the bytes of input that have been read, and the items (inputs or images) that are done."""
+
+    bytes: int
+    items: int
 
 
 @dataclass(frozen=True)
@@ -68,3 +90,63 @@ def sole_builder(out: Path) -> Iterator[Builder]:
         raise
     finally:
         patiently(lock.release)
+
+
+_counts: Any = None  # in a worker: bytes and items of each job, in memory that it shares with the parent
+
+
+def run_jobs(
+    function: Callable[[Job, Report], None], jobs: Sequence[Job], workers: int, on_progress: Callable[[Progress], None]
+) -> None:
+    """Calls ``function`` for each job in ``workers`` processes.
+
+    Args:
+        function: a function of a module, which is called with a job and a function that takes its progress.
+        on_progress: called with the sum over all jobs about every ``POLL_S`` and at the end.
+
+    Raises:
+        UserError: a process was killed.
+        Exception: the first of a job; the processes are killed then.
+    """
+    if not jobs:
+        return
+    workers = min(workers, len(jobs))
+    context, others = get_context("spawn"), set(active_children())
+    counts: Any = context.RawArray("q", 2 * len(jobs))
+    pool = ProcessPoolExecutor(workers, context, _init_process, (os.getpid(), workers, counts))
+    finished: SimpleQueue[Future[None]] = SimpleQueue()
+    try:
+        for number, job in enumerate(jobs):
+            pool.submit(_run, function, job, number).add_done_callback(finished.put)
+        left, reported = len(jobs), time.monotonic()
+        while left:
+            with suppress(Empty):
+                finished.get(timeout=POLL_S).result()
+                left -= 1
+            if not left or time.monotonic() - reported >= POLL_S:
+                on_progress(Progress(sum(counts[::2]), sum(counts[1::2])))
+                reported = time.monotonic()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process was killed (out of memory?)", where="--workers", fix="use fewer --workers"
+        ) from error
+    finally:
+        for process in set(active_children()) - others:  # they would continue after an error or Ctrl-C
+            process.kill()
+        pool.shutdown()
+
+
+def _init_process(parent: int, workers: int, counts: Any) -> None:
+    global _counts  # noqa: PLW0603 (shared memory reaches a worker only here)
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C stops it silently; the parent reports
+    if workers > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise there are workers x cores threads
+    _counts = counts
+
+
+def _run(function: Callable[[Job, Report], None], job: Job, number: int) -> None:
+    def report(done: int, items: int) -> None:
+        _counts[2 * number], _counts[2 * number + 1] = done, items
+
+    function(job, report)

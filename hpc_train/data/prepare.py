@@ -1,8 +1,8 @@
 """Builds a directory of token files from documents; an interrupted build continues where it stopped.
 
-Each input becomes a shard, which is committed by a rename. Then the shards are joined in the order of the inputs, and
-writing ``meta.json`` commits the directory. Uncommitted files are ignored. A process that was suspended until another
-took over writes only files that carry its own number.
+Inputs of together about 32 MiB become a shard, which is committed by a rename. Then the shards are joined in the order
+of the inputs, and writing ``meta.json`` commits the directory. Uncommitted files are ignored. A process that was
+suspended until another took over writes only files that carry its own number.
 """
 
 from __future__ import annotations
@@ -12,29 +12,26 @@ import hashlib
 import json
 import os
 import shutil
-import signal
+from array import array
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from multiprocessing import active_children, get_context
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from hpc_train.data.conversion import Builder, sole_builder
+from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
 from hpc_train.data.dataset import SPLITS, position
 from hpc_train.data.documents import Encoder, InputFile, Piece, fingerprint, open_encoder, read_documents
 from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.processes import die_with_parent
 
 _SHARDS = ".shards"
 _FORMAT = 3  # version of the shards; a change of their format or content makes those of an older version unused
 _BATCH = 1 << 20  # characters encoded in one call
-_JOB = 32 << 20  # bytes of input for which a process loads the tokenizer once
+SHARD_BYTES = 32 << 20  # of input; a larger input is a shard by itself
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,10 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class PrepareProgress:
-    """Holds the bytes of input that have been read, and the number of committed shards."""
-
-    bytes_done: int
-    inputs_done: int
-
-
-@dataclass(frozen=True)
 class _Shard:
-    """Describes the shard of one input."""
+    """Describes the shard of consecutive inputs, for which a process loads the tokenizer once."""
 
-    source: InputFile
+    sources: list[InputFile]
     directory: str  # the path of the committed shard
     builder: int  # the number of the process that builds
 
@@ -70,23 +59,15 @@ class _Shard:
         return path.with_name(f"unfinished-{self.builder}-{path.name}")
 
     @property
-    def committed(self) -> bool:
-        return Path(self.directory).is_dir()
-
-    def bytes_done(self) -> int:
-        if self.committed:
-            return self.source.size
-        try:
-            return int((self.unfinished / "progress").read_text() or 0)
-        except (OSError, ValueError):
-            return 0
+    def size(self) -> int:
+        return sum(source.size for source in self.sources)
 
 
 @dataclass
 class _Written:
     """Holds the lengths of the documents that a shard contains so far, by split."""
 
-    lengths: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    lengths: dict[str, array[int]] = field(default_factory=lambda: {split: array("I") for split in SPLITS})
     _document: int = 0  # tokens of the document that is not complete yet
 
     @property
@@ -101,7 +82,7 @@ class _Written:
 
 
 def prepare(
-    inputs: list[InputFile], settings: Settings, out: Path, workers: int, on_progress: Callable[[PrepareProgress], None]
+    inputs: list[InputFile], settings: Settings, out: Path, workers: int, on_progress: Callable[[Progress], None]
 ) -> TokensMeta:
     """Writes ``train.bin``, ``validation.bin`` and ``meta.json`` to ``out``.
 
@@ -109,7 +90,7 @@ def prepare(
     split empty, the last tokens become the validation split.
 
     Args:
-        on_progress: called a few times per second and at the end.
+        on_progress: called about once per second and at the end.
 
     Raises:
         UserError: an input or the tokenizer is invalid, ``out`` contains other tokens, or another process writes there.
@@ -131,15 +112,12 @@ def prepare(
     with sole_builder(out) as builder:
         existing = _finished(out, whole)
         if existing is None:
-            shards = [
-                _Shard(source, str(out / _SHARDS / f"{key}-{_FORMAT}"), builder.number)
-                for source, key in zip(inputs, keys, strict=True)
-            ]
+            shards = list(_shards(inputs, keys, builder))
             _clear_unfinished(out / _SHARDS)
             _write_shards(shards, settings, workers, builder, on_progress)
             existing = _join(shards, builder, settings, encoder, whole)
         shutil.rmtree(out / _SHARDS, ignore_errors=True)
-    on_progress(PrepareProgress(sum(source.size for source in inputs), len(inputs)))
+    on_progress(Progress(sum(source.size for source in inputs), len(inputs)))
     return existing
 
 
@@ -167,88 +145,57 @@ def _clear_unfinished(shards: Path) -> None:
         shutil.rmtree(path)
 
 
+def _shards(inputs: list[InputFile], keys: list[str], builder: Builder) -> Iterator[_Shard]:
+    """Yields the shards of all inputs, in order."""
+    first, size = 0, 0
+    for number, source in enumerate(inputs, 1):
+        size += source.size
+        if size >= SHARD_BYTES or number == len(inputs):
+            key = hashlib.blake2b("".join(keys[first:number]).encode(), digest_size=16).hexdigest()
+            yield _Shard(inputs[first:number], str(builder.out / _SHARDS / f"{key}-{_FORMAT}"), builder.number)
+            first, size = number, 0
+
+
 def _write_shards(
     shards: list[_Shard],
     settings: Settings,
     workers: int,
     builder: Builder,
-    on_progress: Callable[[PrepareProgress], None],
+    on_progress: Callable[[Progress], None],
 ) -> None:
-    jobs = _jobs([shard for shard in shards if not shard.committed])
-    if not jobs:
-        return
-    Path(shards[0].directory).parent.mkdir(parents=True, exist_ok=True)
-    workers = min(workers, len(jobs))
-    others = set(active_children())
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _init_process, (os.getpid(), workers))
-    try:
-        running: set[Future[None]] = {pool.submit(_write_job, job, settings) for job in jobs}
-        while running:
-            finished, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
-            builder.check()
-            on_progress(PrepareProgress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
-    except BrokenProcessPool as error:
-        raise UserError(
-            "an encoding process was killed (out of memory?)",
-            where="--workers",
-            fix="use fewer --workers",
-        ) from error
-    finally:
-        for process in set(active_children()) - others:  # they would continue after an error or Ctrl-C
-            process.kill()
-        pool.shutdown()
+    missing = [shard for shard in shards if not Path(shard.directory).is_dir()]
+    bytes_before = sum(shard.size for shard in shards) - sum(shard.size for shard in missing)
+    inputs_before = sum(len(shard.sources) for shard in shards) - sum(len(shard.sources) for shard in missing)
+
+    def show(done: Progress) -> None:
+        builder.check()
+        on_progress(Progress(bytes_before + done.bytes, inputs_before + done.items))
+
+    (builder.out / _SHARDS).mkdir(exist_ok=True)
+    run_jobs(partial(_write_shard, settings=settings), missing, workers, show)
 
 
-def _jobs(shards: list[_Shard]) -> list[list[_Shard]]:
-    """Groups shards in order into jobs of about ``_JOB`` bytes, for each of which a process loads the tokenizer
-    once."""
-    jobs: list[list[_Shard]] = []
-    size = _JOB
-    for shard in shards:
-        if size >= _JOB:
-            jobs.append([])
-            size = 0
-        jobs[-1].append(shard)
-        size += shard.source.size
-    return jobs
-
-
-def _init_process(parent: int, workers: int) -> None:
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C stops it silently; the parent reports
-    if workers > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise there are workers x cores threads
-
-
-def _write_job(shards: list[_Shard], settings: Settings) -> None:
+def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
     encoder = open_encoder(settings.tokenizer, settings.eos)
-    for shard in shards:
-        _write_shard(shard, settings, encoder)
-
-
-def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
     shard.unfinished.mkdir()
-    written = _Written()
+    written, read = _Written(), 0
     with (
         (shard.unfinished / "train.bin").open("wb") as train,
         (shard.unfinished / "validation.bin").open("wb") as validation,
-        (shard.unfinished / "progress").open("w") as progress,
     ):
         files = {"train": train, "validation": validation}
-        for batch in _batches(read_documents(shard.source, settings.jsonl_field, settings.encoding)):
-            _write_batch(batch, shard.source, settings, encoder, files, written)
-            progress.seek(0)
-            progress.write(str(batch[-1].consumed))
-            progress.flush()
+        for number, source in enumerate(shard.sources):
+            for batch in _batches(read_documents(source, settings.jsonl_field, settings.encoding)):
+                _write_batch(batch, source, settings, encoder, files, written)
+                report(read + batch[-1].consumed, number)
+            read += source.size
+            report(read, number + 1)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    (shard.unfinished / "progress").unlink()
     for split, lengths in written.lengths.items():
         np.array(lengths, dtype=LENGTHS).tofile(documents_file(shard.unfinished, split))
-    write_json(shard.unfinished / "shard.json", {"counts": written.counts, "source": asdict(shard.source)})
+    write_json(shard.unfinished / "shard.json", {"counts": written.counts})
     shard.unfinished.rename(shard.directory)
 
 
@@ -315,7 +262,7 @@ def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: E
         path.replace(out / path.name)
     source = {
         "key": whole,
-        "inputs": [shard.source.path for shard in shards],
+        "inputs": [source.path for shard in shards for source in shard.sources],
         "settings": asdict(settings),
         "validation": "documents" if by_document else "the end of the tokens",
     }
@@ -327,13 +274,15 @@ def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: E
 def _join_documents(shards: list[_Shard], out: Path, train: int) -> None:
     """Writes the lengths of the documents in the order of the tokens, split after the first ``train`` tokens."""
     parts = [np.fromfile(documents_file(Path(s.directory), split), LENGTHS) for split in SPLITS for s in shards]
-    lengths = np.concatenate(parts).astype(np.int64)
-    ends = np.cumsum(lengths)
+    lengths = np.concatenate(parts)
+    ends = np.cumsum(lengths, dtype=np.int64)
     last = int(np.searchsorted(ends, train))  # the document that contains the border
-    inside = train - int(ends[last] - lengths[last])
-    splits = [*lengths[:last], inside], [int(lengths[last]) - inside, *lengths[last + 1 :]]
-    for split, side in zip(("train", "validation"), splits, strict=True):
-        np.array([length for length in side if length], dtype=LENGTHS).tofile(documents_file(out, split))
+    rest = int(ends[last]) - train  # its tokens behind the border
+    sides = {"train": lengths[: last + 1].copy(), "validation": lengths[last:].copy()}
+    sides["train"][-1] -= rest
+    sides["validation"][0] = rest
+    for split, side in sides.items():
+        side[side > 0].tofile(documents_file(out, split))
 
 
 class _Stream:

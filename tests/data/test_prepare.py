@@ -5,10 +5,12 @@ import fcntl
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,9 @@ import pytest
 
 from hpc_train.commands.prepare import main
 from hpc_train.config.schema import TokensDataConfig
+from hpc_train.data import prepare
+from hpc_train.data.conversion import Progress
+from hpc_train.data.documents import find_inputs
 from hpc_train.data.tokens import TokensDataset
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
@@ -160,7 +165,8 @@ def test_running_it_again_does_nothing_and_other_settings_are_refused(tmp_path: 
         run(source, "--out", out, "--validation-share", 0.5, "--workers", 1)
 
 
-def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 1)
     folder = tmp_path / "in"
     folder.mkdir()
     for number in range(40):
@@ -181,7 +187,8 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
 
 
 def _kill_when_some_shards_are_there(folder: Path, out: Path) -> None:
-    start = "import sys\nfrom hpc_train.commands.prepare import main\n"
+    start = "import sys\nfrom hpc_train.commands.prepare import main\nfrom hpc_train.data import prepare\n"
+    start += "prepare.SHARD_BYTES = 1\n"
     code = f"{start}assert 'torch' not in sys.modules, 'two seconds for each process'\nmain(sys.argv[1:])"
     command = [sys.executable, "-c", code, str(folder), "--out", str(out), "--workers", "1"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
@@ -196,12 +203,49 @@ def _kill_when_some_shards_are_there(folder: Path, out: Path) -> None:
         time.sleep(0.02)
 
 
+def test_small_inputs_share_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(300):
+        (tmp_path / "in" / f"{number:03d}.txt").write_text(f"document {number}\n" * 20)
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 20_000)
+    inputs, reports = find_inputs([str(tmp_path / "in")]), list[Progress]()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_join", None)
+        with pytest.raises(TypeError):
+            prepare.prepare(inputs, prepare.Settings(), tmp_path / "out", 1, reports.append)
+    shards = list((tmp_path / "out" / ".shards").iterdir())
+    assert 3 <= len(shards) <= 5
+    shutil.rmtree(shards[0])
+    prepare.prepare(inputs, prepare.Settings(), tmp_path / "out", 1, reports.append)
+    both = np.concatenate([tokens(tmp_path / "out", split) for split in ("train", "validation")])
+    text = "".join(path.read_text() for path in sorted((tmp_path / "in").iterdir()))
+    assert sorted(both.tolist()) == sorted(text.encode())
+    assert reports[-1] == Progress(len(text), 300) and max(report.items for report in reports) == 300
+    lengths = [np.fromfile(tmp_path / "out" / f"{split}.documents", "<u4") for split in ("train", "validation")]
+    assert sum(map(len, lengths)) == 300
+
+
+def test_the_lengths_of_many_documents_take_little_memory(tmp_path: Path) -> None:
+    count, border = 1_000_000, 7 * 999_999 + 3
+    for split, number in (("train", count - 10), ("validation", 10)):
+        np.full(number, 7, dtype="<u4").tofile(tmp_path / f"{split}.documents")
+    (tmp_path / "out").mkdir()
+    tracemalloc.start()
+    shard = prepare._Shard([], str(tmp_path), 1)
+    prepare._join_documents([shard], tmp_path / "out", border)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 * count
+    train, validation = (np.fromfile(tmp_path / "out" / f"{s}.documents", "<u4") for s in ("train", "validation"))
+    assert train.tolist() == [7] * 999_999 + [3] and validation.tolist() == [4]
+
+
 def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "documents.jsonl", ["text " * 100] * 30_000)
     code = "import sys\nfrom hpc_train.commands.prepare import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(source), "--out", str(tmp_path / "out"), "--workers", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        while not list((tmp_path / "out").glob(".shards/unfinished-*/progress")):
+        while not list((tmp_path / "out").glob(".shards/unfinished-*/*.bin")):
             assert process.poll() is None
             time.sleep(0.005)
         os.killpg(process.pid, signal.SIGINT)
