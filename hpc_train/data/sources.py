@@ -86,6 +86,8 @@ def _check_sft(data: SFTDataConfig) -> None:
     known = tokenizer.vocabulary(data.tokenizer)
     if "messages" in forms:
         tokenizer.check_template(data.tokenizer, data.chat_template)
+    if forms != {"messages"}:
+        tokenizer.check_end(data.tokenizer)
     if data.vocab_size is None or data.vocab_size < known:
         raise UserError(
             f"the tokenizer {data.tokenizer} has {known} token ids, but data.vocab_size is {data.vocab_size}",

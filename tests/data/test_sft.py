@@ -114,16 +114,40 @@ def test_completions_and_texts(tmp_path: Path, tokenizer: Any) -> None:
 def test_truncation_and_padding_of_the_tokenizer_are_ignored(
     tmp_path: Path, tokenizer: Any, only_tokenizer_json: bool
 ) -> None:
-    made = [*chats(10), {"prompt": "the lazy dog", "completion": " jumps"}, {"text": "over a fox " * 20}]
+    made, settings = chats(10), dict[str, Any]()
     if only_tokenizer_json:
-        made = made[10:]
         (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+        (tmp_path / "chat.jinja").write_text(CHATML)
+        settings = {"chat_template": str(tmp_path / "chat.jinja")}
+    else:
+        made += [{"prompt": "the lazy dog", "completion": " jumps"}, {"text": "over a fox " * 20}]
     write_jsonl(tmp_path / "chats.jsonl", made)
-    before = pairs(*both(sft(tmp_path)))
+    before = pairs(*both(sft(tmp_path, **settings)))
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.enable_padding(length=8)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    assert pairs(*both(sft(tmp_path, cache=str(tmp_path / "other")))) == before
+    assert pairs(*both(sft(tmp_path, cache=str(tmp_path / "other"), **settings))) == before
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """A bare tokenizer.json names none; of a directory transformers knows more than its files."""
+    bare = tmp_path / "bare/tokenizer.json"
+    bare.parent.mkdir()
+    bare.write_bytes((tmp_path / "tokenizer/tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer/special_tokens_map.json").unlink(missing_ok=True)
+    for record in ({"prompt": "the dog", "completion": " jumps"}, {"text": "a fox"}):
+        write_jsonl(tmp_path / "chats.jsonl", [record] * 3)
+        for known in (bare, tmp_path / "tokenizer"):
+            with pytest.raises(
+                UserError, match=r"names no token that ends a text.*eos_token(.|\n)*tokenizer_config.json"
+            ):
+                build_dataset(sft(tmp_path, tokenizer=str(known)), "train", 0)
+        with pytest.raises(UserError, match=r"bare/tokenizer.json names no token"):
+            SFT.check_inputs(sft(tmp_path, tokenizer=str(bare)))  # type: ignore[misc]  # before the submission
+    write_jsonl(tmp_path / "chats.jsonl", chats(3))
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    SFT.check_inputs(sft(tmp_path, tokenizer=str(bare), chat_template=str(tmp_path / "chat.jinja")))  # type: ignore[misc]
 
 
 def test_each_record_is_read_once_from_any_input(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.data.sft.records import Record, form_of
-from hpc_train.data.sft.tokenizer import SETTINGS, template_text, tokenizer_file
+from hpc_train.data.sft.tokenizer import SETTINGS, no_end, template_text, tokenizer_file
 from hpc_train.errors import UserError
 
 ANSWER = 1 << 31  # this bit of a stored token marks a token that is learnt
@@ -38,14 +38,15 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: str, template: str | None) -> None:
-        self._tokenizer = _load(tokenizer)
+        self._path, self._tokenizer = tokenizer, _load(tokenizer)
         self._template = None if template is None else template_text(template)
 
     def encode(self, record: Record) -> Tokens:
         """Returns the token ids of a record, with ``ANSWER`` set in those that are learnt.
 
         Raises:
-            UserError: a column has another type, or the chat template does not fit.
+            UserError: a column has another type, the chat template does not fit, or the tokenizer has no end token for
+                a text or completion.
         """
         values = record.values
         form = form_of([name for name in values if values[name] is not None], record.name)
@@ -67,10 +68,11 @@ class Encoder:
         if not prompt:
             learnt[:] = True
         end = self._tokenizer.eos_token_id
-        if end is not None and (not ids or ids[-1] != end):
+        if end is None:
+            raise no_end(self._path)
+        if not ids or ids[-1] != end:
             ids, learnt = [*ids, end], np.append(learnt, True)
-        elif end is not None:
-            learnt[-1] = True
+        learnt[-1] = True
         return _marked(ids, learnt)
 
     def _conversation(self, record: Record) -> Tokens:

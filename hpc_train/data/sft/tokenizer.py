@@ -89,6 +89,21 @@ def check_template(tokenizer: str, template: str | None) -> None:
     )
 
 
+def check_end(tokenizer: str) -> None:
+    """Raises UserError if no file can name the token that ends a text."""
+    if not (tokenizer_file(tokenizer).parent / SETTINGS).is_file():
+        raise no_end(tokenizer)
+
+
+def no_end(tokenizer: str) -> UserError:
+    """Returns the error about a tokenizer without a token that ends a text, which no model would learn to write."""
+    return UserError(
+        f"{tokenizer} names no token that ends a text (eos_token), which the columns text, prompt and completion need",
+        where="data.tokenizer",
+        fix=f"data.tokenizer=a directory with {SETTINGS} and eos_token in it, as save_pretrained writes",
+    )
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     file = folder / SETTINGS
     try:
