@@ -1,8 +1,10 @@
 """Tokenizes the parts of the input of ``data=sft`` once and keeps the tokens in files that all processes map.
 
 All processes that need the tokens share the work: each takes a part that no other process has locked, until all parts
-are there. A part is committed by renaming its directory, so an interrupted start continues with the other parts, and
-processes on file systems without locks merely do some parts twice.
+are there. One listing of the directory shows which parts are finished and which have a lock file; each process tries
+the others in an order of its own, and waits when there is none. A part is committed by renaming its directory, so an
+interrupted start continues with the other parts. The lock file of a process that has died is found unlocked after some
+seconds; on file systems without locks its age decides, and a part that takes long is computed twice.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import shutil
 import socket
 import time
@@ -30,7 +33,9 @@ TOKENS, RECORDS = "tokens.bin", "records.npy"
 RECORD = np.dtype([("length", "<u4"), ("first", "<u4"), ("hash", "<f8"), ("largest", "<u4")])
 NO_ANSWER = 0xFFFFFFFF
 _FORMAT = 1
-_POLL_S = 0.2
+_WAITS_S = 0.1, 5.0  # the first and the longest
+_WITHOUT_LOCKS_S = 120.0  # an older lock file is that of a process that has died, on file systems without locks
+_TRIED = 4  # lock files of other processes after each of the longest waits
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Stored:
     @property
     def exists(self) -> bool:
         return (self.directory / RECORDS).is_file()
+
+    @property
+    def lock(self) -> Path:
+        return self.directory.with_suffix(".lock")
 
     def records(self) -> Any:
         return np.load(self.directory / RECORDS)
@@ -77,19 +86,11 @@ def tokenized(
         UserError: a record is invalid, or the directory cannot be written.
     """
     stored = [Stored(part, directory / _key(part, settings)) for part in parts]
-    missing = [each for each in stored if not each.exists]
-    if not missing:
+    if all(each.exists for each in stored):
         return stored
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        encoder = open_encoder()
-        while missing:
-            for each in missing:
-                with _claimed(each.directory) as own:
-                    if own and not each.exists:
-                        _write(each, encoder)
-            missing = [each for each in missing if not each.exists]
-            time.sleep(_POLL_S if missing else 0)
+        _complete(stored, directory, open_encoder())
     except OSError as error:
         raise UserError(
             f"the tokens of data.path cannot be computed and written to {directory}: {error}",
@@ -99,23 +100,54 @@ def tokenized(
     return stored
 
 
+def _complete(stored: Sequence[Stored], directory: Path, encoder: Encoder) -> None:
+    missing, chance = list(stored), random.Random()
+    wait_s, longest_s = _WAITS_S
+    while True:
+        names = {path.name for path in directory.iterdir()}
+        missing = [each for each in missing if each.directory.name not in names or not each.exists]
+        if not missing:
+            return
+        chance.shuffle(missing)
+        if any(_written(each, encoder) for each in missing if each.lock.name not in names):
+            continue
+        if wait_s == longest_s and any(_written(each, encoder) for each in missing[:_TRIED]):
+            continue
+        time.sleep(chance.uniform(wait_s / 5, wait_s))
+        wait_s = min(2 * wait_s, longest_s)
+
+
+def _written(stored: Stored, encoder: Encoder) -> bool:
+    """Writes a part unless another process does or has; returns whether this process has written it."""
+    with _claimed(stored.lock) as own:
+        if not own or stored.exists:
+            return False
+        _write(stored, encoder)
+        return True
+
+
 def _key(part: Part, settings: str) -> str:
     content = json.dumps([asdict(part), settings, _FORMAT], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 @contextmanager
-def _claimed(directory: Path) -> Iterator[bool]:
-    """Yields whether this process may write ``directory``; the lock of a process that dies is released."""
-    lock = directory.with_suffix(".lock")
-    with lock.open("w") as file:
+def _claimed(lock: Path) -> Iterator[bool]:
+    """Yields whether this process has the lock; that of a process that dies is released."""
+    try:
+        file, new = lock.open("x"), True
+    except FileExistsError:
+        file, new = lock.open("a"), False
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
         except OSError:  # a file system without locks
-            pass
+            if not new and time.time() - os.fstat(file.fileno()).st_mtime < _WITHOUT_LOCKS_S:
+                yield False
+                return
         try:
             yield True
         finally:
