@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +19,7 @@ from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample
 from hpc_train.errors import UserError
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff"})
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # means of ImageNet's pixels in [0, 1]
 STD = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
 _MODES = {1: "L", 3: "RGB"}
@@ -91,21 +93,38 @@ class ImagesDataset(DecodedImages):
         root = Path(config.path)
         self.classes = class_names(root / "train")
         check_classes(root, split, self.classes, config.n_classes)
-        self._files: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            files = image_files(root / split / name)
-            self._files += files
-            labels += [label] * len(files)
-        super().__init__(config, np.array(labels, dtype=np.int64), split, seed)
-        if not labels:
+        self._folders = [root / split / name for name in self.classes]
+        self._names = NameList(image_names(folder) for folder in self._folders)
+        labels = np.repeat(np.arange(len(self.classes), dtype=np.int64), self._names.counts)
+        super().__init__(config, labels, split, seed)
+        if not len(labels):
             raise UserError(f"{root / split} contains no images", where="data.path", fix=_FIX)
 
     def source(self, index: int) -> str:
-        return self._files[index]
+        return self._file(index)
 
     def _file(self, index: int) -> str:
-        return self._files[index]
+        return f"{self._folders[int(self._labels[index])]}{os.sep}{self._names[index]}"
+
+
+class NameList:
+    """Holds names in one piece of memory without Python objects, so that forked loader processes share its pages.
+
+    Attributes:
+        counts: the number of names of each group.
+    """
+
+    def __init__(self, groups: Iterable[list[str]]) -> None:
+        texts, ends = [], [np.zeros(1, np.int64)]
+        for names in groups:
+            encoded = [os.fsencode(name) for name in names]
+            texts.append(b"".join(encoded))
+            ends.append(np.cumsum([len(each) for each in encoded], dtype=np.int64) + ends[-1][-1:])
+        self.counts = [len(each) for each in ends[1:]]
+        self._text, self._ends = b"".join(texts), np.concatenate(ends)
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]])
 
 
 def _pillow() -> Any:
@@ -142,9 +161,34 @@ def check_classes(root: Path, split: str, classes: list[str], n_classes: int) ->
 
 
 def image_files(directory: Path) -> list[str]:
-    if not directory.is_dir():
-        return []  # a class without validation images
-    return sorted(str(path) for path in directory.rglob("*") if path.suffix.lower() in SUFFIXES)
+    """Returns the paths of the images in ``directory``, in their order; see ``image_names``."""
+    return [f"{directory}{os.sep}{name}" for name in image_names(directory)]
+
+
+def image_names(directory: Path) -> list[str]:
+    """Returns the names of the images in ``directory`` and its subdirectories, relative to it and sorted.
+
+    Links to files are followed, those to directories are not. A directory that does not exist, such as that of a class
+    without validation images, has none.
+
+    Raises:
+        UserError: a directory cannot be read.
+    """
+    return sorted(_images_below(str(directory), "")) if directory.is_dir() else []
+
+
+def _images_below(folder: str, prefix: str) -> Iterator[str]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _images_below(entry.path, f"{prefix}{entry.name}{os.sep}")
+                elif entry.name[1:].lower().endswith(SUFFIXES):
+                    yield prefix + entry.name
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be read: {error.strerror}", where="data.path", fix="correct its permissions (chmod)"
+        ) from error
 
 
 def pixel_scale(mean: Array, std: Array) -> PixelScale:

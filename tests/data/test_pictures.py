@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import os
 import pickle
 import sys
 from collections import Counter
@@ -14,7 +15,16 @@ from PIL import Image
 
 from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
-from hpc_train.data.images import ImagesDataset, generator, pixel_scale, random_box, resize, shifted_crop
+from hpc_train.data.images import (
+    SUFFIXES,
+    ImagesDataset,
+    generator,
+    image_files,
+    pixel_scale,
+    random_box,
+    resize,
+    shifted_crop,
+)
 from hpc_train.errors import UserError
 
 COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -137,6 +147,69 @@ def test_image_augmentation_is_a_function_of_seed_epoch_and_index(pictures: Path
     assert np.array_equal(dataset.sample(index, 1).inputs, again.sample(index, 1).inputs)
     assert not np.array_equal(dataset.sample(index, 1).inputs, dataset.sample(index, 2).inputs)
     assert not np.array_equal(dataset.sample(index, 1).inputs, images(pictures, seed=9).sample(index, 1).inputs)
+
+
+def test_images_keep_their_order(pictures: Path) -> None:
+    """Checkpoints hold positions in the order that the first versions had: all paths of a class, sorted as text."""
+    folder = pictures / "train" / "blue"
+    for name in (
+        "b/0.PNG",
+        "b-1.png",
+        "b.d/x.Tiff",
+        "é.jpg",
+        "\udcff.jpg",
+        "z/y/x.webp",
+        ".jpg",
+        "._a.jpg",
+        "notes.txt",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / "link.jpg").symlink_to(folder / "0.jpg")
+    (folder / "linked").symlink_to(pictures / "train" / "red")
+    expected = [
+        str(path)
+        for name in sorted(COLORS)
+        for path in sorted(map(str, (pictures / "train" / name).rglob("*")))
+        if Path(path).suffix.lower() in SUFFIXES
+    ]
+    dataset = images(pictures)
+    assert [dataset.source(index) for index in range(len(dataset))] == expected
+    assert image_files(folder) == expected[: len(image_files(folder))] and len(dataset) == 12 + 8
+    assert [int(dataset.sample(index, 0).targets) for index in range(12, 20)] == [1] * 4 + [2] * 4
+
+
+def memory_of_its_own() -> int:
+    """Returns the bytes that this process shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+
+
+def test_loader_processes_share_the_names_of_the_files(pictures: Path) -> None:
+    for number in range(40_000):
+        (pictures / "train" / "red" / f"n01440764_{number:07d}.JPEG").touch()
+    dataset = images(pictures)
+    child = os.fork()
+    if child == 0:
+        before = memory_of_its_own()
+        for index in range(0, len(dataset), 8):
+            dataset.source(index)
+        os._exit(min(255, (memory_of_its_own() - before) >> 14))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) < 64, "1 MiB, of more than 4 MiB of names"
+
+
+def test_a_directory_that_cannot_be_read_is_named(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (pictures / "train" / "red" / "more").mkdir()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("more"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match="red/more cannot be read: Permission denied"):
+        images(pictures)
 
 
 def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
