@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -36,8 +37,14 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}", where="--workers", fix="--workers 1")
-    if options.images:
-        return _shards(options)
+    try:
+        return _shards(options) if options.images else _tokens(options)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        return Exit.DETACHED
+
+
+def _tokens(options: argparse.Namespace) -> int:
     settings = Settings(
         tokenizer=options.tokenizer,
         eos=options.eos,
@@ -57,17 +64,13 @@ def main(argv: list[str]) -> int:
     if encoder.separator is None and settings.tokenizer != BYTES:
         text = f"warning: {settings.tokenizer} has no usual end token, so no token separates the documents"
         console.print(f"{text}; to name one: --eos TOKEN", soft_wrap=True, markup=False)
-    try:
-        with _bars(console) as bars:
-            read = bars.add_task("reading", total=sum(file.size for file in inputs), inputs=f"0/{len(inputs)}")
+    with _bars(console) as bars:
+        read = bars.add_task("reading", total=sum(file.size for file in inputs), inputs=f"0/{len(inputs)}")
 
-            def show(done: Progress) -> None:
-                bars.update(read, completed=done.bytes, inputs=f"{done.items}/{len(inputs)}")
+        def show(done: Progress) -> None:
+            bars.update(read, completed=done.bytes, inputs=f"{done.items}/{len(inputs)}")
 
-            meta = prepare(inputs, settings, options.out, options.workers, show)
-    except KeyboardInterrupt:
-        console.print("interrupted; run the same command again to continue")
-        return Exit.DETACHED
+        meta = prepare(inputs, settings, options.out, options.workers, show)
     print(
         json.dumps({"out": str(options.out)} | meta.to_json()) if options.json else _summary(options.out, meta, encoder)
     )
@@ -82,12 +85,12 @@ def _shards(options: argparse.Namespace) -> int:
             fix="prepare --images DIRECTORY --out DIR --shard-mib 1024",
         )
     with _bars(Console(stderr=True)) as bars:
-        task = bars.add_task("packing", inputs="0")
+        task = bars.add_task("packing", total=None, inputs="0")
 
-        def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total, inputs=f"{done}/{total}")
+        def show(done: Progress, total: Progress) -> None:
+            bars.update(task, completed=done.bytes, total=total.bytes, inputs=f"{done.items}/{total.items}")
 
-        meta = make_shards(Path(options.inputs[0]), options.out, options.shard_mib * MIB, show)
+        meta = make_shards(Path(options.inputs[0]), options.out, options.shard_mib * MIB, options.workers, show)
     if options.json:
         print(json.dumps({"out": str(options.out)} | meta))
     else:

@@ -1,8 +1,9 @@
 """Reads and writes images in indexed tar shards with the layout of webdataset.
 
 A directory contains ``train-000000.tar`` …, ``validation-000000.tar`` …, an index of each split and ``shards.json``.
-The member ``0000042.jpg`` of a shard is an image and ``0000042.cls`` its label. The writer renames each finished shard
-and writes ``shards.json`` last, which commits the directory; it does not change a directory that is complete.
+The member ``0000042.jpg`` of a shard is an image and ``0000042.cls`` its label. Until all shards are finished, the
+directory ``.image-shards`` has the rows of the index of each finished one, which an interrupted build keeps.
+``shards.json`` is written last and commits the directory; a directory that is complete is not changed.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpc_train.config.schema import ShardsDataConfig
+from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
 from hpc_train.data.dataset import SPLITS
 from hpc_train.data.images import DecodedImages, check_classes, class_names, image_files
 from hpc_train.errors import UserError
-from hpc_train.run.files import make_directory, write_json
+from hpc_train.run.files import read_json, write_json
 
 META = "shards.json"
+_WORK, _KEY = ".image-shards", "key.json"
 FIX = "build the directory with: python -m hpc_train prepare --images DIRECTORY --out DIR"
 
 
@@ -99,20 +104,39 @@ def _load_index(path: Path, samples: int) -> Any:
 
 @dataclass(frozen=True)
 class _Image:
-    path: Path
+    path: str
     label: int
     size: int
 
 
-def make_shards(source: Path, out: Path, shard_bytes: int, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Shard:
+    """Describes one shard and its place in the index of ``split``; ``first`` is the number of its first image."""
+
+    out: Path
+    split: str
+    number: int
+    first: int
+    images: list[_Image]
+
+    @property
+    def rows(self) -> Path:
+        """Returns the file with the rows of the index, which commits the shard."""
+        return self.out / _WORK / f"{self.split}-{self.number:06d}.npy"
+
+
+def make_shards(
+    source: Path, out: Path, shard_bytes: int, workers: int, on_progress: Callable[[Progress, Progress], None]
+) -> dict[str, Any]:
     """Writes the shards of ``source`` (``train/CLASS/*`` and ``validation/CLASS/*``) to ``out``; returns the metadata.
 
     Args:
         shard_bytes: the bytes of images in a shard; the last image may exceed them.
-        on_progress: called with the number of images done and the total.
+        workers: the number of processes.
+        on_progress: called about once per second and at the end with the images that are done, and all.
 
     Raises:
-        UserError: there are no images, or ``out`` contains shards of other images.
+        UserError: there are no images, ``out`` contains shards of other images, or another process writes there.
     """
     classes = class_names(source / "train")
     check_classes(source, "validation", classes, len(classes))
@@ -122,56 +146,95 @@ def make_shards(source: Path, out: Path, shard_bytes: int, on_progress: Callable
         raise UserError(
             f"{source / empty[0]} contains no images", where="INPUT", fix="use the layout train/CLASS/IMAGE"
         )
-    listing = [(str(i.path.relative_to(source)), i.size, shard_bytes) for split in SPLITS for i in images[split]]
+    listing = [(os.path.relpath(i.path, source), i.size, shard_bytes) for split in SPLITS for i in images[split]]
     key = hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
-    meta = {"classes": classes, "counts": {split: len(images[split]) for split in SPLITS}, "key": key}
-    if (out / META).exists():
-        if json.loads((out / META).read_text(encoding="utf-8")).get("key") == key:
-            return meta
-        raise UserError(
-            f"{out} contains shards of other images", where="--out", fix="use another directory, or remove it"
-        )
-    make_directory(out, "--out")
-    done, total = 0, len(listing)
-    for split in SPLITS:
-        rows: list[tuple[int, int, int, int]] = []
-        for number, group in enumerate(_groups(images[split], shard_bytes)):
-            rows += _write_shard(shard_file(out, split, number), number, group, first=len(rows))
-            done += len(group)
-            on_progress(done, total)
-        np.save(index_file(out, split), np.array(rows, dtype=np.int64))
-    write_json(out / META, meta)
-    return meta
+    with sole_builder(out) as builder:
+        if not _is_finished(out, key):
+            _begin(out / _WORK, key)
+            shards = [shard for split in SPLITS for shard in _shards(out, split, images[split], shard_bytes)]
+            _write_missing(shards, workers, builder, on_progress)
+            for split in SPLITS:
+                rows = [np.load(shard.rows) for shard in shards if shard.split == split]
+                np.save(index_file(out, split), np.concatenate(rows))
+            builder.check()
+            counts = {split: len(images[split]) for split in SPLITS}
+            write_json(out / META, {"classes": classes, "counts": counts, "key": key})
+        shutil.rmtree(out / _WORK, ignore_errors=True)
+    return dict(read_json(out / META))
+
+
+def _is_finished(out: Path, key: str) -> bool:
+    """Returns whether ``out`` is complete; raises UserError if it has shards of other images, all or some."""
+    for path in (out / META, out / _WORK / _KEY):
+        if path.exists() and read_json(path).get("key") != key:
+            raise UserError(
+                f"{out} contains shards of other images", where="--out", fix="use another directory, or remove it"
+            )
+    return (out / META).exists()
+
+
+def _begin(work: Path, key: str) -> None:
+    """Notes the images whose shards follow, and removes the unfinished ones of an earlier process."""
+    work.mkdir(exist_ok=True)
+    write_json(work / _KEY, {"key": key})
+    for path in work.glob("unfinished-*"):
+        path.unlink()
 
 
 def _images(folder: Path, classes: list[str]) -> Iterator[_Image]:
     for label, name in enumerate(classes):
-        for path in map(Path, image_files(folder / name)):
-            yield _Image(path, label, path.stat().st_size)
+        for path in image_files(folder / name):
+            yield _Image(path, label, Path(path).stat().st_size)
 
 
-def _groups(images: list[_Image], shard_bytes: int) -> Iterator[list[_Image]]:
-    group: list[_Image] = []
-    for image in images:
-        group.append(image)
-        if sum(each.size for each in group) >= shard_bytes:
-            yield group
-            group = []
-    if group:
-        yield group
+def _shards(out: Path, split: str, images: list[_Image], shard_bytes: int) -> Iterator[_Shard]:
+    number, first, size = 0, 0, 0
+    for end, image in enumerate(images, 1):
+        size += image.size
+        if size >= shard_bytes or end == len(images):
+            yield _Shard(out, split, number, first, images[first:end])
+            number, first, size = number + 1, end, 0
 
 
-def _write_shard(path: Path, number: int, images: list[_Image], first: int) -> list[tuple[int, int, int, int]]:
-    """Writes one shard and returns its rows of the index; ``first`` is the number of the first image."""
-    partial = path.with_suffix(".part")
-    with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for key, image in enumerate(images, first):
-            _add(tar, f"{key:07d}{image.path.suffix.lower()}", image.path.read_bytes())
-            _add(tar, f"{key:07d}.cls", str(image.label).encode())
-    with tarfile.open(partial) as tar:
+def _write_missing(
+    shards: list[_Shard], workers: int, builder: Builder, on_progress: Callable[[Progress, Progress], None]
+) -> None:
+    missing = [shard for shard in shards if not shard.rows.exists()]
+    total, left = _size(shards), _size(missing)
+
+    def show(done: Progress) -> None:
+        builder.check()
+        on_progress(Progress(total.bytes - left.bytes + done.bytes, total.items - left.items + done.items), total)
+
+    run_jobs(partial(_write_shard, builder=builder.number), missing, workers, show)
+
+
+def _size(shards: list[_Shard]) -> Progress:
+    images = [image for shard in shards for image in shard.images]
+    return Progress(sum(image.size for image in images), len(images))
+
+
+def _write_shard(shard: _Shard, report: Report, builder: int) -> None:
+    """Writes one shard and its rows of the index, ``[images, 4]`` int64."""
+    unfinished = shard.rows.with_name(f"unfinished-{builder}-{shard.rows.name}")
+    read = 0
+    with unfinished.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for number, image in enumerate(shard.images):
+                key = f"{shard.first + number:07d}"
+                _add(tar, key + Path(image.path).suffix.lower(), Path(image.path).read_bytes())
+                _add(tar, f"{key}.cls", str(image.label).encode())
+                read += image.size
+                report(read, number + 1)
+        file.flush()
+        os.fsync(file.fileno())
+    with tarfile.open(unfinished) as tar:
         positions = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".cls")]
-    partial.replace(path)
-    return [(number, *position, image.label) for position, image in zip(positions, images, strict=True)]
+    rows = [(shard.number, *position, i.label) for position, i in zip(positions, shard.images, strict=True)]
+    unfinished.replace(shard_file(shard.out, shard.split, shard.number))
+    with unfinished.open("wb") as file:
+        np.save(file, np.array(rows, dtype=np.int64))
+    unfinished.replace(shard.rows)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

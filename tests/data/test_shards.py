@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +18,7 @@ from PIL import Image
 
 from hpc_train.commands.prepare import main
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
-from hpc_train.data.image_shards import ShardsDataset
+from hpc_train.data.image_shards import ShardsDataset, _shards
 from hpc_train.data.images import ImagesDataset
 from hpc_train.errors import UserError
 
@@ -90,6 +95,52 @@ def test_the_directory_is_whole_once_and_webdataset_reads_it(
     Image.new("RGB", (8, 8)).save(pictures / "images" / "train" / "cat" / "new.png")
     with pytest.raises(UserError, match="other images"):
         prepare(pictures)
+
+
+def test_killed_in_the_middle_it_goes_on(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first image is a pipe, at which one of two workers waits while the other finishes the other shards."""
+    first, shards = pictures / "images" / "train" / "cat" / "0.png", pictures / "shards"
+    first.unlink()
+    os.mkfifo(first)
+    code = "import sys\nfrom hpc_train.commands import prepare\nprepare.MIB = 1\nprepare.main(sys.argv[1:])"
+    arguments = ["--images", str(pictures / "images"), "--out", str(shards), "--shard-mib", "4000"]
+    with subprocess.Popen([sys.executable, "-c", code, *arguments, "--workers", "2"]) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while len(list(shards.glob(".image-shards/[tv]*.npy"))) < 4 + 2:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            with pytest.raises(UserError, match=f"process {process.pid} on .* is preparing"):
+                prepare(pictures)
+        finally:
+            process.kill()
+    first.unlink()
+    first.touch()
+    monkeypatch.setattr("hpc_train.commands.prepare.MIB", 1)
+    with pytest.raises(UserError, match="other images"):
+        prepare(pictures, "--shard-mib", "5000")
+    kept = {path: path.stat().st_ino for path in shards.glob("*.tar")}
+    assert main(arguments) == 0
+    assert kept and all(path.stat().st_ino == inode for path, inode in kept.items())
+    assert main([*arguments[:3], str(pictures / "whole"), *arguments[4:], "--workers", "1"]) == 0
+    names = sorted(path.name for path in shards.iterdir() if path.is_file())
+    assert names == sorted(path.name for path in (pictures / "whole").iterdir() if path.is_file())
+    assert all((shards / name).read_bytes() == (pictures / "whole" / name).read_bytes() for name in names)
+    assert not (shards / ".image-shards").exists()
+
+
+def test_the_size_of_each_image_is_added_once(tmp_path: Path) -> None:
+    class Counted:
+        asked = 0
+
+        @property
+        def size(self) -> int:
+            Counted.asked += 1
+            return 10
+
+    images: list[Any] = [Counted() for _ in range(1000)]
+    groups = [len(shard.images) for shard in _shards(tmp_path, "train", images, 4000)]
+    assert groups == [400, 400, 200] and Counted.asked == 1000
 
 
 def test_damage_is_told(pictures: Path) -> None:
