@@ -89,7 +89,8 @@ def sole_builder(out: Path) -> Iterator[Builder]:
         builder.check()  # the other process removes the unfinished files of this one
         raise
     finally:
-        patiently(lock.release)
+        with suppress(OSError):  # e.g. a full disk; the lock ends with this process
+            patiently(lock.release)
 
 
 _counts: Any = None  # in a worker: bytes and items of each job, in memory that it shares with the parent

@@ -23,7 +23,7 @@ import pytest
 from hpc_train.commands.prepare import main
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data import prepare
-from hpc_train.data.conversion import Progress
+from hpc_train.data.conversion import Progress, sole_builder
 from hpc_train.data.documents import find_inputs
 from hpc_train.data.tokens import TokensDataset
 from hpc_train.errors import UserError
@@ -284,6 +284,15 @@ def test_one_process_prepares_a_directory(tmp_path: Path, monkeypatch: pytest.Mo
         other.kill()
         other.wait()
         assert run(tmp_path / "documents.jsonl", "--out", tmp_path / "out") == 0
+
+
+def test_a_full_disk_is_what_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("hpc_train.data.conversion.patiently", full)
+    with pytest.raises(OSError, match=r"train.bin is full"), sole_builder(tmp_path):
+        raise OSError(errno.ENOSPC, "train.bin is full")
 
 
 def test_a_suspended_process_leaves_the_directory_to_its_successor(tmp_path: Path) -> None:
