@@ -107,7 +107,8 @@ def prepare(
         fix = "--encoding utf-8, latin-1 or another codec of Python"
         raise UserError(str(error), where="--encoding", fix=fix) from error
     encoder = open_encoder(settings.tokenizer, settings.eos)
-    keys = [_key(source, settings) for source in inputs]
+    identity = asdict(settings) | {"tokenizer": fingerprint(settings.tokenizer)}
+    keys = [_key(source, identity) for source in inputs]
     whole = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
     with sole_builder(out) as builder:
         existing = _finished(out, whole)
@@ -121,9 +122,8 @@ def prepare(
     return existing
 
 
-def _key(source: InputFile, settings: Settings) -> str:
-    content = [asdict(source), asdict(settings) | {"tokenizer": fingerprint(settings.tokenizer)}]
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _key(source: InputFile, settings: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps([asdict(source), settings], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _finished(out: Path, whole: str) -> TokensMeta | None:

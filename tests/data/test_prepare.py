@@ -208,11 +208,13 @@ def test_small_inputs_share_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for number in range(300):
         (tmp_path / "in" / f"{number:03d}.txt").write_text(f"document {number}\n" * 20)
     monkeypatch.setattr(prepare, "SHARD_BYTES", 20_000)
-    inputs, reports = find_inputs([str(tmp_path / "in")]), list[Progress]()
+    inputs, reports, read = find_inputs([str(tmp_path / "in")]), list[Progress](), list[str]()
+    monkeypatch.setattr(prepare, "fingerprint", lambda tokenizer: read.append(tokenizer) or tokenizer)
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "_join", None)
         with pytest.raises(TypeError):
             prepare.prepare(inputs, prepare.Settings(), tmp_path / "out", 1, reports.append)
+    assert read == ["bytes"], "a tokenizer has some MB"
     shards = list((tmp_path / "out" / ".shards").iterdir())
     assert 3 <= len(shards) <= 5
     shutil.rmtree(shards[0])
