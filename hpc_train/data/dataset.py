@@ -8,9 +8,11 @@ a sample to a split, so that no sample is in both splits.
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -77,6 +79,17 @@ class Dataset(ABC):
     def item(self, index: int, epoch: int) -> Any:
         """Returns what ``collate`` gets for the sample at ``index``."""
         return self.sample(index, epoch)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of what the samples are read from, such as the names of the files; empty if it is not known
+        without reading more. It must stay the same for the same data, since checkpoints hold it.
+        """
+        return ""
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Returns what decides which samples an order reads, as JSON values for checkpoints."""
+        return {"samples": len(self), "fingerprint": self.fingerprint()}
 
     def inputs_shape(self) -> tuple[int, ...]:
         """Returns the shape of a sample's inputs; of mean length if the lengths differ."""
@@ -196,3 +209,12 @@ def position(name: str) -> float:
     """Returns a hash of ``name`` in [0, 1); names below the validation share belong to validation."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+def hash_of(*parts: bytes | Array | list[Any]) -> str:
+    """Returns a hash of bytes, contiguous arrays and JSON values, for ``Dataset.fingerprint``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content = json.dumps(part).encode() if isinstance(part, list) else part
+        digest.update(content if isinstance(content, bytes) else content.data)
+    return digest.hexdigest()

@@ -141,6 +141,11 @@ class TrainFeed:
             return {}
         return self._dataset.seen(self._order, steps, self._skipped)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Returns that of the dataset."""
+        return self._dataset.identity
+
     def state(self, step: int) -> dict[str, Any] | None:
         """Returns where the shards of a stream continue after ``step`` steps, those that this rank reads; None for
         other data, which needs no state. Only the states of the newest steps are known."""

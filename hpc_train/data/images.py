@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
-from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample
+from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, hash_of
 from hpc_train.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
@@ -61,6 +61,9 @@ class DecodedImages(Dataset):
     def __len__(self) -> int:
         return len(self._labels)
 
+    def fingerprint(self) -> str:
+        return hash_of(self._labels)
+
     @abstractmethod
     def _file(self, index: int) -> str | BinaryIO:
         """Returns the path of an image, or its bytes as a file."""
@@ -100,6 +103,9 @@ class ImagesDataset(DecodedImages):
         if not len(labels):
             raise UserError(f"{root / split} contains no images", where="data.path", fix=_FIX)
 
+    def fingerprint(self) -> str:
+        return hash_of(self.classes, self._labels, *self._names.parts)
+
     def source(self, index: int) -> str:
         return self._file(index)
 
@@ -122,6 +128,11 @@ class NameList:
             ends.append(np.cumsum([len(each) for each in encoded], dtype=np.int64) + ends[-1][-1:])
         self.counts = [len(each) for each in ends[1:]]
         self._text, self._ends = b"".join(texts), np.concatenate(ends)
+
+    @property
+    def parts(self) -> tuple[bytes, Array]:
+        """Returns the bytes of all names and, for each, the end of the one before, for a hash."""
+        return self._text, self._ends
 
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]])

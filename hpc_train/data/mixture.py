@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,10 @@ class MixtureDataset(Dataset):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return {"samples": len(self), "sources": {name: source.identity for name, source in self.sources.items()}}
 
     def order(self, global_size: int, drop_last: bool, seed: int) -> MixedOrder:
         """Returns the order of the training samples."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample, position
+from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, hash_of, next_token_sample, position
 from hpc_train.data.suffixes import check_is_text
 from hpc_train.errors import UserError
 
@@ -195,6 +195,9 @@ class TextDataset(Dataset):
 
     def __len__(self) -> int:
         return self._samples
+
+    def fingerprint(self) -> str:
+        return hash_of([[file.name, file.size, file.start] for file in self.files])
 
     def sample(self, index: int, epoch: int) -> Sample:
         return next_token_sample(self.window(index * self._length, self._length + 1))

@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.schema import TokensDataConfig
-from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_sequence_length, next_token_sample
+from hpc_train.data.dataset import (
+    IGNORED,
+    Array,
+    Dataset,
+    Indices,
+    Sample,
+    check_sequence_length,
+    hash_of,
+    next_token_sample,
+)
 from hpc_train.errors import UserError
 
 META = "meta.json"
@@ -104,6 +113,7 @@ class TokensDataset(Dataset):
                 where="data.vocab_size",
                 fix=f"data.vocab_size={meta.vocab_size}, and model.vocab_size at least as large",
             )
+        self._fingerprint = hash_of([meta.dtype, meta.vocab_size, meta.separator, sorted(meta.counts.items())])
         self._tokens = _map_tokens(self.path, DTYPES[meta.dtype], meta.counts.get(split))
         if len(self._tokens) <= self._length:
             raise UserError(
@@ -114,6 +124,9 @@ class TokensDataset(Dataset):
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     def sample(self, index: int, epoch: int) -> Sample:
         return next_token_sample(self.window(index * self._length, self._length + 1))
@@ -185,6 +198,9 @@ class Documents(Protocol):
     def source_at(self, token: int) -> str:
         """Returns the file that contains a token."""
 
+    def fingerprint(self) -> str:
+        """See ``Dataset.fingerprint``."""
+
 
 def pieces_of(lengths: NDArray[Any], sequence_length: int) -> tuple[Indices, Indices]:
     """Returns the start and size of each piece; each of its inputs has the next token as its target."""
@@ -239,6 +255,9 @@ class PackedDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def fingerprint(self) -> str:
+        return self.documents.fingerprint()
 
     @property
     def fill(self) -> float:

@@ -67,7 +67,7 @@ from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
-from hpc_train.train.streams import restored_positions, skipped_data
+from hpc_train.train.streams import data_changes, restored_positions, skipped_data
 from hpc_train.train.trainer import OpenFeed, Trainer
 
 
@@ -157,7 +157,7 @@ def _build(
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
-    _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
+    _check_agreement(mesh, {"config": _digest(run.config), "step": start, "data": training.identity})
     open_feed = _feed_opener(config, mesh, training, spec.ranks_on_cores)
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
@@ -213,6 +213,8 @@ def _prepare(
     if spec.nodes > 1:
         trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node
     if restored is not None:
+        for message in data_changes(restored, trainer.feed):
+            report.warning(start, message)
         trainer.resume(restored)
     if mesh.rank == 0:
         _log_settings(config, run, mesh, events, length, restored)

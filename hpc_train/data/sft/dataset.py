@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.schema import SFTDataConfig
-from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_sequence_length
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_sequence_length, hash_of
 from hpc_train.data.sft.answers import ANSWER, Encoder, Tokens
 from hpc_train.data.sft.cache import RECORD, Stored, cache_directory, tokenized
 from hpc_train.data.sft.records import find_parts
@@ -71,6 +71,7 @@ class AnswersDataset(Dataset):
                 where=f"{where}, data.sequence_length",
                 fix="records with answers, a longer data.sequence_length, or data.validation_path=FILE",
             )
+        self._fingerprint = hash_of(records["hash"][kept])
         self._parts, self._starts = parts[kept], _starts(found)[kept]
         self.lengths: Indices = np.minimum(records["length"][kept].astype(np.int64) - 1, config.sequence_length)
 
@@ -79,6 +80,9 @@ class AnswersDataset(Dataset):
 
     def sample(self, index: int, epoch: int) -> Sample:
         return answer_sample(self._tokens(index))
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     def source(self, index: int) -> str:
         return self._stored[self._parts[index]].part.path
