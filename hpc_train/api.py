@@ -39,6 +39,7 @@ from hpc_train.launch import lookup
 from hpc_train.launch.job_status import SlurmStatuses, time_left
 from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher, tell_without_effect
 from hpc_train.run.imported import with_imported_model
+from hpc_train.telemetry.progress import final_result
 
 __all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
 
@@ -137,7 +138,7 @@ class Run:
     @property
     def result(self) -> dict[str, Any] | None:
         """The final numbers (``steps``, ``loss``, ``val_loss``, ...); None until the run has reached its last step."""
-        return self._directory.record().get("result")
+        return final_result(self._directory.record())
 
     def status(self) -> Status:
         """Returns the current state. Slurm is asked at most every 30 seconds."""

@@ -18,6 +18,7 @@ from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.plots import Curves, Results, check_plot, draw
+from hpc_train.telemetry.progress import final_result
 
 OVER = ("step", "hours", "samples", "tokens")
 NOT_RESULTS = ("time", "step", "attempt", "epoch", "world_size")
@@ -119,7 +120,8 @@ def _best(values: Mapping[int, float], name: str, checkpoint: Mapping[str, Any])
 def _final(item: RunHandle, run: Curves, name: str) -> float:
     """Returns the result of a run, or its newest logged value; NaN without one."""
     logged = [line[name] for line in run.lines if name in line]
-    value = item.run.record().get("result", {}).get(name, logged[-1] if logged else None)
+    result = final_result(item.run.record()) or {}
+    value = result.get(name, logged[-1] if logged else None)
     return float(value) if isinstance(value, int | float) else math.nan
 
 

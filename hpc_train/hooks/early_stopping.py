@@ -42,9 +42,13 @@ class EarlyStopping(Hook):
             context.stop(f"{self._monitor} has not improved in {self._without} evaluations; it {best}")
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"best": self._best, "best_step": self._best_step, "without": self._without}
+        monitored = {"monitor": self._monitor, "sign": self._sign}
+        return {"best": self._best, "best_step": self._best_step, "without": self._without} | monitored
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the best value, unless it is that of another metric or mode."""
+        if (state.get("monitor", self._monitor), state.get("sign", self._sign)) != (self._monitor, self._sign):
+            return
         self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]
 
     def _improves(self, value: float) -> bool:

@@ -9,7 +9,7 @@ import re
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -179,10 +179,18 @@ def progress_line(
     return " · ".join(parts)
 
 
+def final_result(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the result in ``record``, the contents of ``run.json``, if all steps are done; None otherwise.
+
+    A run that continues with more steps has the result of the shorter one until it is done.
+    """
+    result: dict[str, Any] | None = record.get("result")
+    return None if result is None or result["steps"] < record.get("total_steps", 0) else result
+
+
 def is_done(run: RunDirectory) -> bool:
     """Returns whether all steps are done and the result is written."""
-    record = run.record()
-    return "result" in record and record["result"]["steps"] >= record.get("total_steps", 0)
+    return final_result(run.record()) is not None
 
 
 def speed(line: dict[str, Any]) -> list[str]:

@@ -12,7 +12,8 @@ import errno
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from hpc_train.checkpoint.space import LEAVING_S
 from hpc_train.checkpoint.writer import SaveFailed
@@ -123,8 +124,17 @@ class BestSoFar:
         self.value = value
         return True
 
-    def load_state(self, value: float | None) -> None:
-        self.value = value
+    def state(self) -> dict[str, Any]:
+        """Returns the value and what it is of, for a checkpoint."""
+        return {"value": self.value} | ({} if self.metric is None else asdict(self.metric))
+
+    def load_state(self, state: Any) -> None:
+        """Continues with the value of a checkpoint, unless it is that of another metric or mode.
+
+        Checkpoints of earlier versions have a number alone, which does not count.
+        """
+        same = self.metric is not None and isinstance(state, Mapping) and state.items() >= asdict(self.metric).items()
+        self.value = state["value"] if same else None
 
 
 # A full disk may be cleaned, a server may recover, a file system may be mounted again.

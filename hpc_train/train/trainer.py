@@ -379,7 +379,7 @@ class Trainer:
                 "skipped_windows": self.skipped.windows,
                 "rollbacks": self.rollbacks,
                 "bad_end": None if self._bad_end is None else self._bad_end.reason,
-                "best": self.best.value,
+                "best": self.best.state(),
                 "ended_early": self.hooks.as_end(self._ended_early),
                 "hooks": self.hooks.values,
                 **self.take_step.state(),

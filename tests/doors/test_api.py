@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import hpc_train
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import write_json
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.data.chats import write_chat_model
 from tests.doors.command import TINY, environment
@@ -62,6 +64,10 @@ def test_a_submitted_run_is_read_back(
     assert [(found.step, found.problem) for found in run.checkpoints()] == [(6, None)]
     assert run.result is not None
     assert run.result["steps"] == 6
+    record = RunDirectory(run.path).record()
+    write_json(run.path / "run.json", record | {"total_steps": 9})  # what an attempt with more steps does at its start
+    assert run.result is None, "that of the shorter run"
+    write_json(run.path / "run.json", record)
     assert run.config.train.steps == 6
     assert run.cancel() is False
     assert hpc_train.Run("one").path == run.path

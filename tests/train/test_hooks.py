@@ -168,6 +168,22 @@ def test_early_stopping(mode: str, values: list[float], ends: int | None) -> Non
     assert next(iter(asked), None) == ends
 
 
+def test_early_stopping_of_another_metric_or_mode_begins_anew() -> None:
+    nothing: Any = None
+    before = EarlyStopping("val_loss")
+    before.evaluation(HookContext(1, 9, {"val_loss": 3.0}, *[nothing] * 7))
+    state = before.state_dict()
+    for other in (EarlyStopping("val_accuracy"), EarlyStopping("val_loss", mode="max")):
+        fresh = other.state_dict()
+        other.load_state_dict(state)
+        assert other.state_dict() == fresh
+    same = EarlyStopping("val_loss")
+    same.load_state_dict(state)
+    assert same.state_dict() == state
+    same.load_state_dict({"best": 2.0, "best_step": 1, "without": 0})  # of an earlier version
+    assert same.state_dict()["best"] == 2.0
+
+
 MINE = "+hooks.mine._target_="
 
 

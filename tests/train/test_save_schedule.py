@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint.manifest import NAME as MANIFEST
+from hpc_train.config.evaluation import BestMetric
 from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
@@ -20,7 +21,7 @@ from hpc_train.run.files import append_line
 from hpc_train.run.requests import StopFlag
 from hpc_train.train import saving
 from hpc_train.train.evaluation import Evaluation
-from hpc_train.train.saving import FIRST_S, LAST_S, SaveSchedule, failure_rate
+from hpc_train.train.saving import FIRST_S, LAST_S, BestSoFar, SaveSchedule, failure_rate
 from tests.train.runs import frozen, run_attempt
 
 
@@ -155,6 +156,24 @@ def test_the_best_one_and_every_second_one_stay(tmp_path: Path) -> None:
     best = min(losses, key=lambda step: (losses[step], -step))
     kept = {int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")}
     assert kept == {best, 4, 6}
+
+
+def test_the_best_value_is_forgotten_with_another_metric_or_mode() -> None:
+    accuracy, loss = BestMetric("val_accuracy", highest=True), BestMetric("val_loss", highest=False)
+    before = BestSoFar(accuracy)
+    assert before.improves({"val_accuracy": 0.1})
+    for other in (loss, BestMetric("val_accuracy", highest=False), None):
+        best = BestSoFar(other)
+        best.load_state(before.state())
+        assert best.value is None
+    best = BestSoFar(loss)
+    best.load_state(0.1)  # of an earlier version, which does not tell the metric
+    assert best.improves({"val_loss": 3.0}) and not best.improves({"val_loss": 3.5})
+    again = BestSoFar(accuracy)
+    again.load_state(before.state())
+    assert not again.improves({"val_accuracy": 0.1})
+    again.load_state(None)
+    assert again.value is None
 
 
 def test_a_stop_request_that_leaves_no_time_for_a_step_is_announced_once(tmp_path: Path) -> None:

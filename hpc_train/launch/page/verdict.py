@@ -13,7 +13,7 @@ from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
 from hpc_train.planner.cost import Prices
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.telemetry.progress import spent_line
+from hpc_train.telemetry.progress import final_result, spent_line
 from hpc_train.telemetry.tracebacks import STACK, own_frames
 from hpc_train.units import counted, format_bytes, format_duration, format_hours
 
@@ -166,7 +166,7 @@ def _told_lines(title: str, lines: Sequence[str]) -> Html:
 def _figures(facts_of_run: RunFacts) -> Html:
     """Returns the figures of the run at a glance."""
     last = facts_of_run.shown[-1] if facts_of_run.shown else {}
-    result = facts_of_run.record.get("result") or {}
+    result = final_result(facts_of_run.record) or {}
     total, spent = facts_of_run.record.get("total_steps"), facts_of_run.ledger.total
     step = last.get("step") if last else None
     layout = next((event.get("layout") for event in reversed(facts_of_run.of_event("started"))), "")
