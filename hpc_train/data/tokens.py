@@ -9,6 +9,7 @@ target, so that no loss crosses a boundary.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -214,25 +215,43 @@ def pieces_of(lengths: NDArray[Any], sequence_length: int) -> tuple[Indices, Ind
 
 
 def pack(sizes: Indices, sequence_length: int) -> Indices:
-    """Returns the number of the sequence for each piece; no piece is longer than a sequence."""
+    """Returns the number of the sequence for each piece; no piece is empty or longer than a sequence.
+
+    All pieces of one size are placed together. While the least sufficient room stays the same, each sequence with this
+    room, the newest first, takes as many of them as fit: after one of them its room is the least sufficient.
+    """
+    order = np.argsort((sequence_length - sizes).astype(np.min_scalar_type(sequence_length)), kind="stable")
     sequence_of = np.empty(len(sizes), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # sequences by their remaining room
-    rooms, count = 0, 0  # bit r of ``rooms`` is set if some sequence has room r
-    for piece in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[piece])
-        larger = rooms >> size
-        if larger:
-            room = size + (larger & -larger).bit_length() - 1
-            sequence = with_room[room].pop()
-            if not with_room[room]:
-                rooms &= ~(1 << room)
-        else:
-            room, sequence, count = sequence_length, count, count + 1
-        sequence_of[piece] = sequence
-        if room > size:
-            with_room[room - size].append(sequence)
-            rooms |= 1 << (room - size)
+    rooms, count, first = 0, 0, 0  # bit r of ``rooms`` is set if some sequence has room r
+    for size, last in _runs(sizes[order]):
+        while first < last:
+            larger = rooms >> size
+            room = size + (larger & -larger).bit_length() - 1 if larger else sequence_length
+            fitting = room // size
+            needed = -(-(last - first) // fitting)
+            if larger:
+                taken = with_room[room][: -needed - 1 : -1]
+                del with_room[room][-needed:]
+                rooms ^= 0 if with_room[room] else 1 << room
+            else:
+                taken = list(range(count, count + needed))
+                count += needed
+            placed = min(last - first, len(taken) * fitting)
+            sequence_of[order[first : first + placed]] = np.repeat(taken, fitting)[:placed]
+            first += placed
+            in_last = placed - (len(taken) - 1) * fitting
+            for left, sequences in ((room - fitting * size, taken[:-1]), (room - in_last * size, taken[-1:])):
+                if left and sequences:
+                    with_room[left] += sequences
+                    rooms |= 1 << left
     return sequence_of
+
+
+def _runs(values: Indices) -> Iterator[tuple[int, int]]:
+    """Yields each value of sorted ``values`` with the end of its run."""
+    ends = np.append(np.flatnonzero(np.diff(values)) + 1, len(values)) if len(values) else values
+    yield from zip(values[ends - 1].tolist(), ends.tolist(), strict=True)
 
 
 class PackedDataset(Dataset):
@@ -248,7 +267,7 @@ class PackedDataset(Dataset):
         self.documents, self._length = documents, sequence_length
         starts, sizes = pieces_of(documents.document_lengths(), sequence_length)
         sequence_of = pack(sizes, sequence_length)
-        order = np.lexsort((starts, sequence_of))
+        order = np.argsort(sequence_of, kind="stable")  # the pieces are in the order of their starts
         self._starts, self._sizes = starts[order], sizes[order]
         self._ends = np.cumsum(np.bincount(sequence_of))  # the last piece of each sequence, exclusive
         self.lengths = np.bincount(sequence_of, weights=sizes).astype(np.int64)

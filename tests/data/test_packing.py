@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpc_train.commands.prepare import main
 from hpc_train.config.schema import TextDataConfig, TokensDataConfig
@@ -28,6 +31,43 @@ def test_every_piece_has_a_place_and_sequences_are_nearly_full(seed: int) -> Non
     assert filled.max() <= 128 and filled.min() >= 1
     assert filled.sum() / (128 * len(filled)) > 0.97
     assert (pack(sizes, 128) == places).all()
+
+
+def one_by_one(sizes: list[int], sequence_length: int) -> list[int]:
+    """Returns what ``pack`` returned in the first versions, which checkpoints rely on: best-fit decreasing, and of
+    several sequences with the least sufficient room the one that got it last."""
+    sequence_of, with_room, count = [0] * len(sizes), [list[int]() for _ in range(sequence_length + 1)], 0
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        room = next((room for room in range(sizes[piece], sequence_length + 1) if with_room[room]), None)
+        if room is None:
+            sequence, room, count = count, sequence_length, count + 1
+        else:
+            sequence = with_room[room].pop()
+        sequence_of[piece] = sequence
+        if room > sizes[piece]:
+            with_room[room - sizes[piece]].append(sequence)
+    return sequence_of
+
+
+@settings(deadline=None, max_examples=300)
+@given(length=st.integers(1, 40), data=st.data())
+def test_packing_never_changes(length: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, length), max_size=200))
+    assert pack(np.array(sizes, np.int64), length).tolist() == one_by_one(sizes, length)
+
+
+@pytest.mark.parametrize("mean", [3, 60, 400])
+def test_packing_of_many_documents_never_changes(mean: int) -> None:
+    _, sizes = pieces_of(np.random.default_rng(mean).geometric(1 / mean, size=20_000), 512)
+    assert pack(sizes, 512).tolist() == one_by_one(sizes.tolist(), 512)
+
+
+def test_a_million_documents_are_packed_in_a_moment() -> None:
+    """It runs in each rank at each start."""
+    _, sizes = pieces_of(np.random.default_rng(0).lognormal(6.2, 1.0, 1_000_000).astype("<u4") + 2, 4096)
+    began = time.process_time()
+    pack(sizes, 4096)
+    assert time.process_time() - began < 1.2
 
 
 def test_long_documents_are_cut_without_losing_a_target() -> None:
