@@ -84,10 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     imported = actions.add_parser("import", help="import published weights or a promoted checkpoint as a run")
     for action in (listed, verified, exported, promoted):
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
-    for action in (verified, exported):
-        action.add_argument("--step", type=int, metavar="N", help="the step (default: verify all, export the newest)")
+    verified.add_argument("--step", type=int, metavar="N", help="the step (default: all)")
+    either = exported.add_mutually_exclusive_group()
+    either.add_argument("--step", type=int, metavar="N", help="the step (default: the newest)")
     exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf) or a file (pt)")
-    exported.add_argument(
+    either.add_argument(
         "--checkpoint",
         metavar="newest|best|STEP",
         help="best: by checkpoint.keep_best, or by val_loss without it",
