@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -117,7 +118,8 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
     """Returns the checkpoint ``newest``, ``best`` or of a step.
 
     Args:
-        metric: that of ``best``, which evaluations during the training have recorded in the manifests.
+        metric: that of ``best``, which evaluations during the training have recorded in the manifests. A checkpoint
+            without a readable manifest is not considered; standard error says so.
 
     Raises:
         UserError: the run has no such checkpoint.
@@ -130,8 +132,13 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
         raise UserError(
             f"unknown checkpoint {name!r}", where="--checkpoint", fix="newest, best, or the number of a step"
         )
-    manifests = {found.step: read_manifest(found.path) for found in CheckpointStore(run.checkpoints).committed()}
-    step = best_step([Kept(step, manifest.metrics) for step, manifest in manifests.items()], metric)
+    kept = []
+    for item in list_checkpoints(run):
+        if item.manifest is None:
+            print(f"the checkpoint of step {item.checkpoint.step} is not considered: {item.problem}", file=sys.stderr)
+        else:
+            kept.append(Kept(item.checkpoint.step, item.manifest.metrics))
+    step = best_step(kept, metric)
     if step is None:
         raise UserError(
             f"no checkpoint of {run.path} has a result for {metric.name}",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hpc_train.checkpoint import listing, transfer
 from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.removals import Retention
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.evaluation import LOWEST_LOSS
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -104,6 +107,33 @@ def test_a_removed_checkpoint_is_not_called_damaged(
     found = [(item["step"], item["problem"]) for item in json.loads(shown.out)]
     assert found == ([] if action == "list" else [(3, None)])
     assert ("removed its checkpoint of step 1 meanwhile" in shown.err) == (action == "verify")
+
+
+def test_the_best_checkpoint_is_found_beside_those_that_cannot_be_read(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, loss in ((2, 0.5), (3, 0.1)):
+        save(run, step)
+        rewrite(run.checkpoints / f"step-{step:08d}", {"val_loss": loss})
+    (run.checkpoints / "step-00000003" / "manifest.json").unlink()
+    assert listing.choose_by_name(run, "best", LOWEST_LOSS).step == 2
+    assert "the checkpoint of step 3 is not considered: manifest.json" in capsys.readouterr().err
+    read = listing.read_manifest
+
+    def disturbed(path: Path) -> object:
+        if path.name == "step-00000001" and path.exists():
+            shutil.rmtree(path)  # as a run that prunes
+        return read(path)
+
+    monkeypatch.setattr(listing, "read_manifest", disturbed)
+    assert listing.choose_by_name(run, "best", LOWEST_LOSS).step == 2
+    assert "step 1 is not" not in capsys.readouterr().err
+
+
+def rewrite(checkpoint: Path, metrics: dict[str, float]) -> None:
+    """Sets the results of an evaluation in a manifest."""
+    manifest = replace(listing.read_manifest(checkpoint), metrics=metrics)
+    (checkpoint / "manifest.json").write_bytes(manifest.encode())
 
 
 def test_a_foreign_file_is_told_and_harmless(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
