@@ -103,7 +103,8 @@ def export_pt(
         folder.mkdir()
         try:
             state = {name: _mapped(stored, name, folder, dtype, advance) for name in stored.model()}
-            aliases = {alias: state[name] for alias, name in _tied(model).items() if name in state}
+            tied = {**_tied(model), **stored.aliases}
+            aliases = {alias: state[name] for alias, name in tied.items() if name in state}
             torch.save(state | aliases, file)
         finally:
             shutil.rmtree(folder)

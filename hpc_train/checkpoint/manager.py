@@ -26,6 +26,7 @@ from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.restoring import LoadHook, RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
+    ALIASES,
     ModelState,
     OptimizerState,
     kept_until_update,
@@ -104,7 +105,7 @@ class CheckpointManager:
     _load_hook: LoadHook | None = field(default=None, init=False)
     _group: dist.ProcessGroup = field(init=False)
     _writer: TensorWriter = field(init=False)
-    _base: Mapping[str, Any] = field(init=False)  # on rank 0, for the manifests
+    _facts: dict[str, Any] = field(init=False)  # on rank 0, for the manifests
     _removals: Removals = field(init=False)
     _whole: dict[Checkpoint, Manifest] = field(default_factory=dict, init=False)  # on rank 0; see ``prune``
 
@@ -120,7 +121,9 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._writer = TensorWriter(self._group)
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
-        self._base = {} if base is None else {BASE: base}
+        self._facts = {} if base is None else {BASE: base}
+        if aliases := getattr(self.engine, "aliases", {}):  # the state of a loop of the user's own does not know them
+            self._facts[ALIASES] = dict(aliases)
         self._removals = Removals(self._report_removal)
 
     @property
@@ -347,7 +350,7 @@ class CheckpointManager:
         manifest = Manifest(
             step=save.step,
             files=dict(files),
-            extra={**save.extra, **self._base},
+            extra={**save.extra, **self._facts},
             layout=asdict(self.mesh.layout),
             config_hash=self.run.record().get("config_hash"),
             versions={"torch": str(torch.__version__), "python": platform.python_version()},

@@ -11,7 +11,7 @@ import importlib
 import io
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from hpc_train.checkpoint.agreement import broadcast_bytes, lowest, on_first
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
-from hpc_train.checkpoint.state import TensorShape, stored_shapes, weights_of_hook
+from hpc_train.checkpoint.state import ALIASES, TensorShape, stored_shapes, weights_of_hook
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.collector import without_collector
 
@@ -242,6 +242,10 @@ class StoredTensors:
     Args:
         hook: the name of a hook, such as ema; its tensors replace those parameters of the model whose names they have.
 
+    Attributes:
+        aliases: further names of the model's tied tensors -> their names in the checkpoint; earlier versions stored
+            none.
+
     Raises:
         UserError: the hook has no such tensors in the checkpoint.
     """
@@ -249,6 +253,7 @@ class StoredTensors:
     def __init__(self, path: Path, manifest: Manifest, hook: str | None = None) -> None:
         self._reader = SafeReader(path, manifest)
         self.shapes: dict[str, TensorShape] = stored_shapes(self._reader.read_metadata())
+        self.aliases: Mapping[str, str] = manifest.extra.get(ALIASES, {})
         self._replaced = {} if hook is None else weights_of_hook(self.shapes, hook)
 
     def model(self) -> dict[str, TensorShape]:

@@ -31,6 +31,9 @@ from hpc_train.parallel.precision.masters import saved_value
 SHOWN = 8  # names listed per problem in a message
 
 
+ALIASES = "aliases"  # key in the manifest: further names of tied tensors -> their names in the checkpoint
+
+
 class ModelState(Protocol):
     """Interface of a model whose state is saved in checkpoints; an ``Engine`` has it."""
 

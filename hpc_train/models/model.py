@@ -224,6 +224,13 @@ def canonical_name(raw: str) -> str:
     return name
 
 
+def aliases(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Returns alias -> canonical name of tensors that ``named`` has under several names; the first is canonical."""
+    first: dict[int, str] = {}
+    canonical = [(canonical_name(raw), first.setdefault(id(tensor), canonical_name(raw))) for raw, tensor in named]
+    return {name: found for name, found in canonical if name != found}
+
+
 def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
     """Returns canonical name -> parameter of ``parts``, without those that ``Model.saves_frozen`` excludes.
 

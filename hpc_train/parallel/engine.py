@@ -58,10 +58,12 @@ class Engine(Protocol):
         check_loss: whether the loss is a user's own and does not declare that it compares samples, so that it should
             be checked before the first step. It is the same on every rank.
         updates: updates parameters inside the backward pass (``optim.in_backward``); None if it is not used.
+        aliases: further names of tied parameters and buffers -> their canonical names; rank 0 knows all.
     """
 
     check_loss: bool
     updates: UpdatesInBackward | None
+    aliases: Mapping[str, str]
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -154,7 +156,7 @@ class WrappedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.check_loss = engine.check_loss
-        self.updates = engine.updates
+        self.updates, self.aliases = engine.updates, engine.aliases
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:

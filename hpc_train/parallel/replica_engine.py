@@ -11,7 +11,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
-from hpc_train.models.model import Model, named_buffers, named_parameters
+from hpc_train.models.model import Model, aliases, named_buffers, named_parameters
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
@@ -47,6 +47,9 @@ class ReplicaEngine:
         self._model = parallelize(config, mesh, model)
         tied = getattr(self._model, "tied", {})
         self._parameters = named_parameters([self._model], tied)
+        self.aliases: Mapping[str, str] = aliases(
+            (*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False))
+        )
         self.updates = self._make_updates(config)
         self._replicas = make_replicas(
             self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates

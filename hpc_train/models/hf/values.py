@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hpc_train.errors import UserError
 from hpc_train.models.hf.weights import WeightFiles
-from hpc_train.models.model import canonical_name
+from hpc_train.models.model import aliases, canonical_name
 
 
 class FirstValues:
@@ -40,14 +40,14 @@ class FirstValues:
     def __init__(self, module: nn.Module, files: WeightFiles | None) -> None:
         self._skeleton: Any = copy.deepcopy(module)
         self._files = files
-        self.tied = _tied(module)
-        aliases: dict[str, list[str]] = {}
+        self.tied = aliases(module.named_parameters(remove_duplicate=False))
+        others: dict[str, list[str]] = {}
         for alias, name in self.tied.items():
-            aliases.setdefault(name, []).append(alias)
+            others.setdefault(name, []).append(alias)
         self._stored: dict[str, str] = {}  # parameter -> the name under which the files have it
         names = [name for name, _ in module.named_parameters()]
         for name in [*names, *(name for name, _ in module.named_buffers())] if files is not None else ():
-            found = next((each for each in (name, *aliases.get(name, ())) if each in files), None)  # type: ignore[operator]
+            found = next((each for each in (name, *others.get(name, ())) if each in files), None)  # type: ignore[operator]
             if found is not None:
                 self._stored[name] = found
         if files is not None:
@@ -170,13 +170,3 @@ def _shell(module: nn.Module, parameters: bool) -> nn.Module:
         for name, value in module._buffers.items()
     }
     return shell
-
-
-def _tied(module: nn.Module) -> dict[str, str]:
-    """Returns alias -> canonical name; the first name of a parameter is canonical."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            tied[name] = first[id(parameter)]
-    return tied

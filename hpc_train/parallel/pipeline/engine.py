@@ -96,7 +96,7 @@ class PipelineEngine:
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
         models = {stage: parallelize(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
-        self._parameters = named_parameters(models.values(), model.tied)
+        self._parameters, self.aliases = named_parameters(models.values(), model.tied), model.tied
         self._own_count = self.check_loss = model.own_count
         self._copies = [parameter for part in models.values() for parameter in part.parameters()]
         send_order: SendOrder = []
