@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -12,13 +13,13 @@ from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.evaluate.config import evaluation_config
 
-_GROUPS = tuple(field.name for field in fields(Config))
+_GROUPS = (*(field.name for field in fields(Config)), "experiment")
 
 
 def is_override(word: str) -> bool:
     """Returns whether a word of the command line is an override of the config, and not a prompt."""
     key, equals, _ = word.lstrip("+~").partition("=")
-    return bool(equals) and key.partition(".")[0].partition("@")[0] in _GROUPS
+    return bool(equals or re.fullmatch(r"~[\w./@]+", word)) and re.split("[./@]", key)[0] in _GROUPS
 
 
 def generation_config(run: Config, overrides: Sequence[str]) -> Config:

@@ -96,11 +96,16 @@ def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
         (["train.steps=9"], "train.steps=9 has no effect"),
         (["optim.lr=1,2"], "describe a sweep"),
         (["data.no_such_key=1"], "there is no key data.no_such_key"),
+        (["~metrics.no_such_metric"], "there is no key metrics.no_such_metric"),
+        (["~metrics.f1._target_=other"], r"metrics\.f1\._target_ is .*F1, not other"),
+        (["+experiment=gpt1b_h200"], "experiment=gpt1b_h200 .* no group of the config"),
+        (["-cn", "own"], "another primary config has no effect"),
+        (["-cp", "own"], "another primary config has no effect"),
     ],
 )
 def test_what_does_not_fit_an_evaluation_is_refused(arguments: Sequence[str], what: str) -> None:
     with pytest.raises(UserError, match=what):
-        evaluation_config(typed(compose(["+strategy=dp", *TINY])), arguments)
+        evaluation_config(typed(compose(["+strategy=dp", *TINY, "+metrics=f1"])), arguments)
 
 
 def test_what_only_backward_passes_do_is_left_out() -> None:
@@ -122,6 +127,22 @@ def test_groups_of_the_command_line_replace_those_of_the_run() -> None:
     other = evaluation_config(run, ["+strategy=pp", "data=text", "batch.micro_size=1"])
     assert (other.strategy.pp, other.data.kind, other.batch.micro_size) == ("fill", "text", 1)
     assert (other.model, other.precision) == (run.model, run.precision)
+
+
+def test_metrics_and_eval_sets_of_the_run_can_be_left_out() -> None:
+    sets = ["+eval_sets.a.samples=16", "+eval_sets.b.samples=32"]
+    run = typed(compose(["+strategy=dp", *TINY, "+metrics=[f1,top_k]", *sets]))
+    config = evaluation_config(run, ["~metrics.f1", "~eval_sets.a", "~metrics.top_k.args.k=5"])
+    assert (config.metrics.keys(), config.eval_sets) == ({"top_k"}, {"b": {"samples": 32}})
+    assert config.metrics["top_k"].args == {}
+    assert evaluation_config(run, ["metrics={}"]).metrics == {}
+
+
+def test_a_group_that_is_placed_elsewhere_replaces_only_what_it_changes() -> None:
+    run = typed(compose(["+strategy=dp", *TINY, "data.samples=48", "+eval_sets.a.samples=16"]))
+    config = evaluation_config(run, ["+data@eval_sets.b=synthetic", "+data@eval_sets.c=text"])
+    assert config.data == run.data
+    assert config.eval_sets.keys() == {"b", "c"}
 
 
 @pytest.mark.parametrize(("name", "what"), [("last", "unknown checkpoint"), ("7", "no checkpoint of step 7")])

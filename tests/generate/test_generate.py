@@ -21,7 +21,7 @@ from hpc_train.decoding.loop import Decoder, choose
 from hpc_train.decoding.sampling import Sampling
 from hpc_train.decoding.tokenizer import FileCodec, TokenizerChoice, choose_tokenizer
 from hpc_train.errors import UserError
-from hpc_train.generate.config import check_prompts, generation_config
+from hpc_train.generate.config import check_prompts, generation_config, is_override
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
@@ -210,3 +210,15 @@ def test_a_published_model_has_positions_and_a_tokenizer_of_its_own(tmp_path: Pa
         check_prompts(config, [[299] * 7], 4)
     with pytest.raises(UserError, match=r"trains model\.task=masked_lm"):
         generation_config(typed(compose([*hf, "model.task=masked_lm"])), ["cluster=local"])
+
+
+@pytest.mark.parametrize(
+    "word", ["cluster=local", "~data.path", "+experiment=own", "cluster/fabric=own", "+data@data.x=a"]
+)
+def test_overrides_are_no_prompts(word: str) -> None:
+    assert is_override(word)
+
+
+@pytest.mark.parametrize("word", ["x = 1", "def main(", "~", "~ data", "run", "data. Then"])
+def test_other_words_are_prompts(word: str) -> None:
+    assert not is_override(word)
