@@ -119,7 +119,8 @@ class Context:
             The completed steps: 0 for a new run.
 
         Raises:
-            UserError: an object has no state, or the checkpoint does not match the objects.
+            UserError: an object has no state, or the checkpoint does not match the objects. A fork may have other
+                optimizers, and other objects without tensors.
         """
         self._state.register(objects)
         restored = self._checkpoints.restore()
@@ -127,11 +128,13 @@ class Context:
             return 0
         if not restored.with_optimizer:
             self._state.forget_optimizers()
-        self._state.load_values(restored.extra["loop"], restored.with_optimizer)
+        changes = self._state.load_values(restored.extra["loop"], restored.with_optimizer, restored.forked)
         self.step = self._timer.step = restored.step
         if self.rank == 0:
-            print(f"resumed from {restored.path} at step {restored.step}", flush=True)
-            details = {"path": str(restored.path), "with_optimizer": restored.with_optimizer}
+            if not restored.with_optimizer:
+                changes.append("the optimizers differ, and all of them start without state")
+            print("\n  ".join([f"resumed from {restored.path} at step {restored.step}", *changes]), flush=True)
+            details = {"path": str(restored.path), "with_optimizer": restored.with_optimizer, "changes": changes}
             self._report.events.write("resumed", step=restored.step, **details)
         return restored.step
 

@@ -149,19 +149,53 @@ class LoopState:
             "objects": {name: _encoded(other.state_dict(), name) for name, other in self._others.items()},
         }
 
-    def load_values(self, values: Mapping[str, Any], with_optimizers: bool) -> None:
-        """Takes over ``values`` of a checkpoint, after its tensors were loaded."""
+    def load_values(self, values: Mapping[str, Any], with_optimizers: bool, forked: bool) -> list[str]:
+        """Takes over ``values`` of a checkpoint, after its tensors were loaded.
+
+        Args:
+            forked: whether the checkpoint is one of another run, which may have had other optimizers and objects.
+
+        Returns:
+            In what they differ, each as a sentence. What the checkpoint lacks starts as it is.
+
+        Raises:
+            UserError: they differ, and this is no fork.
+        """
+        changes = self._changes(values)
+        if changes and not forked:
+            fix = "pass the same objects as before; run.fork=NEW starts a run from this checkpoint with others"
+            raise UserError("; ".join(changes), where=WHERE, fix=fix)
         by_name = {name: parameter for parameter, name in self._names().items()}
         for name, saved in values["optimizers"].items() if with_optimizers else ():
-            optimizer = self._optimizers[name]
-            for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-                _set_options(group, _decoded(options, {}))
+            optimizer = self._optimizers.get(name)
+            if optimizer is None:
+                continue
+            if len(optimizer.param_groups) == len(saved["groups"]):
+                for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+                    _set_options(group, _decoded(options, {}))
             for parameter, rest in saved["state"].items():
                 optimizer.state[by_name[parameter]].update(_decoded(rest, {}))
         for name, saved in values["objects"].items():
-            tensors = dict(_tensors(self._loading.pop(name, {})))
-            self._others[name].load_state_dict(_decoded(saved, tensors))
+            if name in self._others:
+                tensors = dict(_tensors(self._loading.pop(name, {})))
+                self._others[name].load_state_dict(_decoded(saved, tensors))
         self.stored = None
+        return changes
+
+    def _changes(self, values: Mapping[str, Any]) -> list[str]:
+        """Returns in what the optimizers and objects differ from those of a checkpoint."""
+        found = []
+        for kind, saved, now in (
+            ("optimizer", values["optimizers"], self._optimizers),
+            ("object", values["objects"], self._others),
+        ):
+            found += [f"the checkpoint has no {kind} {name}" for name in now if name not in saved]
+            found += [f"the checkpoint has an {kind} {name}, which is not passed" for name in saved if name not in now]
+        for name, optimizer in self._optimizers.items():
+            before, after = len(values["optimizers"].get(name, {}).get("groups", ())), len(optimizer.param_groups)
+            if name in values["optimizers"] and before != after:
+                found.append(f"the optimizer {name} has {before} parameter groups in the checkpoint and {after} now")
+        return found
 
     def _named(self, parts: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, str, Tensor]]:
         for name, module in self._modules.items():

@@ -116,3 +116,15 @@ def slow(context: Context) -> None:
         update(step, adam, sgd, schedule)
         context.log(step, loss=loss)
         time.sleep(context.args["seconds"])
+
+
+def with_schedule(context: Context) -> None:
+    """Passes a schedule to ``resume`` if ``args.schedule`` is set."""
+    module = model()
+    adam, _, schedule = optimizers(module)
+    objects = {"schedule": schedule} if context.args.get("schedule") else {}
+    context.resume(model=module, adam=adam, **objects)
+    for _ in context.steps():
+        adam.step()
+        schedule.step()
+    context.event("rate", epoch=schedule.last_epoch)

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc_train.config.compose import typed
 from hpc_train.parallel.engine import stream_seed
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze
+from tests.config.composing import compose
 from tests.loop.functions import loss_of, model, optimizers, update
-from tests.loop.runs import failures, frozen, run_agent
+from tests.loop.runs import LOCAL, failures, frozen, run_agent
 from tests.train.runs import run_attempt
 
 STEPS = 18
@@ -68,3 +72,17 @@ def test_a_function_that_leaves_early_is_done_and_its_last_state_is_saved(tmp_pa
     assert run.record()["result"]["steps"] == 5
     (warning,) = [event for event in run.read_events() if event["event"] == "warning"]
     assert warning["step"] == 2 and "set elastic.stop_grace_s" in warning["message"]
+
+
+def test_a_schedule_that_comes_later_needs_a_fork(tmp_path: Path) -> None:
+    base = ["run.entry=tests.loop.functions:with_schedule", "cluster.cpu_workers=1"]
+    assert run_attempt(frozen(tmp_path / "base", *base, "train.steps=2"), 1) == [0]
+    more = [*base, "train.steps=5", "+run.args.schedule=true"]
+    with pytest.raises(AssertionError, match=r"the checkpoint has no object schedule(.|\n)*run\.fork=NEW"):
+        run_attempt(frozen(tmp_path / "base", *more), 1)
+    fork = RunDirectory(tmp_path / "fork")
+    freeze(typed(compose([*LOCAL, *more, f"run.root={tmp_path}", "run.name=base", "run.fork=fork"])), fork)
+    assert run_attempt(fork, 1) == [0]
+    events = {event["event"]: event for event in fork.read_events()}
+    assert events["resumed"]["changes"] == ["the checkpoint has no object schedule"]
+    assert (events["loop"]["name"], events["loop"]["epoch"]) == ("rate", 3)

@@ -73,7 +73,7 @@ def test_an_optimizer_and_plain_values_are_restored() -> None:
     for name, keys in loaded.named_state().items():
         for key, value in keys.items():
             value.copy_(tensors[f"optim.{name}.{key}"])
-    loaded.load_values(values, with_optimizers=True)
+    assert loaded.load_values(values, with_optimizers=True, forked=False) == []
     assert not torch.equal(other.weight, weights)
     assert list(fresh.state) == [other.bias], "the others have no state before their first step"
     for key, value in optimizer.state[net.bias].items():
@@ -93,3 +93,42 @@ def test_what_has_no_state_is_refused() -> None:
     counter.state["made"] = {"by": object()}
     with pytest.raises(UserError, match=r"the state of counter has a object at made\.by"):
         registered(counter=counter).values()
+
+
+def with_others(optimizers: int = 1, schedules: int = 0, groups: int = 1) -> LoopState:
+    """Returns a state with optimizers ``o0``, ... of ``groups`` parameter groups and schedules ``s0``, ..."""
+    net = nn.Linear(2, 2)
+    parameters = [{"params": [value]} for value in net.parameters()] if groups == 2 else net.parameters()
+    made = [torch.optim.SGD(parameters, lr=1)] + [torch.optim.SGD(net.parameters(), lr=1)] * (optimizers - 1)
+    others = {f"s{number}": torch.optim.lr_scheduler.StepLR(made[0], 2) for number in range(schedules)}
+    return registered(net=net, **{f"o{number}": each for number, each in enumerate(made)}, **others)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "change"),
+    [
+        ({}, {"schedules": 1}, "the checkpoint has no object s0"),
+        ({"schedules": 2}, {}, "the checkpoint has an object s0, which is not passed"),
+        ({}, {"optimizers": 2}, "the checkpoint has no optimizer o1"),
+        ({"optimizers": 2}, {}, "the checkpoint has an optimizer o1, which is not passed"),
+        ({}, {"groups": 2}, "the optimizer o0 has 1 parameter groups in the checkpoint and 2 now"),
+    ],
+)
+def test_other_objects_than_those_of_the_checkpoint_need_a_fork(
+    saved: dict[str, int], now: dict[str, int], change: str
+) -> None:
+    values = json.loads(json.dumps(with_others(**saved).values()))
+    with pytest.raises(UserError, match=change) as refused:
+        with_others(**now).load_values(values, with_optimizers=True, forked=False)
+    assert refused.value.where == "context.resume" and "run.fork=NEW" in refused.value.fix
+    assert with_others(**now).load_values(values, with_optimizers=True, forked=True)[0].startswith(change)
+
+
+def test_a_fork_takes_over_what_both_have() -> None:
+    before, after = with_others(schedules=1), with_others(optimizers=2, schedules=1)
+    values = json.loads(json.dumps(before.values()))
+    values["objects"]["s0"]["__dict__"] = [
+        [key, 7 if key == "last_epoch" else value] for key, value in values["objects"]["s0"]["__dict__"]
+    ]
+    after.load_values(values, with_optimizers=True, forked=True)
+    assert after._others["s0"].state_dict()["last_epoch"] == 7
