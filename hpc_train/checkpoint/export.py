@@ -20,13 +20,17 @@ from torch import Tensor
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.extensions import family_of
+from hpc_train.config.hf_config import CONFIG
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_name
 from hpc_train.run.files import make_directory, refuse_existing, write_json
+from hpc_train.run.imported import Others
 
 SHARD_BYTES = 4 * 2**30  # largest safetensors file, and thereby the memory that an export needs
+TOKEN_IDS, POSITIONS = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"  # of config.json
+GENERATION = "generation_config.json"
 Advance = Callable[[int], None]  # called with the number of bytes done since the last call
 
 
@@ -43,6 +47,7 @@ def export_hf(
     positions: int,
     dtype: torch.dtype | None,
     advance: Advance,
+    others: Others | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the directory ``to``, which ``from_pretrained`` of transformers reads.
@@ -50,6 +55,7 @@ def export_hf(
     Args:
         positions: the longest sequence that the model was trained on.
         dtype: dtype of the exported tensors; None keeps the stored dtype.
+        others: the token ids of config.json, and generation_config.json; None: no token has such a meaning.
 
     Raises:
         UserError: ``transformers`` has no class for the model, ``to`` exists, or safetensors is not installed.
@@ -63,6 +69,9 @@ def export_hf(
         )
     kind = dtype or next(iter(stored.model().values())).dtype
     config = hugging_face.config(model, positions, str(kind).removeprefix("torch."))
+    if others is not None:  # for an id that they lack, ``transformers`` has a default
+        ids = {name: others[CONFIG][name] for name in TOKEN_IDS if name in others[CONFIG]}
+        config = {name: value for name, value in config.items() if name not in TOKEN_IDS} | ids
     hf_name = partial(hugging_face.parameter_name, model)
     save_file = _import_save_file()
     prefix = hugging_face.prefix(model)  # an adapter has one file
@@ -82,6 +91,8 @@ def export_hf(
                 folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
             )
         write_json(folder / f"{prefix}config.json", config)
+        if others is not None and GENERATION in others:
+            write_json(folder / GENERATION, others[GENERATION])
         for other in hugging_face.other_files(model) if hugging_face.other_files is not None else ():
             shutil.copyfile(other, folder / other.name)
 
@@ -210,10 +221,12 @@ class PublishedFiles:
 
     Attributes:
         shapes: shapes of the tensors under the names of hpc_train's GPT.
+        others: what an export writes again, see ``run/imported.py``.
     """
 
     folder: Path
     model: GPTConfig
+    others: Others
     shapes: dict[str, tuple[int, ...]]
     _file_of: dict[str, str]  # published name -> file
 
@@ -224,9 +237,13 @@ class PublishedFiles:
         Raises:
             UserError: files are missing, or their tensors do not match the config.
         """
-        model = gpt_config(_json(folder / "config.json"), str(folder / "config.json"))
+        config = _json(folder / CONFIG)
+        model = gpt_config(config, str(folder / CONFIG))
+        others = {CONFIG: {name: config[name] for name in (*TOKEN_IDS, POSITIONS) if name in config}}
+        if (folder / GENERATION).exists():
+            others[GENERATION] = _json(folder / GENERATION)
         expected = {name: tuple(value.shape) for name, value in build_model(model, 0).named_parameters()}
-        files = cls(folder, model, expected, _locate_tensors(folder))
+        files = cls(folder, model, others, expected, _locate_tensors(folder))
         files._check()
         return files
 

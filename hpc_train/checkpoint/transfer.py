@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.export import PublishedFiles, export_bytes, export_hf, export_pt
+from hpc_train.checkpoint.export import POSITIONS, PublishedFiles, export_bytes, export_hf, export_pt
 from hpc_train.checkpoint.listing import Bar, choose, verified_manifest, was_kept
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
@@ -21,14 +21,23 @@ from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.writer import SaveFailed, write_tensors
 from hpc_train.config.extensions import family_of
-from hpc_train.config.schema import ModelConfig
+from hpc_train.config.hf_config import CONFIG, number
+from hpc_train.config.schema import GPTConfig, ModelConfig, TokensDataConfig
+from hpc_train.data.tokens import read_meta
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.run.imported import import_directory, imported_model, model_overrides, write_imported
+from hpc_train.run.imported import (
+    Others,
+    import_directory,
+    imported_model,
+    model_overrides,
+    published,
+    write_imported,
+)
 
 TRIES = 5  # of an export from a run that prunes
-POSITIONS = 2048  # assumed longest sequence where the run does not define one; Llama's value
+LENGTH = 2048  # assumed longest sequence where the run does not define one; Llama's value
 
 
 def export(
@@ -57,13 +66,16 @@ def export(
         UserError: there is no such checkpoint, it is damaged or removed meanwhile, or ``format`` does not support its
             model.
     """
-    model, positions = _model(run)
+    model, length = _model(run)
     format = format or ("pt" if family_of(model).hugging_face is None else "hf")
+    others = _others(run) if format == "hf" else None
+    original = number((others or {}).get(CONFIG), POSITIONS)
+    positions = max(original or 0, length or 0) or LENGTH
     store = CheckpointStore(run.checkpoints)
     for _ in range(TRIES):
         found = choose(run, step)
         try:
-            return _export(found, model, positions, to, format, dtype, bar, weights)
+            return _export(found, model, positions, others, to, format, dtype, bar, weights)
         except (UserError, BadCheckpoint, CheckpointException, OSError):
             if was_kept(store, found):
                 raise
@@ -79,6 +91,7 @@ def _export(
     found: Checkpoint,
     model: ModelConfig,
     positions: int,
+    others: Others | None,
     to: Path,
     format: str,
     dtype: str | None,
@@ -91,19 +104,33 @@ def _export(
     kind = None if dtype is None else getattr(torch, dtype)
     with bar("exporting", export_bytes(stored)) as advance:
         if format == "hf":
-            export_hf(stored, model, to, positions=positions, dtype=kind, advance=advance)
+            export_hf(stored, model, to, positions=positions, dtype=kind, advance=advance, others=others)
         else:
             export_pt(stored, model, to, dtype=kind, advance=advance)
     return {"step": found.step, "path": str(to), "format": format, "bytes": export_bytes(stored)}
 
 
-def _model(run: RunDirectory) -> tuple[ModelConfig, int]:
-    """Returns the model config of a run or import, and its longest sequence."""
+def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
+    """Returns the model config of a run or import, and the length of the sequences that the run defines."""
     imported = imported_model(run)
     if imported is not None:
-        return imported, POSITIONS
+        return imported, None
     config = load(run)
-    return config.model, getattr(config.data, "sequence_length", POSITIONS)
+    return config.model, getattr(config.data, "sequence_length", None)
+
+
+def _others(run: RunDirectory) -> Others | None:
+    """Returns what the run has from published weights, or else the token that ends its documents as the end token."""
+    found = published(run)
+    config = load(run) if found is None and run.config.exists() else None
+    if config is None or not (isinstance(config.model, GPTConfig) and isinstance(config.data, TokensDataConfig)):
+        return found
+    try:
+        end = read_meta(Path(config.data.path)).separator
+    except UserError as error:
+        print(f"the exported config.json has no end token: {error.what}", file=sys.stderr)
+        return None
+    return {CONFIG: {"bos_token_id": None, "eos_token_id": end}}
 
 
 def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict[str, Any]:
@@ -125,7 +152,7 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
     try:
         with bar("importing", sum(value.nbytes for value in state.values())) as advance:
             write_checkpoint(directory, 0, state, _Converted(files, state, advance))
-        write_imported(directory, files.model, str(source.absolute()))
+        write_imported(directory, files.model, str(source.absolute()), files.others)
     except BaseException as error:
         disk.remove(directory.path)  # it was empty before
         if isinstance(error, SaveFailed):

@@ -20,7 +20,7 @@ from hpc_train.registry.promotion import registry_of
 from hpc_train.registry.registry import CHECKPOINT, CONFIG, LINEAGE, REGISTRIES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
-from hpc_train.run.imported import import_directory
+from hpc_train.run.imported import PUBLISHED, import_directory
 
 
 def is_reference(source: str) -> bool:
@@ -80,6 +80,7 @@ def _import(directory: RunDirectory, fetch: Callable[[Path], None], source: str)
         config_hash=config_digest,
         imported_from=source,
         lineage=about,
+        published=about.get(PUBLISHED),
     )
     disk.remove(download)
     return {"path": str(directory.path), "step": manifest.step, "lineage": about}

@@ -11,6 +11,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import without_secrets
 from hpc_train.run.config_text import text_of
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.imported import PUBLISHED, published
 
 MANIFEST, CONFIG_DIGEST = "manifest_sha256", "config_sha256"
 
@@ -25,7 +26,7 @@ def lineage(run: RunDirectory, config: Config, manifest: Manifest) -> dict[str, 
 
     The keys are step, run_id, run (the directory), parent_run (that it was forked from), config_sha256 (of
     ``shared_config``), code (the version of the code), versions (of packages), data (its config), metrics (of the
-    evaluation at this step), manifest_sha256, and digests (xxh3-128 of each file).
+    evaluation at this step), published (see ``published``), manifest_sha256, and digests (xxh3-128 of each file).
     """
     record = run.record()
     return {
@@ -38,6 +39,7 @@ def lineage(run: RunDirectory, config: Config, manifest: Manifest) -> dict[str, 
         "versions": record.get("versions"),
         "data": without_secrets(config)["data"],
         "metrics": dict(manifest.metrics),
+        PUBLISHED: published(run),
         MANIFEST: hashlib.sha256(manifest.encode()).hexdigest(),
         "digests": {name: entry.digest for name, entry in manifest.files.items()},
     }

@@ -44,7 +44,7 @@ from hpc_train.run.files import (
     write_for_group,
     write_text,
 )
-from hpc_train.run.imported import check_start, imported_model
+from hpc_train.run.imported import PUBLISHED, check_start, imported_model, published
 from hpc_train.run.lease import refuse_live
 from hpc_train.run.processes import this_process
 from hpc_train.run.record import RECORD, code_version, environment_versions
@@ -364,7 +364,7 @@ def _facts(
         "submissions": record.get("submissions", []),
         "own_code": own_code,
     }
-    return fields if source is None else fields | {"forked_from": str(source.path)}
+    return fields if source is None else fields | {"forked_from": str(source.path), PUBLISHED: published(source)}
 
 
 def _own_code(config: Config) -> str | None:

@@ -7,7 +7,7 @@ run from it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 
 _IMPORTED = "imported.json"
+PUBLISHED = "published"  # the key of ``Others``, there and in the record of a run that was forked from it
+Others = Mapping[str, Mapping[str, Any]]  # file name -> values of published files that an export writes again
 _FREE = ("dropout",)  # affects training, not what the weights compute
 
 
@@ -34,9 +36,20 @@ def import_directory(root: Path, name: str) -> RunDirectory:
     return directory
 
 
-def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
-    """Records the model that ``directory`` holds and the source of its weights."""
-    write_json(directory.path / _IMPORTED, {"model": asdict(model), "source": source, "time": time.time()})
+def write_imported(directory: RunDirectory, model: GPTConfig, source: str, others: Others) -> None:
+    """Records the model that ``directory`` holds, the source of its weights, and the ``others``."""
+    content = {"model": asdict(model), "source": source, PUBLISHED: others, "time": time.time()}
+    write_json(directory.path / _IMPORTED, content)
+
+
+def published(directory: RunDirectory) -> Others | None:
+    """Returns what an import, or a run that descends from one, exports again of the published files.
+
+    It is None for a run that began from scratch, or from an import of an earlier version.
+    """
+    path = directory.path / _IMPORTED
+    found: Others | None = (read_json(path) if path.exists() else directory.record()).get(PUBLISHED)
+    return found
 
 
 def imported_model(directory: RunDirectory) -> GPTConfig | None:

@@ -15,15 +15,18 @@ from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.transfer import export, import_hf
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.models.model import Model
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze
 from hpc_train.run.imported import imported_model, model_overrides
 from tests.checkpoint.made import commit
+from tests.config.composing import compose
 from tests.models.models import with_values
-from tests.train.runs import frozen
+from tests.train.runs import TINY, frozen
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "n_layers": 3, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 SIZES["rope_theta"] = 5e5
@@ -123,6 +126,56 @@ def test_the_config_of_either_transformers_is_read() -> None:
     five["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
     assert gpt_config(four, "") == gpt_config(five, "") == config
     assert gpt_config(four | {"num_key_value_heads": None, "head_dim": None}, "").n_kv_heads == config.n_heads
+
+
+PUBLISHED = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4, "max_position_embeddings": 4096}
+
+
+def exported(run: RunDirectory, to: Path, *names: str) -> list[dict[str, Any]]:
+    """Exports ``run`` and returns the content of the files ``names``."""
+    export(run, None, to, "hf", None, quiet_bar)
+    return [json.loads((to / name).read_text()) for name in names]
+
+
+def test_imports_and_their_forks_keep_the_end_token(tmp_path: Path) -> None:
+    model, run = model_and_run(tmp_path / "run", tied=False)
+    (config,) = exported(run, tmp_path / "llama", "config.json")
+    assert config["eos_token_id"] is None and config["max_position_embeddings"] == 8
+    (tmp_path / "llama/config.json").write_text(json.dumps(config | PUBLISHED))
+    generation = {"eos_token_id": [2, 3, 5], "temperature": 0.6}
+    (tmp_path / "llama/generation_config.json").write_text(json.dumps(generation))
+    import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
+    back = RunDirectory(tmp_path / "back")
+    state = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    place = ["+strategy=single", f"run.root={tmp_path}", "data.vocab_size=64", *model_overrides(model.config)]
+    tuned = frozen(tmp_path / "tuned", *place, "run.name=back", "run.fork=tuned")
+    commit(tuned, 3, state)
+    again = frozen(tmp_path / "again", *place, "run.name=tuned", "run.fork=again", "data.sequence_length=8192")
+    commit(again, 4, state)
+    for fork, positions in ((back, 4096), (tuned, 4096), (again, 8192)):
+        found, other = exported(fork, tmp_path / f"{fork.path.name}-hf", "config.json", "generation_config.json")
+        assert {name: found[name] for name in PUBLISHED} == PUBLISHED | {"max_position_embeddings": positions}
+        assert other == generation
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again-hf")
+    assert llama.generation_config.eos_token_id == [2, 3, 5] and llama.config.eos_token_id == [2, 3]
+
+
+def test_the_end_token_of_token_files_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = model_and_run(tmp_path / "run", tied=False)
+    meta = tmp_path / "tokens/meta.json"
+    meta.parent.mkdir()
+    meta.write_text(json.dumps({"dtype": "uint16", "vocab_size": 64, "counts": {}, "separator": 63}))
+    data = ["data=tokens", f"data.path={meta.parent}", "data.vocab_size=64", "data.sequence_length=16"]
+    others = [override for override in TINY if not override.startswith("data")]
+    run = RunDirectory(tmp_path / "of-tokens")
+    freeze(typed(compose([*others, *data, "+strategy=single", *model_overrides(model.config)])), run)
+    commit(run, 7, {f"model.{name}": value.detach() for name, value in model.named_parameters()})
+    (config,) = exported(run, tmp_path / "llama", "config.json")
+    assert config["eos_token_id"] == 63
+    meta.unlink()
+    (config,) = exported(run, tmp_path / "second", "config.json")
+    assert config["eos_token_id"] is None and "config.json has no end token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.registry.importing import import_reference
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
+from hpc_train.run.imported import published
 from hpc_train.telemetry.sinks import wandb as sink
 from tests.telemetry import mlflow_service
 from tests.telemetry.test_mlflow import real_server
@@ -34,6 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run with checkpoints of step 1, the best, and 2, the newest."""
     monkeypatch.setenv("HPC_TRAIN_ROOT", str(tmp_path / "outputs"))
     made = frozen(tmp_path / "outputs" / "mine", "+strategy=single", "+cluster.env.TOKEN=hidden")
+    made.update_record(published={"config.json": {"eos_token_id": 2}})
     for step, loss in ((1, 0.5), (2, 0.7)):
         save(made, step, loss)
     return made
@@ -69,6 +71,7 @@ def promote_and_import(
     imported = RunDirectory(Path(found["path"]))
     assert found["step"] == 1 and found["lineage"]["run"] == str(run.path)
     assert imported.record()["imported_from"] == "mlflow:mine@production"
+    assert published(imported) == published(run) == {"config.json": {"eos_token_id": 2}}
     assert load(imported).data == load(run).data and load(imported).cluster.env == {}
     kept = [path.read_bytes() for path in sorted((imported.checkpoints / "step-00000001").iterdir())]
     assert kept == [path.read_bytes() for path in sorted((run.checkpoints / "step-00000001").iterdir())]
