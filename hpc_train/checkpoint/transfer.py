@@ -55,7 +55,7 @@ def export(
 
     Args:
         step: the step of the checkpoint; None selects the newest.
-        format: ``hf`` or ``pt``; None takes ``hf`` if ``transformers`` has the model.
+        format: ``hf`` or ``pt``; None takes ``hf`` if ``transformers`` has the model, and no loop of its own trains it.
         dtype: torch's name for the dtype of the written tensors; None keeps the stored one.
         weights: the name of a hook whose tensors to write instead of the parameters, such as ema.
 
@@ -67,7 +67,7 @@ def export(
             model.
     """
     model, length = _model(run)
-    format = format or ("pt" if family_of(model).hugging_face is None else "hf")
+    format = _format(run, model, format)
     others = _others(run) if format == "hf" else None
     original = number((others or {}).get(CONFIG), POSITIONS)
     positions = max(original or 0, length or 0) or LENGTH
@@ -85,6 +85,17 @@ def export(
         where=str(run.checkpoints),
         fix="raise checkpoint.keep or checkpoint.keep_every, or export when the run has ended",
     )
+
+
+def _format(run: RunDirectory, model: ModelConfig, asked: str | None) -> str:
+    """Returns ``asked``, or without it the format for the model. Raises UserError for ``hf`` and a loop of its own."""
+    entry = run.plain_config().get("run", {}).get("entry")
+    if entry is None:
+        return asked or ("pt" if family_of(model).hugging_face is None else "hf")
+    if asked == "hf":
+        what = f"the checkpoints hold the objects of run.entry={entry}, which have no Hugging Face format"
+        raise UserError(what, where="--format", fix="--format pt, which exports any model")
+    return "pt"
 
 
 def _export(

@@ -164,7 +164,7 @@ THREADS = {  # module: whether its threads may call CUDA
     "elastic/rendezvous/server.py": "no",
     "health/idle_gpus.py": "no",
     "preflight/nccl_log.py": "no",
-    "run/lease.py": "no",
+    "run/file_lock.py": "no",
     "run/file_writer.py": "no",
     "run/files.py": "no",
     "slurm/site.py": "no",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hpc_train.checkpoint.transfer import export
 from hpc_train.config.compose import typed
+from hpc_train.errors import UserError
 from hpc_train.parallel.engine import stream_seed
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
@@ -62,10 +66,18 @@ def test_a_loop_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path) ->
     assert (result["steps"], result["attempt"]) == (STEPS, 3)
 
 
+def quiet_bar(what: str, total: int) -> nullcontext[Any]:
+    return nullcontext(lambda size: None)
+
+
 def test_a_function_that_leaves_early_is_done_and_its_last_state_is_saved(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "run.entry=tests.loop.functions:leaves_early", "elastic.stop_grace_s=1e-6")
     assert run_attempt(run, 1) == [0]
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000005"]
+    with pytest.raises(UserError, match=r"the objects of run\.entry=tests\.loop\.functions:leaves_early"):
+        export(run, None, tmp_path / "hf", "hf", None, quiet_bar)
+    assert export(run, None, tmp_path / "exported", None, None, quiet_bar)["format"] == "pt"
+    assert torch.load(tmp_path / "exported") == {"done": torch.tensor(5)}
     (left,) = [event for event in run.read_events() if event["event"] == "loop"]
     assert (left["name"], left["rank"], left["step"], left["done"]) == ("left", 0, 5, 5)
     assert [line["loss"] for line in run.read_metrics()] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
