@@ -1,5 +1,4 @@
-"""What ``prepare`` needs to convert data into a directory: one process at a time builds there, with workers that report
-their progress."""
+"""Lets one process at a time build a directory for ``prepare``, with worker processes that report their progress."""
 
 from __future__ import annotations
 
