@@ -62,6 +62,19 @@ def test_kernels_with_boundaries_compute_what_masks_do(kind: str, kernel: str, t
     assert len(chosen) == (0 if kind in WITHOUT_SDPA else 2)
 
 
+@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_under_autocast_kernels_get_the_dtype_of_products(kind: str, residual: torch.dtype, tmp_path: Path) -> None:
+    """Rotation and norms may return queries and keys in fp32, which ``scaled_dot_product_attention`` casts itself."""
+    model, batch = model_of(kind, tmp_path).float(), packed()
+    model.hidden_dtype = residual
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(batch.inputs, batch.context, batch.targets)[0].item()
+        with plain.kernels_in_plain_torch(VARLEN) as chosen:
+            loss = model(batch.inputs, batch.context, batch.targets)[0].item()
+    assert len(chosen) == 2 and loss == pytest.approx(wanted, rel=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "llama"])
 def test_a_window_needs_no_mask_although_nothing_is_packed(kind: str, tmp_path: Path) -> None:
     model, given = model_of(kind, tmp_path), packed()

@@ -87,6 +87,7 @@ def _each_document(
     """
     places, lengths = boundaries.tolist(), boundaries.diff()
     assert boundaries.dtype == torch.int32 and boundaries.is_contiguous()
+    assert query.dtype == key.dtype == value.dtype
     assert places[0] == 0 and places[-1] == len(query)
     assert lengths.min() >= 0 and lengths.max() <= longest
     times = query.shape[1] // key.shape[1]

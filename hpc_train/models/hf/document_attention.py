@@ -114,6 +114,8 @@ def _attention(
     boundaries, ids = options.pop(packed.BOUNDARIES, None), options.pop(_IDS, None)
     if boundaries is not None:
         length = query.shape[2]
+        # under autocast, norms and rotations may return fp32; autocast casts the arguments of sdpa, but of no kernel
+        query, key = query.to(value.dtype), key.to(value.dtype)
         scores = Scores(scaling, sliding_window if packed.is_narrow(Scores(window=sliding_window), length) else None)
         kernel = packed.kernel_of_scores(query.device, query.dtype, query.shape[3], scores)
         if kernel != packed.MASK:
