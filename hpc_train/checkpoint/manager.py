@@ -121,9 +121,8 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._writer = TensorWriter(self._group)
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
-        self._facts = {} if base is None else {BASE: base}
-        if aliases := getattr(self.engine, "aliases", {}):  # the state of a loop of the user's own does not know them
-            self._facts[ALIASES] = dict(aliases)
+        aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a loop of the user's own does not know them
+        self._facts = {key: value for key, value in ((BASE, base), (ALIASES, aliases)) if value}
         self._removals = Removals(self._report_removal)
 
     @property
@@ -367,8 +366,7 @@ class CheckpointManager:
 
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
-        best = best_metric(settings.keep_best, settings.best_mode)
-        retention = Retention(settings.keep, settings.keep_every, best)
+        retention = Retention(settings.keep, settings.keep_every, best_metric(settings.keep_best, settings.best_mode))
         self._whole[committed] = manifest  # each rank has told the size of its files
         self.store.prune(retention, self.events.attempt, self._whole)
 

@@ -29,8 +29,6 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.masters import saved_value
 
 SHOWN = 8  # names listed per problem in a message
-
-
 ALIASES = "aliases"  # key in the manifest: further names of tied tensors -> their names in the checkpoint
 
 

@@ -143,7 +143,7 @@ class TrainFeed:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns that of the dataset."""
+        """Returns ``Dataset.identity``."""
         return self._dataset.identity
 
     def state(self, step: int) -> dict[str, Any] | None:

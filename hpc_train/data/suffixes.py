@@ -1,4 +1,4 @@
-"""Suffixes of files that contain text, and of files in other formats, which are refused by name."""
+"""Tells by their suffixes which files contain text; files in other formats are refused by name."""
 
 from __future__ import annotations
 

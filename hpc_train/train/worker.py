@@ -49,6 +49,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
+from hpc_train.train.changed_data import data_changes
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.evaluation import build_evaluation
@@ -67,7 +68,7 @@ from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
-from hpc_train.train.streams import data_changes, restored_positions, skipped_data
+from hpc_train.train.streams import restored_positions, skipped_data
 from hpc_train.train.trainer import OpenFeed, Trainer
 
 
