@@ -25,7 +25,9 @@ import numpy as np
 from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
 from hpc_train.data.dataset import SPLITS
-from hpc_train.data.images import DecodedImages, check_classes, class_names, image_files
+from hpc_train.data.image_folders import check_classes, class_names, image_files
+from hpc_train.data.images import DecodedImages
+from hpc_train.data.pixels import check_content
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 
@@ -56,7 +58,7 @@ class ShardsDataset(DecodedImages):
     def __init__(self, config: ShardsDataConfig, split: str, seed: int) -> None:
         directory = Path(config.path)
         meta = _read_json(directory / META)
-        self.classes: list[str] = meta["classes"]
+        self.classes = meta["classes"]
         if len(self.classes) != config.n_classes:
             raise UserError(
                 f"{directory} has {len(self.classes)} classes, but data.n_classes is {config.n_classes}",
@@ -221,8 +223,9 @@ def _write_shard(shard: _Shard, report: Report, builder: int) -> None:
     with unfinished.open("wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for number, image in enumerate(shard.images):
-                key = f"{shard.first + number:07d}"
-                _add(tar, key + Path(image.path).suffix.lower(), Path(image.path).read_bytes())
+                key, content = f"{shard.first + number:07d}", Path(image.path).read_bytes()
+                check_content(content, image.path)
+                _add(tar, key + Path(image.path).suffix.lower(), content)
                 _add(tar, f"{key}.cls", str(image.label).encode())
                 read += image.size
                 report(read, number + 1)

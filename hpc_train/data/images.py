@@ -5,25 +5,24 @@ Random crops and flips are computed in numpy as a function of seed, epoch and sa
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample, hash_of
+from hpc_train.data.image_folders import FIX, check_classes, class_names, image_names
+from hpc_train.data.pixels import open_image, pillow
 from hpc_train.errors import UserError
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # means of ImageNet's pixels in [0, 1]
 STD = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
 _MODES = {1: "L", 3: "RGB"}
-_FIX = "use PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes, and data.path=PATH"
 
 
 class DecodedImages(Dataset):
@@ -35,12 +34,17 @@ class DecodedImages(Dataset):
     Args:
         labels: the label of each image, int64.
 
+    Attributes:
+        classes: the names of the classes, by label; subclasses set them first.
+
     Raises:
         UserError: Pillow is missing, or the size or number of channels is invalid.
     """
 
+    classes: list[str]
+
     def __init__(self, config: ImagesDataConfig | ShardsDataConfig, labels: Array, split: str, seed: int) -> None:
-        self._pillow = _pillow()
+        self._bilinear = pillow().Resampling.BILINEAR
         if config.channels not in _MODES:
             raise UserError(
                 f"data.channels is {config.channels}, but must be 1 or 3",
@@ -54,6 +58,8 @@ class DecodedImages(Dataset):
                 fix="data.image_size=224",
             )
         self._labels = labels
+        if split == "train":
+            self.notice = _empty_classes(self.classes, labels)
         self._augment = config.augment and split == "train"
         self.scale = pixel_scale(MEAN, STD) if config.channels == 3 else pixel_scale(MEAN.mean(), STD.mean())
         self._size, self._channels, self._seed = config.image_size, config.channels, seed
@@ -70,18 +76,17 @@ class DecodedImages(Dataset):
 
     def sample(self, index: int, epoch: int) -> Sample:
         random = generator(self._seed, epoch, index) if self._augment else None
-        pixels = self._decode(self._file(index), random)
+        pixels = self._decode(index, random)
         if random is not None:
             pixels = flip(pixels, random)
         return Sample(inputs=np.ascontiguousarray(pixels), targets=self._labels[index])
 
-    def _decode(self, file: str | BinaryIO, random: np.random.Generator | None) -> Array:
+    def _decode(self, index: int, random: np.random.Generator | None) -> Array:
         """Returns a box of the image, scaled to ``[channels, size, size]`` uint8."""
-        with self._pillow.open(file) as image:
-            width, height = image.size
-            box = center_box(width, height) if random is None else random_box(width, height, random)
-            decoded = image.convert(_MODES[self._channels])
-        scaled = decoded.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box=box)
+        decoded = open_image(self._file(index), self.source(index), _MODES[self._channels])
+        width, height = decoded.size
+        box = center_box(width, height) if random is None else random_box(width, height, random)
+        scaled = decoded.resize((self._size, self._size), self._bilinear, box=box)
         return np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
 
 
@@ -101,7 +106,7 @@ class ImagesDataset(DecodedImages):
         labels = np.repeat(np.arange(len(self.classes), dtype=np.int64), self._names.counts)
         super().__init__(config, labels, split, seed)
         if not len(labels):
-            raise UserError(f"{root / split} contains no images", where="data.path", fix=_FIX)
+            raise UserError(f"{root / split} contains no images", where="data.path", fix=FIX)
 
     def fingerprint(self) -> str:
         return hash_of(self.classes, self._labels, *self._names.parts)
@@ -121,11 +126,12 @@ class NameList:
     """
 
     def __init__(self, groups: Iterable[list[str]]) -> None:
-        texts, ends = [], [np.zeros(1, np.int64)]
+        texts, ends, size = [], [np.zeros(1, np.int64)], 0
         for names in groups:
             encoded = [os.fsencode(name) for name in names]
             texts.append(b"".join(encoded))
-            ends.append(np.cumsum([len(each) for each in encoded], dtype=np.int64) + ends[-1][-1:])
+            ends.append(np.cumsum([len(each) for each in encoded], dtype=np.int64) + size)
+            size += len(texts[-1])
         self.counts = [len(each) for each in ends[1:]]
         self._text, self._ends = b"".join(texts), np.concatenate(ends)
 
@@ -138,68 +144,14 @@ class NameList:
         return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]])
 
 
-def _pillow() -> Any:
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise UserError(
-            "data=images needs Pillow, which is not installed",
-            where="data.kind",
-            fix="pip install 'hpc_train[images]'",
-        ) from error
-
-
-def class_names(directory: Path) -> list[str]:
-    if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)
-    return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
-    if len(classes) != n_classes:
-        raise UserError(
-            f"{root / 'train'} has {len(classes)} class directories, but data.n_classes is {n_classes}",
-            where="data.n_classes",
-            fix=f"data.n_classes={len(classes)}" if classes else _FIX,
-        )
-    strange = sorted(set(class_names(root / split)) - set(classes))
-    if strange:
-        raise UserError(
-            f"{root / split} has classes that train/ lacks: {', '.join(strange[:5])}",
-            where="data.path",
-            fix=_FIX,
-        )
-
-
-def image_files(directory: Path) -> list[str]:
-    """Returns the paths of the images in ``directory``, in their order; see ``image_names``."""
-    return [f"{directory}{os.sep}{name}" for name in image_names(directory)]
-
-
-def image_names(directory: Path) -> list[str]:
-    """Returns the names of the images in ``directory`` and its subdirectories, relative to it and sorted.
-
-    Links to files are followed, those to directories are not. A directory that does not exist, such as that of a class
-    without validation images, has none.
-
-    Raises:
-        UserError: a directory cannot be read.
-    """
-    return sorted(_images_below(str(directory), "")) if directory.is_dir() else []
-
-
-def _images_below(folder: str, prefix: str) -> Iterator[str]:
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from _images_below(entry.path, f"{prefix}{entry.name}{os.sep}")
-                elif entry.name[1:].lower().endswith(SUFFIXES):
-                    yield prefix + entry.name
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be read: {error.strerror}", where="data.path", fix="correct its permissions (chmod)"
-        ) from error
+def _empty_classes(classes: list[str], labels: Array) -> str:
+    """Returns a notice that names the classes without images; empty if there are none."""
+    counts = np.bincount(labels, minlength=len(classes))
+    empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
+    if not empty:
+        return ""
+    listed = ", ".join(empty[:5]) + (" ..." if len(empty) > 5 else "")
+    return f"{len(empty)} of {len(classes)} classes have no training images: {listed}"
 
 
 def pixel_scale(mean: Array, std: Array) -> PixelScale:

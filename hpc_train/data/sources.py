@@ -28,6 +28,7 @@ from hpc_train.config.schema import (
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.source_check import check_call
+from hpc_train.data.image_folders import check_classes, class_names
 from hpc_train.data.sft import records, tokenizer
 from hpc_train.errors import UserError
 
@@ -98,21 +99,9 @@ def _check_sft(data: SFTDataConfig) -> None:
 
 def _check_images(data: ImagesDataConfig) -> None:
     root = _directory(data.path)
+    classes = class_names(root / "train")
     for split in ("train", "validation"):
-        folder = root / split
-        fix = f"{folder}/CLASS/IMAGE.png, one directory per class"
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a directory", where="data.path", fix=fix)
-        _readable(folder)
-        classes = sum(entry.is_dir() for entry in os.scandir(folder))
-        if classes == 0:
-            raise UserError(f"{folder} contains no class directories", where="data.path", fix=fix)
-        if split == "train" and classes != data.n_classes:
-            raise UserError(
-                f"{folder} contains {classes} classes, but data.n_classes is {data.n_classes}",
-                where="data.n_classes",
-                fix=f"data.n_classes={classes}",
-            )
+        check_classes(root, split, classes, data.n_classes)
 
 
 def _check_custom(data: CustomDataConfig) -> None:

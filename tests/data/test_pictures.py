@@ -13,18 +13,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig
+from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
+from hpc_train.data.dataset import Array
+from hpc_train.data.image_folders import SUFFIXES, image_files
+from hpc_train.data.image_shards import ShardsDataset, make_shards
 from hpc_train.data.images import (
-    SUFFIXES,
     ImagesDataset,
     generator,
-    image_files,
     pixel_scale,
     random_box,
     resize,
     shifted_crop,
 )
+from hpc_train.data.pixels import open_image
+from hpc_train.data.sources import IMAGE_FOLDERS
 from hpc_train.errors import UserError
 
 COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -171,12 +174,120 @@ def test_images_keep_their_order(pictures: Path) -> None:
         str(path)
         for name in sorted(COLORS)
         for path in sorted(map(str, (pictures / "train" / name).rglob("*")))
-        if Path(path).suffix.lower() in SUFFIXES
+        if Path(path).suffix.lower() in SUFFIXES and not Path(path).name.startswith(".")
     ]
     dataset = images(pictures)
     assert [dataset.source(index) for index in range(len(dataset))] == expected
-    assert image_files(folder) == expected[: len(image_files(folder))] and len(dataset) == 12 + 8
-    assert [int(dataset.sample(index, 0).targets) for index in range(12, 20)] == [1] * 4 + [2] * 4
+    assert image_files(folder) == expected[: len(image_files(folder))] and len(dataset) == 12 + 7
+    assert [int(dataset.sample(index, 0).targets) for index in range(11, 19)] == [1] * 4 + [2] * 4
+
+
+def labels_of(dataset: ImagesDataset | ShardsDataset) -> list[int]:
+    return [int(dataset.sample(index, 0).targets) for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (0, 1), (1, 2), (2,), (0, 3)])
+def test_a_class_without_images_has_no_samples(tmp_path: Path, empty: tuple[int, ...]) -> None:
+    counts = {label: 0 if label in empty else (3, 2, 1, 1)[label] for label in range(4)}
+    for split in ("train", "validation"):
+        for label, count in counts.items():
+            (tmp_path / split / f"c{label}").mkdir(parents=True)
+            for index in range(count):
+                Image.new("L", (8, 8), 50 * label).save(tmp_path / split / f"c{label}" / f"{index}.png")
+    (tmp_path / "validation" / f"c{empty[0]}").rmdir()
+    labels = [label for label, count in counts.items() for _ in range(count)]
+    make_shards(tmp_path, tmp_path / "shards", 1 << 20, 1, lambda done, total: None)
+    for split in ("train", "validation"):
+        dataset = images(tmp_path, split, n_classes=4, channels=1)
+        shards = ShardsDataset(ShardsDataConfig(path=str(tmp_path / "shards"), n_classes=4), split, 0)
+        assert labels_of(dataset) == labels_of(shards) == labels
+        assert [int(dataset.sample(index, 0).inputs[0, 0, 0]) for index in range(len(labels))] == [
+            50 * n for n in labels
+        ]
+        notice = f"{len(empty)} of 4 classes have no training images: {', '.join(f'c{label}' for label in empty)}"
+        assert dataset.notice == shards.notice == (notice if split == "train" else "")
+
+
+def test_submission_and_worker_have_the_same_classes(pictures: Path) -> None:
+    assert IMAGE_FOLDERS.check_inputs is not None
+    for name in (".ipynb_checkpoints", "@eaDir", "__MACOSX", "lost+found", ".git"):
+        (pictures / "train" / name).mkdir()
+        (pictures / "validation" / "red" / name).mkdir()
+        (pictures / "validation" / "red" / name / "0.png").touch()
+    (pictures / "validation" / "red" / "._0.png").touch()
+    IMAGE_FOLDERS.check_inputs(ImagesDataConfig(path=str(pictures), n_classes=3))
+    assert len(images(pictures)) == 12 and len(images(pictures, "validation")) == 6
+    (pictures / "train" / "violet").mkdir()
+    for check in (IMAGE_FOLDERS.check_inputs, lambda config: ImagesDataset(config, "train", 0)):
+        with pytest.raises(UserError, match=r"has 4 class directories, but data.n_classes is 3"):
+            check(ImagesDataConfig(path=str(pictures), n_classes=3))
+
+
+RAMP = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257  # 0 to 65535
+CORNER = np.zeros((4, 6, 3), np.uint8)
+CORNER[0, 0] = 255
+
+
+def pixels_of(path: Path, mode: str = "L") -> Array:
+    return np.asarray(open_image(str(path), path.name, mode))
+
+
+def test_16_bits_are_scaled(tmp_path: Path) -> None:
+    for name in ("deep.png", "deep.tif"):
+        Image.fromarray(RAMP).save(tmp_path / name)
+    (tmp_path / "deep.ppm").write_bytes(b"P5\n16 16\n65535\n" + RAMP.astype(">u2").tobytes())
+    for name in ("deep.png", "deep.tif", "deep.ppm"):
+        assert pixels_of(tmp_path / name).ravel().tolist() == list(range(256)), name
+        assert np.array_equal(pixels_of(tmp_path / name, "RGB")[..., 2], pixels_of(tmp_path / name)), name
+    Image.fromarray(RAMP).save(tmp_path / "hole.png", transparency=257)
+    assert pixels_of(tmp_path / "hole.png")[0, :3].tolist() == [0, 255, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_without_a_range_are_refused_by_name(pictures: Path, dtype: type) -> None:
+    path = pictures / "train" / "red" / "1.tif"
+    Image.fromarray(np.ones((8, 8), dtype)).save(path)
+    dataset = images(pictures)
+    (index,) = [index for index in range(len(dataset)) if dataset.source(index) == str(path)]
+    with pytest.raises(UserError, match=f"{path} contains"):
+        dataset.sample(index, 0)
+    with pytest.raises(UserError, match=f"{path} contains"):
+        make_shards(pictures, pictures / "shards", 1 << 20, 1, lambda done, total: None)
+
+
+def test_transparent_pixels_are_white(tmp_path: Path) -> None:
+    pixels = np.zeros((2, 2, 4), np.uint8)
+    pixels[..., 0], pixels[0, :, 3] = 200, 255  # red, and transparent in the second row
+    picture = Image.fromarray(pixels)
+    picture.save(tmp_path / "rgba.png")
+    picture.quantize(4).save(tmp_path / "palette.png")
+    picture.convert("LA").save(tmp_path / "gray.png")
+    Image.new("RGB", (2, 2), (200, 0, 0)).save(tmp_path / "key.png", transparency=(200, 0, 0))
+    for name in ("rgba.png", "palette.png"):
+        assert pixels_of(tmp_path / name, "RGB")[:, 0].tolist() == [[200, 0, 0], [255, 255, 255]], name
+    assert pixels_of(tmp_path / "gray.png")[:, 0].tolist() == [60, 255]
+    assert pixels_of(tmp_path / "key.png").tolist() == [[255, 255], [255, 255]]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+def test_images_are_upright(tmp_path: Path, suffix: str) -> None:
+    corners = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}
+    for orientation, corner in corners.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options = {"lossless": True} if suffix == "webp" else {}
+        Image.fromarray(CORNER).save(tmp_path / f"a.{suffix}", exif=exif, **options)
+        found = pixels_of(tmp_path / f"a.{suffix}")
+        assert found.shape == ((4, 6) if orientation < 5 else (6, 4))
+        assert found[corner] == 255 and found.sum() == 255, orientation
+
+
+def test_colors_of_print_become_rgb(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), (250, 120, 10)).convert("CMYK").save(tmp_path / "a.jpg", quality=100)
+    assert np.abs(pixels_of(tmp_path / "a.jpg", "RGB").astype(int) - (250, 120, 10)).max() <= 3
+    Image.new("LAB", (8, 8)).save(tmp_path / "lab.tif")
+    with pytest.raises(UserError, match=r"lab\.tif contains LAB colors"):
+        pixels_of(tmp_path / "lab.tif", "RGB")
 
 
 def memory_of_its_own() -> int:

@@ -1,0 +1,106 @@
+"""Lists the class directories and the image files of ``PATH/train`` and ``PATH/validation``.
+
+The submission and the workers use the same rules. Directories of operating systems, file servers and notebooks are not
+classes, and hidden files, such as the ``._`` files of macOS, are not images.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_train.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+SYSTEM_DIRECTORIES = {
+    "@eaDir",
+    "#recycle",
+    "#snapshot",
+    "$RECYCLE.BIN",
+    "__MACOSX",
+    "__pycache__",
+    "lost+found",
+    "System Volume Information",
+}
+FIX = "use PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes, and data.path=PATH"
+
+
+def class_names(directory: Path) -> list[str]:
+    """Returns the sorted names of the class directories of a split; links to directories count.
+
+    Raises:
+        UserError: ``directory`` is not a directory, or cannot be read.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory", where="data.path", fix=FIX)
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir() and not _is_ignored(entry.name))
+    except OSError as error:
+        raise _unreadable(str(directory), error) from error
+
+
+def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
+    """Checks the classes of a split.
+
+    Args:
+        classes: those of train/.
+
+    Raises:
+        UserError: there are not ``n_classes`` classes, or the split has a class that train/ lacks.
+    """
+    if len(classes) != n_classes:
+        raise UserError(
+            f"{root / 'train'} has {len(classes)} class directories, but data.n_classes is {n_classes}",
+            where="data.n_classes",
+            fix=f"data.n_classes={len(classes)}" if classes else FIX,
+        )
+    strange = sorted(set(class_names(root / split)) - set(classes))
+    if strange:
+        raise UserError(
+            f"{root / split} has classes that train/ lacks: {', '.join(strange[:5])}",
+            where="data.path",
+            fix=FIX,
+        )
+
+
+def image_files(directory: Path) -> list[str]:
+    """Returns the paths of the images in ``directory``, in their order; see ``image_names``."""
+    return [f"{directory}{os.sep}{name}" for name in image_names(directory)]
+
+
+def image_names(directory: Path) -> list[str]:
+    """Returns the names of the images in ``directory`` and its subdirectories, relative to it and sorted.
+
+    Links to files are followed, those to directories are not. A directory that does not exist, such as that of a class
+    without validation images, has none.
+
+    Raises:
+        UserError: a directory cannot be read.
+    """
+    return sorted(_images_below(str(directory), "")) if directory.is_dir() else []
+
+
+def _images_below(folder: str, prefix: str) -> Iterator[str]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _is_ignored(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _images_below(entry.path, f"{prefix}{entry.name}{os.sep}")
+                elif entry.name.lower().endswith(SUFFIXES):
+                    yield prefix + entry.name
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name in SYSTEM_DIRECTORIES
+
+
+def _unreadable(folder: str, error: OSError) -> UserError:
+    return UserError(
+        f"{folder} cannot be read: {error.strerror}", where="data.path", fix="correct its permissions (chmod)"
+    )
