@@ -119,7 +119,7 @@ def test_waiting_ends(checkpoint: Checkpoint) -> None:
     began = time.monotonic()
     with pytest.raises(BadCheckpoint, match="No such file"):
         verify(checkpoint.path, found, visibility_timeout_s=0.3)
-    assert 0.3 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.3
 
 
 def test_a_file_that_may_not_be_read_is_not_called_bad(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,12 +62,14 @@ def test_packing_of_many_documents_never_changes(mean: int) -> None:
     assert pack(sizes, 512).tolist() == one_by_one(sizes.tolist(), 512)
 
 
-def test_a_million_documents_are_packed_in_a_moment() -> None:
-    """It runs in each rank at each start."""
+def test_a_million_documents_are_packed_sooner_than_a_few_one_by_one() -> None:
+    """It runs in each rank at each start. Both take processor time of the same machine in the same test."""
     _, sizes = pieces_of(np.random.default_rng(0).lognormal(6.2, 1.0, 1_000_000).astype("<u4") + 2, 4096)
     began = time.process_time()
     pack(sizes, 4096)
-    assert time.process_time() - began < 1.2
+    packed = time.process_time()
+    one_by_one(sizes[:15_000].tolist(), 4096)
+    assert packed - began < time.process_time() - packed
 
 
 def test_long_documents_are_cut_without_losing_a_target() -> None:

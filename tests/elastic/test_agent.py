@@ -225,7 +225,7 @@ def test_no_worker_outlives_an_agent_killed_with_9(frozen: Freeze) -> None:
     assert lease.is_live(run)
     agent.kill()
     agent.wait()
-    until(lambda: not any(alive(pid) for pid in pids), timeout=5)
+    until(lambda: not any(alive(pid) for pid in pids))
     assert not lease.is_live(run)
 
 
