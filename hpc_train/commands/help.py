@@ -57,9 +57,16 @@ def main(arguments: list[str]) -> int:
 
 def _print_version() -> int:
     """Prints the versions of the package and of the packages that it depends on most."""
-    others = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "hydra-core", "submitit"))
+    others = ", ".join(f"{name} {_version_of(name)}" for name in ("torch", "hydra-core", "submitit"))
     print(f"hpc_train {__version__} ({others})")
     return Exit.DONE
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _commands() -> Iterator[str]:

@@ -86,6 +86,12 @@ class CommandLine:
                 raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
         if args.resolve and not (args.cfg or args.help):
             raise UserError("--resolve shows nothing by itself", where="--resolve", fix="--cfg job --resolve")
+        if args.package and not args.cfg:
+            raise UserError(
+                f"--package shows nothing by itself, so that this would train with -p {args.package}",
+                where="--package",
+                fix=f"--cfg job --package {args.package}",
+            )
         if args.experimental_rerun:
             what = "--experimental-rerun reads a config.pickle, which runs of hpc_train do not have"
             raise UserError(what, where="--experimental-rerun", fix="python -m hpc_train resume RUN")

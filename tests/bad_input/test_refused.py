@@ -71,6 +71,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["hydra.callbacks.mine._target_=a.B"], "put + before the override"),
     (["+hydra.callbacks.mine._target_=nope.B"], "nope.B"),
     (["--resolve"], "--cfg job --resolve"),
+    (["-p", "train"], "--cfg job --package train"),
+    (["--package", "train", "-m"], "--cfg job --package train"),
     (["--experimental-rerun=x"], "python -m hpc_train resume RUN"),
     (["~optim.nope"], "~optim.nope removes a key that does not exist"),
     (["optim.lr"], "optim.lr"),

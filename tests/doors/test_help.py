@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_every_command_has_help_and_json(name: str, capsys: pytest.CaptureFixtur
 
 def test_the_version_is_that_of_hpc_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "--version").startswith(f"hpc_train {__version__} (torch ")
+
+
+def test_the_version_is_printed_also_without_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package == "torch":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert run(["--version"]) == 0
+    assert "torch not installed, hydra-core 1.0" in capsys.readouterr().out
 
 
 def test_the_directory_and_the_script_of_a_run_as_json(
