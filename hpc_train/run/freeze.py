@@ -47,7 +47,8 @@ from hpc_train.run.files import (
 from hpc_train.run.imported import PUBLISHED, check_start, imported_model, published
 from hpc_train.run.lease import refuse_live
 from hpc_train.run.processes import this_process
-from hpc_train.run.record import RECORD, code_version, environment_versions
+from hpc_train.run.record import RECORD
+from hpc_train.run.versions import environment_versions, project_version
 
 
 def freeze(
@@ -357,7 +358,7 @@ def _facts(
     fields: dict[str, Any] = {
         "run_id": record.get("run_id") or secrets.token_hex(4),
         "created": record.get("created") or time.time(),
-        "code": code_version(),
+        "code": project_version(code, Path.cwd()),
         "snapshot": None if code is None else asdict(code),
         "versions": environment_versions(),
         "claimed_by": this_process() if claim else {},

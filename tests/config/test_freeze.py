@@ -49,7 +49,32 @@ def test_the_record_says_which_code_and_config(run: RunDirectory) -> None:
     assert record["config_hash"] == config_hash(run)
     assert len(record["run_id"]) == 8
     assert record["versions"]["torch"]
-    assert set(record["code"]) == {"commit", "dirty"}
+
+
+def test_the_record_names_the_commit_of_the_users_project(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    identity = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    (project / "train.py").write_text("")
+    subprocess.run(["git", "-C", str(project), "add", "."], check=True)
+    subprocess.run(["git", "-C", str(project), *identity, "commit", "-qm", "first"], check=True)
+    commit = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
+    monkeypatch.chdir(project)
+    freeze(config(run), run)
+    code = run.record()["code"]
+    assert code == {"commit": commit, "dirty": False, "work_tree": os.path.realpath(project)}
+    assert commit[:8] not in run.record()["versions"]["hpc_train"]
+
+
+def test_a_project_outside_of_git_has_no_commit(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    freeze(config(run), run)
+    assert run.record()["code"] == {"commit": None, "dirty": None, "work_tree": None}
 
 
 def test_free_keys_may_change_and_the_config_before_is_kept(run: RunDirectory) -> None:

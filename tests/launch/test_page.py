@@ -154,7 +154,8 @@ def failed_and_recovered(path: Path) -> RunDirectory:
     begin(run, 1, now + 15)
     event(run, 1, now + 17, "resumed", rank=0, step=5)
     for number in range(6, 13):
-        step(run, 1, now + 15 + number, number, **({"val_loss": 4.0} if number == 12 else {}))
+        evaluation = {"val_loss": 4.0, "val_accuracy": number / 16, "val_f1": 0.25} if number in (6, 12) else {}
+        step(run, 1, now + 15 + number, number, **evaluation)
     last = {"step_s": 1.0, "save_s": 0.0}
     event(run, 1, now + 28, "training_finished", rank=0, step=12, **last)
     event(run, 1, now + 29, "finished", exit_code=0, reason="")
@@ -184,8 +185,8 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     text = written(run.path, capsys)
     page = check(text)
     assert page.titles == [
-        "Run sweep/0", "Verdict", "Loss", "Time", "Throughput", "Memory", "What the ranks waited for", "Pipeline step",
-        "Nodes and ranks", "Faults and decisions", "Reproduce",
+        "Run sweep/0", "Verdict", "What it trains", "Loss", "Metrics", "Time", "Throughput", "Memory",
+        "What the ranks waited for", "Pipeline step", "Nodes and ranks", "Faults and decisions", "Reproduce",
     ]  # fmt: skip
     assert why.main([str(run.path)]) == 0
     said = " ".join(page.words.split())
@@ -201,6 +202,9 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     assert "2 nodes, of which 1 had failures and 1 was slow" in said
     assert "rank 3 failed (killed)" in said and "rank 1 slow" in said
     assert "run.name=NEW +strategy=dp" in said
+    assert "validation accuracy 0.7500" in said and "validation f1 0.2500" in said
+    assert "accuracy 0.75 12 0.375 0.75" in said
+    assert "model gpt, dim 16, n_layers 2" in said and "learning rate 0.0" in said and "batch" not in page.titles
     assert SECRET not in text and "(hidden)" in text
     assert "<script" not in text and "alert(1)" in said
 
@@ -248,6 +252,22 @@ def test_a_run_that_has_not_started_has_a_page(tmp_path: Path, capsys: pytest.Ca
     for sentence in ("No step was logged", "No process of the run has started", "No rate was logged", "No memory was"):
         assert sentence in said
     assert "No node has started the run." in said and "No event was recorded." in said
+
+
+def test_the_page_names_the_commit_of_the_users_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A record of an earlier version has the commit of hpc_train under "code", which the project does not have."""
+    run = frozen(tmp_path / "run")
+    project = {"work_tree": "/home/me/my project", "commit": "1" * 40, "diff": None, "snapshot": "/s", "paths": []}
+    for snapshot, code, known in (
+        (project, {"commit": "2" * 40, "dirty": True}, True),
+        (None, {"commit": "2" * 40, "dirty": True}, False),
+        (None, {"commit": "1" * 40, "dirty": True, "work_tree": "/home/me/my project"}, True),
+    ):
+        run.update_record(snapshot=snapshot, code=code)
+        words = check(written(run.path, capsys)).words
+        assert "2222" not in words
+        assert (f"git checkout {'1' * 40}" in words) == known
+        assert ("cd '/home/me/my project'" in words) == known
 
 
 def test_a_fork_shows_what_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

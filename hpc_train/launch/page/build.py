@@ -12,13 +12,13 @@ from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View
 from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.launch.page.decisions import decisions
 from hpc_train.launch.page.facts import RunFacts, secrets_of
-from hpc_train.launch.page.losses import losses
+from hpc_train.launch.page.losses import losses, metrics
 from hpc_train.launch.page.markup import Html, tag, text
 from hpc_train.launch.page.memory import memory
 from hpc_train.launch.page.nodes import nodes
 from hpc_train.launch.page.pipeline import pipeline
 from hpc_train.launch.page.predicted import compare, prediction, remember
-from hpc_train.launch.page.settings import reproduce, settings
+from hpc_train.launch.page.settings import reproduce, settings, trained
 from hpc_train.launch.page.speed import throughput
 from hpc_train.launch.page.style import STYLE
 from hpc_train.launch.page.sweep import (
@@ -52,7 +52,9 @@ def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) 
     facts = RunFacts.read(found, statuses)
     sections = [
         verdict(facts),
+        trained(facts),
         losses(facts),
+        metrics(facts),
         time_spent(facts),
         throughput(facts),
         memory(facts),

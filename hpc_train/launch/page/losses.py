@@ -1,4 +1,4 @@
-"""Draws the loss over the steps of all attempts; lost work is gray."""
+"""Draws the loss and the other metrics over the steps of all attempts; lost work is gray."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from hpc_train.launch.page.chart import Point, Series, line_chart
 from hpc_train.launch.page.facts import Line, RunFacts
-from hpc_train.launch.page.markup import Html, section, tag
+from hpc_train.launch.page.markup import Html, section, table, tag
 from hpc_train.run.attempts import NUMBER
 from hpc_train.units import counted
 
 LOST = "lost work, done again or to be done again"
+CHARTS = 8  # of metrics; the table has all
+EVALUATED = "val_"  # the prefix of what evaluations add to the metrics
 
 
 def losses(facts: RunFacts) -> Html:
@@ -80,3 +82,29 @@ def _words(facts: RunFacts, validation: list[Point]) -> str:
         return f"{text}."
     best = min(validation, key=lambda point: point[1])
     return f"{text}; the lowest validation loss is {best[1]:.4f}, at step {best[0]}."
+
+
+def evaluated(facts: RunFacts) -> Iterator[tuple[str, list[Point]]]:
+    """Yields the name of each metric of the evaluations but the loss, without ``val_``, with its points by step."""
+    names = dict.fromkeys(key for line in facts.kept for key in line if key.startswith(EVALUATED))
+    for key in names:
+        points = _kept(facts, key)
+        if key != "val_loss" and points:
+            yield key.removeprefix(EVALUATED), points
+
+
+def metrics(facts: RunFacts) -> Html | None:
+    """Returns the section with the metrics of the evaluations besides the loss; None without any."""
+    rows: list[list[str]] = []
+    charts: list[Html] = []
+    for name, points in evaluated(facts):
+        values = [value for _, value in points]
+        last_step, last = points[-1]
+        rows.append([name, f"{last:.4g}", f"{last_step:,}", f"{min(values):.4g}", f"{max(values):.4g}"])
+        if len(points) > 1 and len(charts) < CHARTS:
+            words = f"{name} of the validation data went from {values[0]:.4g} to {last:.4g}."
+            charts.append(line_chart(f"{name} over steps", words, [Series(name, points, "c1", dots=True)], "step"))
+    if not rows:
+        return None
+    columns = ("metric", "last value", "at step", "lowest", "highest")
+    return section("Metrics", table("Validation metrics", columns, rows, numbers=4), *charts)

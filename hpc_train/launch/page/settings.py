@@ -1,9 +1,10 @@
-"""Shows what the config of a run changes compared with that of its parent, and the commands that reproduce the run."""
+"""Shows what a run trains, what its config changes compared with its parent, and the commands that reproduce it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,63 @@ from hpc_train.launch.diagnosis import shown as shown_path
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.page.facts import RunFacts
 from hpc_train.launch.page.markup import Html, commands, facts, listed, section, table, tag
+from hpc_train.plan.memory import parameter_count
 from hpc_train.run.comparison import UNCOMPARED
 from hpc_train.run.directory import RunDirectory
+
+SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "image_size", "patch_size", "sequence_length", "n_classes")
+
+
+def trained(of_run: RunFacts) -> Html | None:
+    """Returns the section that says what the run trains: model, data, batch, optimizer, length and code."""
+    config = of_run.config
+    if not config:
+        return None
+    optimizer = _group(config, "optim")
+    train = _group(config, "train")
+    project = _project(of_run.record)
+    commit = str(project.get("commit") or "")
+    changed = project.get("diff") or project.get("dirty")
+    return section(
+        "What it trains",
+        facts(
+            (
+                ("model", _described(_group(config, "model"))),
+                ("parameters", _parameters(of_run)),
+                ("data", _described(_group(config, "data"))),
+                ("samples per optimizer step", _group(config, "batch").get("global_size")),
+                ("optimizer", optimizer.get("_target_") or optimizer.get("name")),
+                ("learning rate", optimizer.get("lr")),
+                ("weight decay", optimizer.get("weight_decay")),
+                ("epochs", train.get("epochs")),
+                ("steps", None if train.get("epochs") else train.get("steps")),
+                ("seed", train.get("seed")),
+                ("precision", _group(config, "precision").get("name")),
+                ("commit", f"{commit[:12]}, with uncommitted changes" if commit and changed else commit[:12]),
+            )
+        ),
+    )
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _described(group: Mapping[str, Any]) -> str:
+    """Returns the class or kind of a model or data set, and its sizes or place."""
+    name = group.get("_target_") or group.get("name_or_path") or group.get("kind") or group.get("name") or ""
+    sizes = [f"{key} {group[key]}" for key in SIZES if group.get(key) is not None]
+    place = [str(group["path"])] if group.get("path") else []
+    return ", ".join([str(name), *place, *sizes])
+
+
+def _parameters(of_run: RunFacts) -> str | None:
+    """Returns the number of parameters of a model whose config tells it."""
+    with suppress(Exception):  # a config of another version, or of a model that must be built to be counted
+        count = parameter_count(of_run.found.config.model)
+        return None if count is None else f"{count:,}"
+    return None
 
 
 def settings(of_run: RunFacts) -> Html | None:
@@ -52,15 +108,14 @@ def _value(key: str, values: Mapping[str, Any]) -> str:
 def reproduce(of_run: RunFacts) -> Html:
     """Returns the section with the commands that start the same training again."""
     record = of_run.record
-    code, snapshot = record.get("code") or {}, record.get("snapshot") or {}
     lines = training_again(record)
     where = shown_path(of_run.run.path)
     lines += [f"python -m hpc_train resume {shlex.quote(where)}   continues this run itself"]
     versions = ((name, version) for name, version in (record.get("versions") or {}).items())
     notes = [f"The whole config is in {shown_path(of_run.run.config)} (SHA-256 {record.get('config_hash')})."]
-    notes += ["The work tree had changes that are not in the commit."] * bool(
-        code.get("dirty") and not snapshot.get("diff")
-    )
+    project = _project(record)
+    if project.get("dirty") and not project.get("diff"):
+        notes.append("The work tree had changes that are not in the commit.")
     return section(
         "Reproduce",
         commands(lines, "commands that reproduce the run"),
@@ -71,15 +126,28 @@ def reproduce(of_run: RunFacts) -> Html:
 
 def training_again(record: Mapping[str, Any]) -> list[str]:
     """Returns the commands that get the code of a run with this ``record``, and that start it under another name."""
-    code, snapshot = record.get("code") or {}, record.get("snapshot") or {}
+    project = _project(record)
     lines = []
-    if code.get("commit"):
-        tree = snapshot.get("work_tree")
-        lines += [f"cd {shlex.quote(tree)}"] if tree else []
-        lines += [f"git checkout {code['commit']}   the commit that it ran from"]
-        if snapshot.get("diff"):
-            lines.append(f"git apply {shlex.quote(snapshot['diff'])}   changes that were not committed")
-    return lines + ([_training(record)] if record.get("overrides") is not None else [])
+    if project.get("commit"):
+        lines.append(f"cd {shlex.quote(project['work_tree'])}")
+        lines.append(f"git checkout {project['commit']}   the commit that it ran from")
+    if project.get("diff"):
+        lines.append(f"git apply {shlex.quote(project['diff'])}   changes that were not committed")
+    if record.get("overrides") is not None:
+        lines.append(_training(record))
+    return lines
+
+
+def _project(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns commit, diff and work tree of the user's project: from the snapshot, or without one as git told them.
+
+    Records of earlier versions have no work tree beside the commit: theirs is the commit of hpc_train.
+    """
+    snapshot = record.get("snapshot")
+    if snapshot:
+        return snapshot
+    code = record.get("code") or {}
+    return code if code.get("work_tree") else {}
 
 
 def _training(record: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.launch.job_status import TO_BE_REQUEUED
 from hpc_train.launch.page.facts import RunFacts
+from hpc_train.launch.page.losses import evaluated
 from hpc_train.launch.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
 from hpc_train.planner.cost import Prices
 from hpc_train.run.exits import Exit, Failure
@@ -180,6 +181,7 @@ def _figures(facts_of_run: RunFacts) -> Html:
             ("step", None if step is None else f"{step:,}" + (f" of {total:,}" if total else "")),
             ("training loss", _short(last.get("loss"))),
             ("validation loss", _short(validation)),
+            *((f"validation {name}", _short(points[-1][1])) for name, points in evaluated(facts_of_run)),
             ("useful time (goodput)", f"{spent.useful_share:.0%}" if spent.held_s else None),
             ("time held", format_duration(spent.held_s) if spent.held_s else None),
             ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
