@@ -186,13 +186,7 @@ class RunningStatistics:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         norms = [module for part in parts for module in part.modules() if isinstance(module, _NormBase)]
-        self._own = [
-            buffer
-            for norm in norms
-            if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)
-            for buffer in (norm.running_mean, norm.running_var)
-            if buffer is not None
-        ]
+        self._local = [norm for norm in norms if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)]
         self._of_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in (buffer for norm in norms for buffer in norm.buffers(recurse=False)):
             self._of_type.setdefault(buffer.dtype, []).append(buffer.view(-1))
@@ -208,10 +202,17 @@ class RunningStatistics:
         Thus checkpoints and evaluation see one model.
         """
         ranks = dist.get_world_size(group)
-        if self._own and ranks > 1:
-            flat = torch.cat(self._own) / ranks
+        own = [
+            buffer
+            for norm in self._local
+            if norm.training  # a mean of equal values may differ from them in its last bit
+            for buffer in (norm.running_mean, norm.running_var)
+            if buffer is not None
+        ]
+        if own and ranks > 1:
+            flat = torch.cat(own) / ranks
             dist.all_reduce(flat, group=group)
-            _fill(self._own, flat)
+            _fill(own, flat)
 
     def commit(self, finite: Tensor) -> None:
         """Restores the statistics of ``begin`` unless ``finite``, a scalar bool on the device, is true."""

@@ -23,6 +23,7 @@ from hpc_train.models import batch_norm
 from hpc_train.models.hf.whole import HFWhole
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
+from hpc_train.models.modes import begin_training
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
@@ -78,7 +79,7 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         _hand_out(model, mesh, values, home)
     if config.precision.weights == "bf16":
         narrow_weights(model)
-    model.train()
+    begin_training(model)
     return model
 
 

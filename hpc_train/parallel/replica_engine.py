@@ -12,6 +12,7 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, aliases, named_buffers, named_parameters
+from hpc_train.models.modes import evaluating
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
@@ -125,13 +126,10 @@ class ReplicaEngine:
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""
-        was_training = self._model.training
-        self._model.eval()
         # hooks of the bare model gather ZeRO's parameters, and DDP's wrapper is not needed
-        with torch.no_grad():
+        with evaluating(self._model), torch.no_grad():
             columns = list(zip(*(self._forward(self._model, micro) for micro in batch.micro_batches), strict=True))
         self._replicas.evaluated()
-        self._model.train(was_training)
         loss_sum, count, *correct = ([*column] for column in columns)
         right = correct[0] if correct and correct[0][0] is not None else None
         return StepResult(_total(loss_sum), _total(count), None if right is None else _total(right))
@@ -139,13 +137,10 @@ class ReplicaEngine:
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
         """See ``Engine.outputs``."""
         own = self._own_tokens(Batch(inputs, inputs, context or {}))
-        was_training = self._model.training
-        self._model.eval()
-        with torch.no_grad(), autocast(self._precision, self._mesh.device):
+        with evaluating(self._model), torch.no_grad(), autocast(self._precision, self._mesh.device):
             outputs = self._model(own.inputs, own.context)
             found: Tensor = whole_sequence(outputs.clone() if self._graphed else outputs, self._mesh)
         self._replicas.evaluated()
-        self._model.train(was_training)
         return found
 
     def reduce(self, result: StepResult) -> StepNumbers:

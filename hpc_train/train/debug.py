@@ -54,7 +54,7 @@ class DebuggedEngine(WrappedEngine):
             raise FloatingPointError(self._locate(message)) from error
         bad = _not_finite((name, value.grad) for name, value in self.named_parameters().items())
         if bad:
-            raise FloatingPointError(self._locate(f"the gradients of {_join_names(bad)} are not finite"))
+            raise FloatingPointError(self._locate(f"the gradients of {join_names(bad)} are not finite"))
         return result
 
     def _check_output(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -66,7 +66,7 @@ class DebuggedEngine(WrappedEngine):
         message = f"the output of {name or 'the model'} ({type(module).__name__}) is not finite; "
         message += f"its inputs are {'not ' if bad_inputs else ''}finite; "
         message += (
-            f"its parameters {_join_names(parameters)} are not finite" if parameters else "its parameters are finite"
+            f"its parameters {join_names(parameters)} are not finite" if parameters else "its parameters are finite"
         )
         raise FloatingPointError(self._locate(message))
 
@@ -84,5 +84,6 @@ def _is_finite(value: Tensor) -> bool:
     return not local.is_floating_point() or bool(local.detach().isfinite().all())
 
 
-def _join_names(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
+    """Returns the first of ``names`` and the number of the others, for messages."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

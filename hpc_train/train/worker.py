@@ -29,6 +29,7 @@ from hpc_train.hooks.hook import HookContext
 from hpc_train.hooks.runner import Hooks
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilization import FORMULA, describe_utilization
+from hpc_train.models.modes import parts_in_evaluation
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
@@ -50,7 +51,7 @@ from hpc_train.run.files import patiently
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.changed_data import data_changes
-from hpc_train.train.debug import DebuggedEngine
+from hpc_train.train.debug import DebuggedEngine, join_names
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.evaluation import build_evaluation
 from hpc_train.train.first_step import FirstStep
@@ -153,6 +154,8 @@ def _build(
     hooks = Hooks(config.hooks)
     artifacts = _loaded_artifacts(config, run, mesh)
     engine = _build_engine(config, run, mesh, events, training)
+    if mesh.rank == 0:
+        _name_parts_in_evaluation(engine)
     check_groups(config.optim, engine, mesh)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
@@ -268,6 +271,12 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
     if mesh.layout.pp > 1:
         engine = _watch_pipeline(engine, mesh, plan, events)
     return DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1) if config.train.debug else engine
+
+
+def _name_parts_in_evaluation(engine: Engine) -> None:
+    names = [name for part in engine.parts for name in parts_in_evaluation(part)]
+    if names:
+        print(f"parts that stay in evaluation mode, as their constructor left them: {join_names(names)}")
 
 
 def _watch_pipeline(engine: Engine, mesh: Mesh, plan: SplitPlan | None, events: EventLog) -> Engine:

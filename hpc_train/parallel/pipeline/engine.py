@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
+from hpc_train.models.modes import evaluating
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
@@ -181,14 +183,12 @@ class PipelineEngine:
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""
         self._tied.refresh()
-        for part in self.parts:
-            part.eval()
-        with refusing_wrong_targets(self._last, batch.micro_batches):
+        with ExitStack() as modes, refusing_wrong_targets(self._last, batch.micro_batches):
+            for part in self.parts:
+                modes.enter_context(evaluating(part))
             sums = self._forward.run(self._own_tokens(batch))
         for replicas in self._replicas.values():
             replicas.evaluated()
-        for part in self.parts:
-            part.train()
         correct = [right for _, _, right in sums if right is not None]
         result = self._result([total for total, _, _ in sums], [count for _, count, _ in sums])
         return StepResult(result.loss_sum, result.target_count, torch.stack(correct).sum() if correct else None)
