@@ -19,6 +19,7 @@ from hpc_train.config.import_path import locate
 from hpc_train.config.schema import CustomModelConfig, HFModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert, is_synchronized
+from hpc_train.models.hf.loss import refuse_unless
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_parts
 from hpc_train.models.wrapped import WrappedModel
@@ -98,6 +99,8 @@ def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> M
             where="model._target_",
             fix="a class or function that returns an nn.Module",
         )
+    if not callable(getattr(built, "loss", None)):
+        refuse_unless(built, config.loss)
     class_dim = config.class_dim if config.loss == "cross_entropy" else "auto"
     return WrappedModel(_with_statistics(built, config), config.loss, config.wrap, class_dim)
 

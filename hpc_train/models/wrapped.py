@@ -45,6 +45,7 @@ class WrappedModel(nn.Module):
     observe: Observe | None = None  # see ``Head``
     tied: Mapping[str, str] = {}
     saves_frozen: bool = True  # see ``Model``
+    balances_experts: bool = False  # whether the loss has a load-balancing term, which depends on the split of a batch
 
     def __init__(
         self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None, class_dim: str = "auto"

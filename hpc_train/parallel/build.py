@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
 
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
@@ -23,7 +24,7 @@ from hpc_train.parallel.parallelize import sharder_of
 from hpc_train.parallel.precision.float8 import check_use
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
-from hpc_train.plan.mixing import check_mixing
+from hpc_train.plan.mixing import check_balancing, check_mixing
 
 
 def build_engine(
@@ -48,6 +49,11 @@ def build_engine(
     if model.mixes_samples:
         check_mixing(mesh.layout, place(_loss_of(model)))
         model.gather = partial(gather, group=mesh.group("dp"))
+    if isinstance(model, WrappedModel) and model.balances_experts:
+        accepted = isinstance(config.model, HFModelConfig) and config.model.split_dependent_loss
+        warning = check_balancing(mesh.layout, accepted)
+        if warning is not None and mesh.rank == 0:
+            warnings.warn(warning, stacklevel=2)
     if config.train.z_loss:
         _check_z_loss(model)
     if mesh.layout.logical_micro_batches:

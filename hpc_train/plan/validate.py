@@ -35,7 +35,7 @@ from hpc_train.plan.compilation import check_compilation
 from hpc_train.plan.context import check_context_parallel
 from hpc_train.plan.hooks import check_targets
 from hpc_train.plan.layout import Layout, resolve_layout
-from hpc_train.plan.mixing import check_declared_mixing
+from hpc_train.plan.mixing import check_declared_balancing, check_declared_mixing
 from hpc_train.plan.number_formats import check_float8, check_skip, check_weights
 from hpc_train.plan.open_keys import for_nodes
 from hpc_train.plan.optimizers import check_optimizers, own_code
@@ -299,6 +299,7 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     _check_stages,
     check_targets,
     check_declared_mixing,
+    check_declared_balancing,
     _check_tensor_parallel,
     check_context_parallel,
     _check_static_graph,

@@ -21,6 +21,12 @@ WINDOW, LEAST = 64, 16  # largest and smallest number of logged losses for the m
 IN_A_ROW = 3  # consecutive high losses, or skipped steps at the end of the run
 
 
+NO_LOSS = (
+    "the loss of the first step is exactly 0, so nothing is learnt: all targets may be ignored, or the loss may not "
+    "fit the model, as the cross-entropy of a single class, which is always 0"
+)
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Describes a divergence.

@@ -28,7 +28,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.divergence import Divergence, DivergenceWatch
+from hpc_train.train.divergence import NO_LOSS, Divergence, DivergenceWatch
 from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
@@ -320,6 +320,8 @@ class Trainer:
         step, loss = begun.step, line["loss"]
         divergence = self.watch.check(step, loss, skipped.in_a_row)
         self._divergence = None if divergence is None else (step, divergence)
+        if step == 1 and loss == 0:
+            self.report.warning(step, NO_LOSS)
         line |= self.meter.read()
         self.last_save.warn_of_slow_steps(step, line["step_s"])
         line |= self.measures.over_ranks(self.meter.interval)

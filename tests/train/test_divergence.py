@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from hpc_train.config.schema import TrainConfig
-from hpc_train.train.divergence import LEAST, DivergenceWatch
+from hpc_train.train.divergence import LEAST, NO_LOSS, DivergenceWatch
+from tests.train.runs import frozen, run_attempt
 
 
 def watching(losses: list[float], mads: float = 20.0) -> DivergenceWatch:
@@ -91,3 +93,11 @@ def test_the_watch_goes_on_after_a_checkpoint() -> None:
     assert other.check(LAST + 20, 60.0, 0) is None
     found = other.check(LAST + 30, 60.0, 0)
     assert found is not None and found.since == LAST
+
+
+def test_a_loss_of_zero_at_the_first_step_is_named(tmp_path: Path) -> None:
+    """The cross-entropy of a vocabulary of one token; nothing can be learnt."""
+    run = frozen(tmp_path / "run", "model.vocab_size=1", "data.vocab_size=1", "train.steps=2")
+    assert run_attempt(run, 1) == [0]
+    said = [event["message"] for event in run.read_events() if event["event"] == "warning"]
+    assert said == [NO_LOSS]

@@ -173,6 +173,11 @@ class HFModelConfig(ModelKeys):
     pretrained: bool = key(True, "Whether to read the weights; false initializes a model of this config.")
     revision: str | None = key(None, "The branch, tag or commit on the hub.", when=when("hub"))
     config: dict[str, Any] = key({}, "Values that replace those of config.json, such as num_labels.")
+    split_dependent_loss: bool = key(
+        False,
+        "Whether to train on several ranks or micro-batches with a load-balancing loss (output_router_logits in the "
+        "config of the model). Each micro-batch computes its own, so the result depends on their number.",
+    )
     wrap: list[str] | None = key(None, WRAP)
     lora: LoraConfig = group(LoraConfig)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hpc_train.config.hf_config import DECODERS
+from hpc_train.config.hf_loss import SMOOTHING
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.decoder import HFDecoder
@@ -49,13 +50,17 @@ def hf_config(config: HFModelConfig) -> Any:
     """Returns the config object of transformers.
 
     Raises:
-        UserError: config.json cannot be read or has unknown values.
+        UserError: config.json cannot be read or has unknown values, or a key of ``model.config`` is unknown.
     """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(
-            config.name_or_path, revision=config.revision, dtype=torch.float32, **config.config
+        found, unknown = AutoConfig.from_pretrained(
+            config.name_or_path,
+            revision=config.revision,
+            dtype=torch.float32,
+            return_unused_kwargs=True,
+            **config.config,
         )
     except Exception as error:
         raise UserError(
@@ -64,6 +69,15 @@ def hf_config(config: HFModelConfig) -> Any:
             fix="a directory with config.json, or a name on the hub; on nodes without internet download the model "
             "first with: hf download NAME",
         ) from error
+    if SMOOTHING in unknown:  # of no config class, but ``models/hf/loss.py`` reads it
+        setattr(found, SMOOTHING, unknown.pop(SMOOTHING))
+    if unknown:
+        raise UserError(
+            f"model.config has the key {next(iter(unknown))}, which a {type(found).__name__} does not have",
+            where=f"model.config.{next(iter(unknown))}",
+            fix=f"a key of {type(found).__name__} in the documentation of transformers",
+        )
+    return found
 
 
 def _bare(config: HFModelConfig, whole: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.config.hf_loss import check_loss
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import DOCUMENT_ENDS
@@ -71,6 +72,7 @@ class HFDecoder(Model):
 
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
         super().__init__()
+        check_loss(module.config.to_dict(), "causal_lm")
         self.config, self._hf, self._values = config, module.config, values
         self.saves_frozen = config.lora.rank is None
         body = module.model

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpc_train.config.schema import HFModelConfig
+from hpc_train.models.hf.loss import ConfiguredLoss
 from hpc_train.models.hf.values import FirstValues
 from hpc_train.models.wrapped import WrappedModel
 
@@ -21,10 +23,32 @@ class HFWhole(WrappedModel):
     """
 
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
-        super().__init__(module, "cross_entropy", config.wrap, class_dim="last")
+        super().__init__(module, "cross_entropy", config.wrap)
+        self.own_count = False
+        self._configured = ConfiguredLoss(module, config.task)
+        self.balances_experts = self._configured.balance > 0
         self.config, self._values = config, values
         self.saves_frozen = config.lora.rank is None
         self.tied = values.tied
+
+    def forward(
+        self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
+        """Runs the module like ``WrappedModel.forward``, with the loss of its config.
+
+        An evaluation leaves the load-balancing loss out, so that its loss does not depend on the split.
+        """
+        outputs = self.bare(inputs, **self._arguments(context))
+        if targets is None:
+            return outputs["logits"]
+        total, count, correct = self._configured(outputs["logits"], targets)
+        if self.training:
+            if self.balances_experts:
+                total = total + self._configured.balance * outputs["aux_loss"] * count
+            return total, count
+        if self.observe is not None:
+            self.observe(outputs["logits"], targets)
+        return total, count, correct
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Reads the parameter from the files, or draws it as transformers does."""
