@@ -87,7 +87,7 @@ class Run:
     """
 
     def __init__(self, target: str | Path) -> None:
-        self._directory = lookup.find_run(str(target)).run
+        self._directory = lookup.find_run(str(target), "status").run
         self._slurm = SlurmStatuses()
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class Run:
         return cancel_runs([self._handle()], save=save) > 0
 
     def _handle(self) -> lookup.RunHandle:
-        return lookup.find_run(str(self.path))
+        return lookup.find_run(str(self.path), "status")
 
 
 def find_runs(target: str | Path) -> list[Run]:
@@ -186,7 +186,7 @@ def find_runs(target: str | Path) -> list[Run]:
     Raises:
         UserError: there is no run.
     """
-    return [Run(item.run.path) for item in lookup.find_runs(str(target))]
+    return [Run(item.run.path) for item in lookup.find_runs(str(target), "status")]
 
 
 def submit(
@@ -197,6 +197,7 @@ def submit(
     detach: bool = True,
     config_dir: str | Path | None = None,
     verbose: bool = False,
+    trust_owner: bool = False,
 ) -> Run | list[Run]:
     """Submits what ``python -m hpc_train OVERRIDES -m`` submits: to Slurm if there is one, else to this machine.
 
@@ -212,6 +213,7 @@ def submit(
         config_dir: a directory with your own config groups (``-cd`` on the command line).
         verbose: print what the command prints, and ask at a terminal if the jobs may cost many GPU-hours. Otherwise
             such jobs need ``launch.yes=true``.
+        trust_owner: allow a run directory that belongs to another user (``--trust-owner``).
 
     Returns:
         The run, or a list of runs for a sweep.
@@ -222,7 +224,7 @@ def submit(
     _check_types(overrides, entry, args, config_dir)
     console = Console() if verbose else Console(file=io.StringIO(), force_jupyter=False)
     try:
-        paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console)
+        paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console, trust_owner)
     except Exception as error:
         mistake = translate(error)
         if mistake is None or mistake is error:
@@ -268,7 +270,7 @@ def _own_code(entry: str | Callable[..., Any] | None, args: Mapping[str, Any]) -
     return [f"run.entry={path}", *found]
 
 
-def _submit(overrides: list[str], config_dir: str | Path | None, console: Console) -> list[Path]:
+def _submit(overrides: list[str], config_dir: str | Path | None, console: Console, trust_owner: bool) -> list[Path]:
     for override in overrides:
         if override.startswith("-"):
             raise UserError(f"{override} is an option", where="overrides", fix="overrides only, as train.steps=100")
@@ -285,7 +287,7 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
     with line.composer() as compose:
         run = compose(listed[0]).run
         sweep = Path(run_directory(run.root, run.name, run.fork))
-        jobs = prepare_all(compose, listed, 0, len(listed), sweep, console)
+        jobs = prepare_all(compose, listed, 0, len(listed), sweep, console, trust_owner)
     tell_without_effect(jobs, line, console)
     queue = enqueue(jobs, sweep, console, OmegaConf.create({"hydra": {"overrides": {"task": list(line.overrides)}}}))
     queue.submit_all()

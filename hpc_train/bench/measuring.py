@@ -19,6 +19,7 @@ from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.launcher import register_launcher
+from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -62,6 +63,7 @@ def run_benchmark(
     root: Path | None = None,
     failures: list[str] | None = None,
     code: FrozenCode | None = None,
+    trust_owner: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
     """Runs workers that measure what ``request`` describes; returns the exit code and the result if they succeed.
 
@@ -72,11 +74,13 @@ def run_benchmark(
         root: parent of the temporary run directory; None uses the directory for temporary files.
         failures: receives the class of each failure, and all files are removed; None keeps the log of a failure.
         code: the frozen code that agents and workers start from; None uses the current directory.
+        trust_owner: whether the code may be another user's.
     """
     allocation = current_allocation()
     if allocation.node_rank > 0:
         run = _run_of_step(allocation, root)
         _wait_for(run.path / REQUEST, config.elastic.join_timeout_s)
+        open_run(run, "agent", trust_owner)
         return run_agent(run, entry=entry), None
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
@@ -85,7 +89,7 @@ def run_benchmark(
     run = _run_of_step(allocation, root) if own is None else RunDirectory(own.path)
     result = None
     try:
-        freeze(_untracked(config), run, code=code)
+        freeze(_untracked(config), run, code=code, trust_owner=trust_owner)
         request.write(run)  # the other nodes wait for this file
         exit_code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
         if exit_code == Exit.DONE:

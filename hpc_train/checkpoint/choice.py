@@ -16,6 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.owner import check_owner, deciding_weights
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class CheckpointChoice:
     def _newest_of_run(self) -> VerifiedCheckpoint | None:
         """Returns the run's newest valid checkpoint, or that of the archive if the run has none."""
         archive = Archive.of(self.run, self.config)
-        archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self.group)
+        archived = archive is not None and on_first(lambda: _has_own(archive), self.group)
         try:
             found = self._search(self.store, own=True)
         except AllDamaged as error:
@@ -106,3 +107,15 @@ class CheckpointChoice:
         moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
         print(f"skipping the damaged checkpoint of step {checkpoint.step} in {moved}: {problem}", flush=True)
         self.events.write("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)
+
+
+def _has_own(archive: Archive) -> bool:
+    """Returns whether an archive has checkpoints.
+
+    Raises:
+        UserError: they belong to a user whom the caller does not trust. The directory may have been made in advance.
+    """
+    if not archive.store.committed():
+        return False
+    check_owner(deciding_weights(archive.copy), archive.copy.path)
+    return True

@@ -14,6 +14,7 @@ from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
+from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 
@@ -166,19 +167,23 @@ def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None 
     return listed.manifest
 
 
-def find_run(target: str, root: Path, command: str = "checkpoint list") -> RunDirectory:
+def find_run(target: str, root: Path, command: str, trust_owner: bool = False) -> RunDirectory:
     """Returns the run, or the imported weights, in the directory ``target`` or ``root``/``target``.
 
     Args:
-        command: the command that the message suggests for one run of a sweep.
+        command: the command that opens the run (see ``run.access``).
+        trust_owner: whether the caller has passed ``--trust-owner``.
 
     Raises:
-        UserError: neither directory has checkpoints, or ``target`` is a sweep, or empty.
+        UserError: neither directory has checkpoints, ``target`` is a sweep or empty, or the command may not use a run
+            of its owner.
     """
     refuse_empty_name(target)
     for path in (Path(target), root / target):
         if (path / "checkpoints").is_dir():
-            return RunDirectory(path.absolute())
+            run = RunDirectory(path.absolute())
+            open_run(run, command, trust_owner)
+            return run
         if path.is_dir() and (runs := sorted(path.glob("*/config.yaml"))):
             raise sweep_given(target, [config.parent for config in runs], command)
     raise UserError(

@@ -9,10 +9,12 @@ from pathlib import Path
 from hpc_train.cluster.allocation import refuse_misplaced
 from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
+from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
+from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.run.owner import TRUST, refuse_foreign
+from hpc_train.run.owner import TRUST
 from hpc_train.run.streams import stdout_for_results
 
 
@@ -32,11 +34,12 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     run = RunDirectory(options.run_dir.absolute())
-    config = load(run)
-    if not options.trust_owner:
-        refuse_foreign(run, config)
-    reexec_from_snapshot(run)  # ends what has begun: its pipe is closed
+    open_run(run, "agent", options.trust_owner)
+    load(run)  # refuses what is not a run, before this process is replaced
     is_first = os.environ.get("SLURM_NODEID", "0") == "0"
+    if is_first:
+        check_copy(run)
+    reexec_from_snapshot(run)  # ends what has begun: its pipe is closed
     if not options.json:
         return _run(run, options.progress and is_first, begun)
     with stdout_for_results() as results:

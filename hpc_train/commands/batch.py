@@ -48,7 +48,7 @@ from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.lease import add_submission
-from hpc_train.run.owner import warn_if_open
+from hpc_train.run.owner import TRUST, warn_if_open
 from hpc_train.run.snapshot import snapshot_code
 from hpc_train.slurm.client import own_job
 from hpc_train.slurm.site import read_site
@@ -68,6 +68,7 @@ def freeze_run(arguments: list[str]) -> int:
     """
     parser = _parser("freeze", "Writes the directory of the run that the overrides describe, and prints its path.")
     parser.add_argument("--task", type=int, metavar="N", help="freeze job N of the sweep that the overrides describe")
+    parser.add_argument(TRUST, action="store_true", help="use a run directory that belongs to another user")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the path")
     options, rest = parser.parse_known_args(arguments)
     register_launcher()
@@ -84,7 +85,7 @@ def freeze_run(arguments: list[str]) -> int:
     parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
     run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
-        _freeze(config, run, parent, overrides)
+        _freeze(config, run, parent, overrides, options.trust_owner)
         if job_id is not None:
             add_submission(run, "script", job_id=own_job())
             warn_of_late_signal(config, run)
@@ -110,13 +111,14 @@ def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) 
     return jobs[task]
 
 
-def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence[str]) -> None:
+def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence[str], trust_owner: bool) -> None:
     place = _place(config)
     config, choice = with_layout(config, run, lambda: (place.nodes, place.gpus, place.workers), place.gpu_types)
     asked = (place.nodes, place.workers, place.device_bytes)
-    check_all(lambda: validate(config, *asked), lambda: check_freeze(config, run))
+    check_all(lambda: validate(config, *asked), lambda: check_freeze(config, run, trust_owner))
     plan = None if choice is None else choice.text
-    freeze(config, run, code=snapshot_code([config], parent / "code"), overrides=overrides, plan=plan)
+    code = snapshot_code([config], parent / "code")
+    freeze(config, run, code=code, overrides=overrides, plan=plan, trust_owner=trust_owner)
     warn_if_open(run, config)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))

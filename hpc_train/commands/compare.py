@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
     conditions = [Threshold.parse(text) for text in options.fail_if]
-    found = list({item.run.path: item for target in options.runs for item in find_runs(target)}.values())
+    found = list({item.run.path: item for target in options.runs for item in find_runs(target, "compare")}.values())
     statuses = statuses_of(found, SlurmStatuses())
     views = [item.view(statuses) for item in found]
     compared = _compared(found)

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     check_plot(options.out, "--out")
-    found = {item.run.path: item for target in options.targets for item in find_runs(target)}
+    found = {item.run.path: item for target in options.targets for item in find_runs(target, "plot")}
     items, curves = list(found.values()), _curves(list(found))
     if not any(run.lines for run in curves):
         raise UserError("no run has logged a step yet", where="RUN", fix="plot them after telemetry.log_every steps")

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     if options.newest < 1:
         raise UserError(f"--newest must be at least 1, got {options.newest}", where="--newest", fix="--newest 100")
     overview = find_all_runs(Path(default_root()), options.newest) if options.target is None else None
-    found = find_runs(options.target, unreadable=True) if overview is None else overview.runs
+    found = find_runs(options.target, "status", unreadable=True) if overview is None else overview.runs
     statuses = statuses_of(found, SlurmStatuses(silent=overview is not None and overview.silent))
     readable = [item for item in found if item.error is None]
     if overview is None and _is_alone(readable):

@@ -21,6 +21,7 @@ from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of,
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
 from hpc_train.launch.monitor import worst
 from hpc_train.launch.page.build import write_after, write_sweep_at_end
+from hpc_train.launch.proof import refuse_foreign_lease, refuse_unproven
 from hpc_train.launch.resubmission import resubmit
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
@@ -44,7 +45,7 @@ def resume(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     _add_submission_options(parser)
     options, rest = parser.parse_known_args(arguments)
-    found = find_run(options.target, "resume")
+    found = find_run(options.target, "resume", trust_owner=options.trust_owner)
     if rest and not all("=" in word and word[0] != "-" for word in rest):
         parser.error(f"unrecognized arguments: {shlex.join(rest)}")
     if rest:
@@ -81,7 +82,7 @@ def retry(arguments: list[str]) -> int:
     )
     _add_submission_options(parser)
     options = parser.parse_args(arguments)
-    found = find_runs(options.failed)
+    found = find_runs(options.failed, "retry", trust_owner=options.trust_owner)
     statuses = statuses_of(found, SlurmStatuses())
     unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
     none = "" if unfinished else ": none has failed, stopped or been cancelled"
@@ -116,7 +117,6 @@ def _resubmit(
         found,
         sweep,
         detach=options.detach,
-        trust_owner=options.trust_owner,
         as_json=options.json,
         code_now=options.code == "now",
         comparison=comparison,
@@ -132,7 +132,7 @@ def cancel(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the numbers of jobs")
     options = parser.parse_args(arguments)
-    found = find_runs(options.target)
+    found = find_runs(options.target, "cancel")
     count = cancel_runs(found, save=options.save)
     ended = len(found) - count
     if options.json:
@@ -152,8 +152,11 @@ def cancel_runs(found: Sequence[RunHandle], *, save: bool) -> int:
         save: whether running Slurm jobs save a checkpoint first. A job on this machine always does.
 
     Raises:
-        UserError: scancel failed.
+        UserError: scancel failed, or a run of another user names a process or job that is not proved to be the
+            caller's and to work on this run. Nothing was cancelled then.
     """
+    for item in found:
+        refuse_unproven(item)
     slurm = SlurmStatuses()
     known = statuses_of(found, slurm)
     in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
@@ -176,7 +179,7 @@ def wait(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
     options = parser.parse_args(arguments)
-    found = find_runs(options.target)
+    found = find_runs(options.target, "wait")
     console = Console()
     try:
         views = _until_the_end(found, None if options.json else console)
@@ -225,6 +228,7 @@ def stacks(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text of each node")
     options = parser.parse_args(arguments)
     run = find_run(options.target, "stacks").run
+    refuse_foreign_lease(run)
     nodes = _live_nodes(run)
     number = request_stacks(run)
     until = time.monotonic() + options.wait

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpc_train.config.run_path import default_root
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, find_runs, run_directories, statuses_of
 from hpc_train.run.exits import Exit
+from hpc_train.run.owner import is_own, output_directory
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.table import BACKENDS, Session
 
@@ -38,7 +41,9 @@ earlier call has stopped; of steps that were done twice, the newest values are s
 def main(arguments: list[str]) -> int:
     """Sends the metrics; a run that fails does not keep the others from being sent."""
     options = _parser().parse_args(arguments)
-    items = list({item.run.path: item for target in _targets(options.runs) for item in find_runs(target)}.values())
+    items = list(
+        {item.run.path: item for target in _targets(options.runs) for item in find_runs(target, "sync")}.values()
+    )
     if not items:
         raise UserError(f"no run found in {default_root()}", where="RUN", fix="name a run directory")
     rows = [_Row(item, options.to, options.json) for item in items]
@@ -98,7 +103,12 @@ class _Row:
             return
         try:
             if self._replay is None:
-                session = Session(self.item.config, self.item.run, self._tell)
+                output = output_directory(self.item.run.path)
+                is_foreign = not is_own(self.item.run.path)
+                config = _for_caller(self.item.config) if is_foreign else self.item.config
+                if is_foreign:
+                    self._tell(f"the run belongs to another user; files are written to {output}")
+                session = Session(config, self.item.run, self._tell, output=output)
                 self._replay = Replay(session.run, BACKENDS[self.to](session))
             self._replay.send_new(bar.advance(self.name) if bar is not None else _ignore)
         except UserError as error:
@@ -136,6 +146,13 @@ class _Row:
 
     def _tell(self, message: str) -> None:
         print(f"{self.name}: {message}", file=sys.stderr)
+
+
+def _for_caller(config: Config) -> Config:
+    """Returns the config of another user's run without the accounts and servers that it names."""
+    wandb = replace(config.telemetry.wandb, entity=None)
+    mlflow = replace(config.telemetry.mlflow, uri="auto")
+    return replace(config, telemetry=replace(config.telemetry, wandb=wandb, mlflow=mlflow))
 
 
 def _ignore(done: int, total: int) -> None:

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     if not 0.5 <= options.interval <= 3600:
         raise UserError(f"--interval is {options.interval:g}", where="--interval", fix="0.5 to 3600 seconds")
     for target in options.targets:
-        find_runs(target, unreadable=True)
+        find_runs(target, "top", unreadable=True)
     runs = Runs(Path(default_root()), options.targets)
     if options.json:
         for row in runs.rows():

@@ -38,7 +38,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
-from hpc_train.run.owner import warn_if_open
+from hpc_train.run.owner import TRUST, warn_if_open
 from hpc_train.run.snapshot import snapshot_code
 from hpc_train.run.streams import stdout_for_results
 
@@ -48,7 +48,8 @@ JSON = "--json"
 def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     """Trains, or runs the agent if the only argument is a run directory.
 
-    With ``--json``, standard output gets only one JSON object per run at the end.
+    With ``--json``, standard output gets only one JSON object per run at the end. ``--trust-owner`` allows a run
+    directory that belongs to another user.
 
     Args:
         begun: of the warm parent, for a run in the foreground.
@@ -60,7 +61,8 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
         UserError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
     """
     refuse_misplaced()
-    others = [argument for argument in arguments if argument != JSON]
+    others = [argument for argument in arguments if argument not in (JSON, TRUST)]
+    trust_owner = TRUST in arguments
     if len(others) == 1 and RunDirectory(Path(others[0])).config.is_file():
         from hpc_train.commands.agent import start_agent
 
@@ -68,16 +70,16 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
         return start_agent(arguments, begun)
     ended = Ended()
     if JSON not in arguments:
-        return _train(arguments, ended, begun)
+        return _train(others, ended, begun, trust_owner)
     with stdout_for_results() as results:
         try:
-            return _train(others, ended, begun)
+            return _train(others, ended, begun, trust_owner)
         finally:
             for run, view in ended.runs:
                 print(outcome(run, view), file=results)
 
 
-def _train(arguments: list[str], ended: Ended, begun: HeadStart | None) -> int:
+def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_owner: bool) -> int:
     """Passes the command line to Hydra; ``ended`` gets its runs."""
     register_launcher()
     arguments = with_imported_model(with_right_plus(arguments))
@@ -88,13 +90,13 @@ def _train(arguments: list[str], ended: Ended, begun: HeadStart | None) -> int:
         if line.runs and wants_dry_run(line.overrides):
             from hpc_train.launch.dry_run import dry_run
 
-            return dry_run(line)
+            return dry_run(line, trust_owner)
         before = sys.argv
         sys.argv = [before[0], *arguments]
         try:
             with _mode_on_command_line():
                 hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(
-                    Training(ended, line, begun)
+                    Training(ended, line, begun, trust_owner)
                 )()
         except SystemExit as error:
             if line.runs or error.code != 1:
@@ -134,27 +136,35 @@ class Training:
     ended: Ended
     line: CommandLine
     begun: HeadStart | None = None
+    trust_owner: bool = False
 
     def __call__(self, node: DictConfig) -> None:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
         collect_garbage()
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
-        exit_code = task(node, run, self.line, self.begun)
+        exit_code = task(node, run, self.line, self.begun, self.trust_owner)
         self.ended.runs.append((run, view_at_end(run, exit_code)))
         if exit_code:
             sys.exit(exit_code)
 
 
-def task(node: DictConfig, run: RunDirectory, line: CommandLine, begun: HeadStart | None = None) -> int:
+def task(
+    node: DictConfig,
+    run: RunDirectory,
+    line: CommandLine,
+    begun: HeadStart | None = None,
+    trust_owner: bool = False,
+) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
         config = asked = typed(node)
         _check_foreground(config)
         overrides = list(HydraConfig.get().overrides.task)
         config, choice = with_layout(config, run, lambda: local_shape(asked.cluster), gpu_types_here)
-        check_all(lambda: _check_layout(config, line, overrides), lambda: check_freeze(config, run))
+        check_all(lambda: _check_layout(config, line, overrides), lambda: check_freeze(config, run, trust_owner))
         plan = None if choice is None else choice.text
-        freeze(config, run, claim=True, code=snapshot_code([config], run.code), overrides=overrides, plan=plan)
+        code = snapshot_code([config], run.code)
+        freeze(config, run, claim=True, code=code, overrides=overrides, plan=plan, trust_owner=trust_owner)
         if choice is not None:
             print(f"{choice.lines[0]}; table: {run.plan}")
         warn_if_open(run, config)

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    runs = find_runs(options.target)
+    runs = find_runs(options.target, "why")
     if len(runs) > 1:
         _print_sweep(runs, options.json)
         return Exit.DONE

@@ -29,7 +29,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.units import counted, format_bytes
 
 
-def dry_run(line: CommandLine) -> int:
+def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
     """Prints the jobs of ``line``; returns exit code 2 if one of them would be refused."""
     console = Console(soft_wrap=True)
     search = searches(line)
@@ -54,7 +54,8 @@ def dry_run(line: CommandLine) -> int:
         try:
             if isinstance(config, Exception):
                 raise translate(config) or config
-            job = prepare(typed(config), RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
+            run = RunDirectory(job_directory(directory, number, len(jobs)))
+            job = prepare(typed(config), run, number, overrides, trust_owner)
             text = _shortened(_plan(job), number, plans)
             accepted.append(job)
         except UserError as error:

@@ -81,6 +81,7 @@ class HpcTrainLauncher(Launcher):
         self._trials: Trials | None = None
         self._ended: Ended = getattr(task_function, "ended", Ended())
         self._line: CommandLine | None = getattr(task_function, "line", None)
+        self._trusts_owner: bool = getattr(task_function, "trust_owner", False)
         if is_search(config.hydra):
             if config.launch.detach:
                 what = "the sweeper reads the result of each job, so the jobs cannot be left running"
@@ -142,14 +143,17 @@ class HpcTrainLauncher(Launcher):
         return queue
 
     def _trial(self, compose: Callable[[Sequence[str]], DictConfig], number: int, overrides: Sequence[str]) -> Job:
-        (job,) = prepare_all(compose, [overrides], number, max(number + 1, 2), self._sweep, self._console)
+        (job,) = prepare_all(
+            compose, [overrides], number, max(number + 1, 2), self._sweep, self._console, self._trusts_owner
+        )
         return job
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
         count = first + len(job_overrides)
         if self._config.hydra.sweeper.max_batch_size is not None:
             count = max(count, 2)  # the sweeper submits in batches: all of its runs are numbered
-        return prepare_all(self._composer(count), job_overrides, first, count, self._sweep, self._console)
+        composer = self._composer(count)
+        return prepare_all(composer, job_overrides, first, count, self._sweep, self._console, self._trusts_owner)
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
         """Returns the composer; a single job reuses the config with which Hydra found this launcher, to save time."""
@@ -189,8 +193,12 @@ def prepare_all(
     count: int,
     sweep: Path,
     console: Console,
+    trust_owner: bool = False,
 ) -> list[Job]:
     """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
+
+    Args:
+        trust_owner: whether the runs may have files of other users.
 
     Raises:
         UserError: jobs are wrong; the message names them, with their overrides.
@@ -203,7 +211,7 @@ def prepare_all(
         own = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
-            jobs.append(prepare(config_of(overrides), run, number, own))
+            jobs.append(prepare(config_of(overrides), run, number, own, trust_owner))
         except Exception as error:
             mistake = translate(error)
             if count == 1 or mistake is None:
@@ -279,7 +287,7 @@ def enqueue(
     code = code or snapshot_code(configs, sweep / "code")
     if code is None and (note := unfrozen_note(configs)) is not None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    frozen = freeze_all([(job.config, job.run, job.overrides, job.plan) for job in jobs], code)
+    frozen = freeze_all([(job.config, job.run, job.overrides, job.plan, job.trust_owner) for job in jobs], code)
     for _ in _followed(frozen, len(jobs), "writing run directories", console):
         pass
     if jobs[0].run.path != sweep:

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.open_keys import NAME as AUTO
+from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
@@ -41,6 +42,7 @@ class RunHandle:
     number: int
     submission: dict[str, Any]
     error: UserError | None = None  # why the directory cannot be read
+    trusts_owner: bool = False  # a command executes the run, which has files of another user whom the caller trusts
 
     @property
     def job_id(self) -> str | None:
@@ -59,7 +61,8 @@ class RunHandle:
 
     @property
     def pid(self) -> int | None:
-        return self.submission.get("pid")
+        pid = self.submission.get("pid")
+        return pid if type(pid) is int and pid > 0 else None
 
     @cached_property
     def config(self) -> Config:
@@ -105,11 +108,8 @@ class RunHandle:
         first = self.submission.get("first_attempt", 0)
         return view_of(self.run, first, status, output, self.run.record().get("total_steps"))
 
-    def job(self, trust_owner: bool = False) -> Job:
+    def job(self) -> Job:
         """Returns the frozen job, for submitting it again.
-
-        Args:
-            trust_owner: whether its agents continue a run of another user.
 
         Raises:
             UserError: the cluster or machine here cannot run it.
@@ -118,24 +118,31 @@ class RunHandle:
         executor = select_executor(config.cluster)
         nodes, gpus, workers = executor.shape(config.cluster)
         layout = resolve_layout(config, nodes, workers, executor.device_bytes(config.cluster))
-        return Job(self.number, (), config, layout, gpus, workers, self.run, trust_owner)
+        return Job(self.number, (), config, layout, gpus, workers, self.run, self.trusts_owner)
 
 
-def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
+def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadable: bool = False) -> list[RunHandle]:
     """Returns the run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
 
     Args:
+        command: the command that opens the runs (see ``run.access``).
+        trust_owner: whether the caller has passed ``--trust-owner``.
         unreadable: whether to return directories that cannot be read, with their ``error``, instead of raising it.
 
     Raises:
-        UserError: there is no run or sweep, or ``target`` is empty.
+        UserError: there is no run or sweep, ``target`` is empty, or the command may not use the runs of their owner.
     """
     refuse_empty_name(target)
     root = Path(default_root())
     for path in (Path(target), root / target):
         runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
         if runs:
-            found = [_handle(RunDirectory(run.absolute()), index) for index, run in enumerate(runs)]
+            directories = [RunDirectory(run.absolute()) for run in runs]
+            trusts = [open_run(run, command, trust_owner) for run in directories]
+            found = [
+                replace(_handle(run, index), trusts_owner=trusts_owner)
+                for index, (run, trusts_owner) in enumerate(zip(directories, trusts, strict=True))
+            ]
             for error in [item.error for item in found if item.error is not None and not unreadable]:
                 raise error
             return found
@@ -149,16 +156,17 @@ def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
     )
 
 
-def find_run(target: str, command: str = "status") -> RunHandle:
+def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHandle:
     """Returns the one run in ``target``.
 
     Args:
-        command: the command that the message suggests for one run of a sweep.
+        command: the command that opens the run (see ``run.access``).
+        trust_owner: whether the caller has passed ``--trust-owner``.
 
     Raises:
-        UserError: there is no run, or several.
+        UserError: there is no run, or several, or the command may not use a run of its owner.
     """
-    found = find_runs(target)
+    found = find_runs(target, command, trust_owner=trust_owner)
     if len(found) > 1:
         raise sweep_given(target, [item.run.path for item in found], command)
     return found[0]
@@ -247,7 +255,7 @@ def _runs_of_jobs(jobs: Mapping[str, JobStatus]) -> Iterator[RunHandle]:
         words = comment.removeprefix(COMMENT).split(" ")
         paths = [" ".join(words[:count]) for count in range(len(words), 0, -1)]  # the user's comment follows the path
         with suppress(UserError):  # the directory is gone
-            found = find_runs(next(filter(os.path.exists, paths), paths[-1]), unreadable=True)
+            found = find_runs(next(filter(os.path.exists, paths), paths[-1]), "status", unreadable=True)
             yield from (item for item in found if any(status_of(job_id, jobs) for job_id in item.job_ids))
 
 

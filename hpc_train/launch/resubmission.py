@@ -18,6 +18,7 @@ from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.monitor import hand_over, report, wait, worst
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.code import FrozenCode, frozen_code
+from hpc_train.run.code_copies import check_copy
 from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -25,7 +26,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import share
 from hpc_train.run.freeze import claim_run
 from hpc_train.run.lease import find_live, refuse_live
-from hpc_train.run.owner import refuse_foreign, warn_if_open
+from hpc_train.run.owner import warn_if_open
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.run.snapshot import has_changed, snapshot_code
 
@@ -39,7 +40,6 @@ def resubmit(
     sweep: Path,
     *,
     detach: bool,
-    trust_owner: bool = False,
     as_json: bool = False,
     code_now: bool = False,
     comparison: Comparison | None = None,
@@ -47,23 +47,23 @@ def resubmit(
     """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
 
     Args:
-        trust_owner: whether runs of other users may be continued.
         as_json: whether to print one JSON object per run at the end, and everything else to standard error.
         code_now: whether they run the code that is now in the work tree from which they were frozen.
         comparison: that of the whole sweep, if ``found`` is a part of one.
 
     Raises:
-        UserError: a run is live or another user's, or its executor refuses it. Nothing was submitted.
+        UserError: a run is live, or its executor refuses it. Nothing was submitted.
     """
-    for item in found if not trust_owner else ():
-        refuse_foreign(item.run, item.config)
     warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
+    copies = {str(item.run.record().get("snapshot")): item.run for item in found}  # those of a sweep share one
+    for run in () if code_now else copies.values():
+        check_copy(run)
     console = Console(stderr=as_json)
     until = time.monotonic() + ENDING_JOB_WAIT_S
     for item in found:
         wait_if_ending(item.run, until, console)
         refuse_live(item.run)
-    jobs = [item.job(trust_owner) for item in found]
+    jobs = [item.job() for item in found]
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -117,10 +117,11 @@ def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
     """
     before = [frozen_code(run) for run, _ in runs]
     old = {code.origin: code for code in before if code is not None}
-    new = {origin: _taken_again(code, [config for _, config in runs]) for origin, code in old.items()}
-    changed = {origin for origin, code in new.items() if code.snapshot != old[origin].snapshot}
+    configs = [config for _, config in runs]
+    new = {origin: _taken_again(code, configs, runs[0][0].code) for origin, code in old.items()}
+    changed = {origin for origin, code in new.items() if not _is_same(code, old[origin])}
     for (run, _), code in zip(runs, before, strict=True):
-        if code is not None and code.snapshot != new[code.origin].snapshot:
+        if code is not None and not _is_same(code, new[code.origin]):
             after = new[code.origin]
             run.update_record(snapshot=asdict(after))
             events = EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", run.newest_attempt() + 1)
@@ -130,6 +131,11 @@ def take_code_again(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
     if None in before:
         lines.append("code: no code was frozen for these runs, so they import your present code")
     return lines
+
+
+def _is_same(one: FrozenCode, other: FrozenCode) -> bool:
+    """Returns whether two copies have the same content, which names them; their directories may differ."""
+    return Path(one.snapshot).name == Path(other.snapshot).name
 
 
 def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[str]:
@@ -143,9 +149,11 @@ def notes_on_changed_code(runs: Sequence[tuple[RunDirectory, Config]]) -> list[s
     ]
 
 
-def _taken_again(code: FrozenCode, configs: Sequence[Config]) -> FrozenCode:
-    directory, into = code.directory, Path(code.snapshot).parent
-    taken = snapshot_code(configs, into, directory) if directory.is_dir() else None
+def _taken_again(code: FrozenCode, configs: Sequence[Config], own: Path) -> FrozenCode:
+    """Returns a snapshot of the present code; the directory of the run or sweep that has its own copy keeps it."""
+    before = Path(code.snapshot).parent
+    into = before if before.name == own.name else own
+    taken = snapshot_code(configs, into, code.directory) if code.directory.is_dir() else None
     if taken is None or taken.work_tree != code.work_tree:
         raise UserError(
             f"the code was frozen from {code.work_tree}, which is not a git work tree any more",
@@ -153,5 +161,5 @@ def _taken_again(code: FrozenCode, configs: Sequence[Config]) -> FrozenCode:
             fix="restore the work tree, or leave out --code now to run the frozen code again",
         )
     if configs[0].run.group is not None:
-        share(into, configs[0].run.group)
+        share(Path(taken.snapshot).parent, configs[0].run.group)
     return taken

@@ -125,8 +125,13 @@ class JobQueue:
         events.write("submitted", job_id=submitted.job_id, executor=name, layout=str(submitted.job.layout))
 
 
-def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Sequence[str] = ()) -> Job:
+def prepare(
+    config: Config, run: RunDirectory, number: int = 0, overrides: Sequence[str] = (), trust_owner: bool = False
+) -> Job:
     """Checks ``config`` and returns its job; writes nothing.
+
+    Args:
+        trust_owner: whether the run, or the run to fork, may have files of other users.
 
     Raises:
         UserError: a value is wrong, the executor cannot run the job, or the run cannot be frozen. The message reports
@@ -136,6 +141,7 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
     nodes, gpus, workers = executor.shape(config.cluster)
     device_bytes = executor.device_bytes(config.cluster)
     layout = choice = None
+    is_foreign = False
     mistakes = Mistakes()
     with mistakes.collected():
         config, choice = with_layout(config, run, lambda: (nodes, gpus, workers), executor.gpu_types)
@@ -148,10 +154,10 @@ def prepare(config: Config, run: RunDirectory, number: int = 0, overrides: Seque
     with mistakes.collected():
         _check_float8(config, gpus, executor)
     with mistakes.collected():
-        check_freeze(config, run)
+        is_foreign = check_freeze(config, run, trust_owner)
     mistakes.report()
     assert layout is not None
-    return Job(number, tuple(overrides), config, layout, gpus, workers, run, choice=choice)
+    return Job(number, tuple(overrides), config, layout, gpus, workers, run, is_foreign, choice)
 
 
 def _check_float8(config: Config, gpus: int, executor: Executor) -> None:

@@ -88,7 +88,7 @@ class Runs:
 
     def _list(self) -> list[RunHandle]:
         if self.targets:
-            found = [item for target in self.targets for item in find_runs(target, unreadable=True)]
+            found = [item for target in self.targets for item in find_runs(target, "top", unreadable=True)]
         else:
             overview: Overview = find_all_runs(self.root, self.newest)
             found = overview.runs[::-1]

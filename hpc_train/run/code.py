@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.record import RECORD
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class FrozenCode:
         paths: directories of the copy that come first on ``sys.path``, the copies of those that were on it.
         commit: None in a repository without commits.
         diff: a file with the diff of tracked files to the commit; None without changes.
+        content: the digest of the copied files (see ``code_copies``); None for a copy of an earlier version.
     """
 
     work_tree: str
@@ -33,6 +36,7 @@ class FrozenCode:
     paths: tuple[str, ...]
     commit: str | None
     diff: str | None
+    content: str | None = None
 
     @property
     def directory(self) -> Path:
@@ -71,7 +75,30 @@ class FrozenCode:
 def frozen_code(run: RunDirectory) -> FrozenCode | None:
     """Returns the frozen code of ``run``; None if none was copied."""
     value: dict[str, Any] | None = run.record().get("snapshot")
-    return FrozenCode(**value | {"paths": tuple(value["paths"])}) if value else None
+    if not value:
+        return None
+    try:
+        code = FrozenCode(**value | {"paths": tuple(map(str, value["paths"]))})
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            "the record of the run describes its frozen code in an unknown form",
+            where=str(run.path / RECORD),
+            fix="restore the file, or start a new run with another run.name",
+        ) from error
+    return _moved_with(run, code)
+
+
+def _moved_with(run: RunDirectory, code: FrozenCode) -> FrozenCode:
+    """Returns ``code`` with the paths that it has now, if it was moved with the directory of the run or its sweep."""
+    before = Path(code.snapshot)
+    if before.exists() or before.parent.name != run.code.name:
+        return code
+    for folder in (run.code, run.path.parent / run.code.name):
+        now = folder / before.name
+        if now.is_dir():
+            paths = (str(now / Path(path).relative_to(before)) for path in code.paths)
+            return replace(code, snapshot=str(now), paths=tuple(paths))
+    return code
 
 
 def use_frozen_code(code: FrozenCode | None) -> None:

@@ -28,6 +28,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown_override
 from hpc_train.config.services import check_messages
 from hpc_train.errors import UserError
+from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.config_text import text_of
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
@@ -59,6 +60,7 @@ def freeze(
     code: FrozenCode | None = None,
     overrides: Sequence[str] = (),
     plan: str | None = None,
+    trust_owner: bool = False,
 ) -> None:
     """Writes ``config.yaml`` and ``run.json`` of ``run``.
 
@@ -67,19 +69,23 @@ def freeze(
         code: the snapshot from which agents and workers start.
         overrides: those of the command line, which ``run.json`` records.
         plan: the text of ``plan.json``, if ``strategy=auto`` has chosen the layout of ``config``.
+        trust_owner: whether the run, or the run to fork, may have files of other users.
 
     Raises:
-        UserError: the run is live, an identity key differs from the frozen one, or the run to fork does not exist.
+        UserError: the run is live, an identity key differs from the frozen one, the run to fork does not exist, or one
+            of them has files of a user whom the caller does not trust.
     """
     _set_umask(config)
-    _freeze(config, run, claim, code, overrides, plan)
+    _freeze(config, run, claim, code, overrides, plan, trust_owner)
 
 
 def freeze_all(
-    runs: Sequence[tuple[Config, RunDirectory, Sequence[str], str | None]], code: FrozenCode | None
+    runs: Sequence[tuple[Config, RunDirectory, Sequence[str], str | None, bool]], code: FrozenCode | None
 ) -> Iterator[None]:
-    """Freezes the runs of a sweep with their overrides and plans, several at a time, and claims them; yields after
-    each.
+    """Freezes the runs of a sweep, several at a time, and claims them; yields after each.
+
+    Args:
+        runs: the arguments ``config``, ``run``, ``overrides``, ``plan`` and ``trust_owner`` of ``freeze``.
 
     Raises:
         UserError: as ``freeze``.
@@ -103,6 +109,7 @@ def _freeze(
     code: FrozenCode | None,
     overrides: Sequence[str],
     plan: str | None,
+    trust_owner: bool,
 ) -> None:
     if config.launch.dry_run:
         raise UserError(
@@ -111,6 +118,7 @@ def _freeze(
             fix="pass launch.dry_run=true on the command line",
         )
     config, source = _resolve_fork(config, run)
+    _check_access(run, source, trust_owner)  # before anything is written there
     try:
         run.create()
     except OSError as error:
@@ -119,6 +127,7 @@ def _freeze(
             where="run.root",
             fix="set run.root to a writable directory",
         ) from error
+    _check_access(run, source, trust_owner)  # another user may have made the directory meanwhile
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
         facts = _facts(run.record(), source, claim, code, _own_code(config))
@@ -130,15 +139,27 @@ def _freeze(
             _share_with_group(config.run.group, Path(config.run.root), run, code)
 
 
-def check_freeze(config: Config, run: RunDirectory) -> None:
-    """Raises UserError if ``freeze`` would; writes nothing."""
+def check_freeze(config: Config, run: RunDirectory, trust_owner: bool = False) -> bool:
+    """Raises UserError if ``freeze`` would; writes nothing.
+
+    Returns:
+        Whether the run has files of other users, whom the caller trusts: its agents need ``--trust-owner``.
+    """
     unforked, source = _resolve_fork(config, run)
+    is_foreign = _check_access(run, source, trust_owner)
     if config.run.group is not None:
         group_id(config.run.group)
     if is_present(run.path):
         _check_can_freeze(unforked, run, source)
     if not is_present(run.config):
         _refuse_inside_a_run(run)
+    return is_foreign
+
+
+def _check_access(run: RunDirectory, source: RunDirectory | None, trust_owner: bool) -> bool:
+    """Checks the owners of a run in which the caller trains, and of the run whose weights it starts from."""
+    found = [open_run(each, "train", trust_owner) for each in (run, source) if each is not None]
+    return any(found)
 
 
 def _refuse_inside_a_run(run: RunDirectory) -> None:

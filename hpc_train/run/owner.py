@@ -1,47 +1,198 @@
-"""Whose run a directory is: to continue a run means to execute what its directory says.
+"""Whose run a directory is: to continue a run, or to load its weights, means to execute what its directory says.
 
-The frozen code, the lines of ``cluster.setup`` and the interpreter of a run come from files that their owner may have
-changed at any time. A run of another user is therefore continued only if its owner shares it (``run.group``) with a
-group of this user, or if this user says ``--trust-owner``. Files of root are trusted.
+The frozen code, the lines of ``cluster.setup``, the interpreter and the weights of a run come from files that their
+owner may have changed at any time. Files of another user are therefore used only if the caller says ``--trust-owner``,
+or names this user or one of the user's groups in ``~/.config/hpc_train/user.yaml``. Files of root are trusted.
+``run.group`` sets the modes of files and says nothing about whom the reader trusts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import group_id, is_present
-from hpc_train.run.record import COPY, RECORD
+from hpc_train.run.trust import read_trust, user_file
 
 TRUST = "--trust-owner"
+OF_OTHERS = ".others"  # below the run root: what commands write about runs of other users
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def refuse_foreign(run: RunDirectory, config: Config) -> None:
-    """Raises UserError if the directory, the config, the record or the frozen code of ``run`` is another user's."""
-    own = {os.geteuid(), 0}
-    foreign = [path for path in _deciding(run) if path.stat().st_uid not in own]
-    if not foreign:
-        return
-    own |= _shown_as(run)
-    shared = _own_group(config)
-    for path in foreign:
-        status = path.stat()
-        if status.st_uid not in own and status.st_gid != shared:
+def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) -> bool:
+    """Checks that the caller trusts the owners of ``files``, and prints whose files are used if they are not his.
+
+    Args:
+        files: what decides which code runs and which weights are loaded. They are read only as far as the first file
+            of an owner who is not trusted.
+        path: the run directory, or the directory that holds the weights.
+        trust_owner: whether the caller has passed ``--trust-owner``.
+
+    Returns:
+        Whether files of other users are used.
+
+    Raises:
+        UserError: a file belongs to a user whom the caller does not trust.
+    """
+    trusted: set[int] = set()
+    first: Path | None = None
+    for file, user in foreign_files(files, path):
+        if not trust_owner and user not in trusted and not read_trust().covers(user):
             raise UserError(
-                f"{path} belongs to {_name(status.st_uid)}, and to continue this run executes code of its directory",
-                where=str(run.path),
-                fix=f"add {TRUST} if you trust its owner, as in `python -m hpc_train resume {TRUST} RUN` or `python -m "
-                f"hpc_train agent {TRUST} RUN`; a run that its owner shares with run.group=GROUP needs no option",
+                f"{file} belongs to {user_name(user)}, and this command executes code or loads weights of {path} as "
+                f"{user_name(os.geteuid())}",
+                where=str(path),
+                fix=f"add {TRUST} if you trust the owner, or name the owner or a group in {user_file()}: "
+                f"`trust: {{owners: [{user_name(user)}]}}`",
             )
+        trusted.add(user)
+        first = first or file
+    if first is not None:
+        names = ", ".join(user_name(user) for user in sorted(trusted))
+        how = TRUST if trust_owner else str(user_file())
+        _print_once(f"note: code and weights of {names} in {path} run as you, trusted by {how}")
+    return first is not None
+
+
+@cache
+def _print_once(note: str) -> None:
+    print(note, file=sys.stderr)
+
+
+def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int]]:
+    """Yields those of ``files`` that neither the caller nor root owns, with the ids of their owners.
+
+    Args:
+        path: a directory of the file system that holds them. A file server may give all files one owner, which new
+            files of the caller get as well.
+    """
+    own = {os.geteuid(), 0}
+    shown: set[int] | None = None
+    for file in files:
+        for user in _owners(file):
+            if user in own:
+                continue
+            shown = _shown_as(path) if shown is None else shown
+            if user not in shown:
+                yield file, user
+
+
+def deciding_files(run: RunDirectory) -> Iterator[Path]:
+    """Yields the files and directories that decide which code a run executes and which weights it loads.
+
+    The directory and its entries come first: the record, which names the others, is read only after that.
+    """
+    yield run.path
+    yield from _entries(run.path, 0)
+    yield from _entries(run.checkpoints, 1)
+    yield from _entries(run.compiled, 0)
+    code = frozen_code(run)
+    for path in () if code is None else (code.snapshot, *code.paths):
+        yield Path(path).parent  # of shared copies: only their owner can enter it
+        yield Path(path)
+        yield from _entries(Path(path), 0)
+    source = run.record().get("forked_from")
+    if isinstance(source, str) and not any(run.checkpoints.glob("step-*")):
+        yield from deciding_weights(RunDirectory(Path(source)))
+
+
+def deciding_weights(source: RunDirectory) -> Iterator[Path]:
+    """Yields the files and directories that decide which weights a fork of ``source`` starts from."""
+    yield source.path
+    yield from _entries(source.path, 0)
+    yield from _entries(source.checkpoints, 1)
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """Yields a directory, its entries, and those of directories that others can write."""
+    yield directory
+    yield from _entries(directory, 0)
+
+
+def _entries(directory: Path, depth: int) -> Iterator[Path]:
+    """Yields the entries of a directory, ``depth`` levels below them, and all that lies in directories which others
+    than their owner can write.
+    """
+    try:
+        found = list(os.scandir(directory))
+    except OSError:  # it is missing, or the command that reads it will tell
+        return
+    for entry in found:
+        path = Path(entry.path)
+        yield path
+        with suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                is_open = bool(entry.stat(follow_symlinks=False).st_mode & _WRITABLE_BY_OTHERS)
+                if depth > 0 or is_open:
+                    yield from _entries(path, depth - 1)
+
+
+def _owners(file: Path) -> set[int]:
+    """Returns the owners of a file and, if it is a symbolic link, of the link; none if it is missing."""
+    found = set()
+    with suppress(OSError):
+        found.add(file.lstat().st_uid)
+        found.add(file.stat().st_uid)
+    return found
+
+
+def output_directory(directory: Path) -> Path:
+    """Returns where commands write what they make of the run or sweep in ``directory``: there if the caller owns it.
+
+    For those of other users it is ``.others/NAME-HASH`` below the run root of the caller, which this creates.
+
+    Raises:
+        UserError: ``.others`` belongs to another user.
+    """
+    if is_own(directory):
+        return directory
+    digest = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:8]
+    parent = Path(default_root()).expanduser().absolute() / OF_OTHERS
+    if not make_private(parent):
+        raise UserError(
+            f"{parent} belongs to another user, so nothing about {directory} is written there",
+            where="run.root",
+            fix="export HPC_TRAIN_ROOT=DIR with a directory that you own",
+        )
+    found = parent / f"{directory.name}-{digest}"
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def is_own(directory: Path) -> bool:
+    """Returns whether the caller owns a directory, or the file server gives the caller's files the same owner."""
+    user = directory.stat().st_uid
+    return user == os.geteuid() or user in _shown_as(directory)
+
+
+def make_private(directory: Path) -> bool:
+    """Creates a directory that only the caller can enter; returns whether it is one.
+
+    Another user may have made it in advance, or a link with this name.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return False
+    if status.st_uid != os.geteuid() and status.st_uid not in _shown_as(directory):
+        return False
+    if status.st_mode & 0o077:
+        directory.chmod(0o700)
+    return True
 
 
 def warn_if_open(run: RunDirectory, config: Config) -> None:
@@ -56,7 +207,7 @@ def warn_if_open(run: RunDirectory, config: Config) -> None:
         foreign = [path for path in opened if path.stat().st_uid != os.geteuid()]
         fix = f"run `chmod o-w {' '.join(map(str, opened))}`"
         if foreign and os.geteuid() != 0:
-            fix = f"ask {_name(foreign[0].stat().st_uid)} to do so: {fix}"
+            fix = f"ask {user_name(foreign[0].stat().st_uid)} to do so: {fix}"
         shown = ", ".join(map(str, opened))
         print(
             f"warning: every user of this system can replace the config, code and checkpoints of this run, because "
@@ -76,35 +227,17 @@ def _is_open(path: Path) -> bool:
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
-def _deciding(run: RunDirectory) -> Iterator[Path]:
-    """Yields the files and directories that decide which code runs."""
-    code = frozen_code(run)
-    paths = [] if code is None else [code.snapshot, *code.paths]
-    found = [run.path, run.config, run.path / RECORD, run.path / COPY, *map(Path, paths)]
-    return (path for path in dict.fromkeys(found) if is_present(path))
-
-
-def _shown_as(run: RunDirectory) -> set[int]:
+def _shown_as(directory: Path) -> set[int]:
     """Returns the user id that new files get in the directory; another one where a file server maps all users to it."""
     try:
-        with tempfile.TemporaryFile(dir=run.path) as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             return {os.fstat(file.fileno()).st_uid}
     except OSError:
         return set()
 
 
-def _own_group(config: Config) -> int | None:
-    """Returns the id of ``run.group`` if this user is a member of it; None otherwise."""
-    if config.run.group is None:
-        return None
-    try:
-        found = group_id(config.run.group)
-    except UserError:
-        return None
-    return found if found in {os.getegid(), *os.getgroups()} else None
-
-
-def _name(user: int) -> str:
+def user_name(user: int) -> str:
+    """Returns the name of a user, or words with the id if the machine does not know it."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

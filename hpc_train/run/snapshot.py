@@ -1,8 +1,9 @@
 """Freezes code: copies the user's git work tree when a run is frozen; agents and workers start from the copy.
 
-The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
-tree, in a directory that only its owner can enter (``run.group`` lets the group in). Copies are named by their content,
-so the runs of a sweep share one and an unchanged tree is copied once. Outside a work tree nothing is copied.
+The copy holds all files that git tracks or does not ignore, except files that hold secrets and the tests and docs of
+hpc_train itself, with the modes of the work tree, in a directory that only its owner can enter. Copies are named by
+their content: the runs of a run root share them (see ``code_copies``). With ``run.snapshot=copy`` or ``run.group``,
+which lets the group in, the directory of the run or sweep holds the copy. Outside a work tree nothing is copied.
 
 Bytecode of the work tree that is up to date is copied as well, except that of tests: without it, the first job would
 compile every module before its workers start.
@@ -33,20 +34,25 @@ from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from hpc_train.plan.optimizers import own_code
 from hpc_train.run.code import FrozenCode
+from hpc_train.run.code_copies import CACHE, SHARED, content_digest, remove_unnamed, shared_copies, use_copy
 from hpc_train.run.files import concurrently
 from hpc_train.units import format_bytes
 
 LIMIT_BYTES = 50 * 2**20
 LISTED = 8  # files and folders named in a refusal
 NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
-CACHE = "__pycache__"  # the folder of bytecode, which is copied apart from the files that git lists
+OWN_COPY = "copy"  # of run.snapshot
+OF_DEVELOPERS = ("tests", "docs", "notebooks")  # directories of the work tree of hpc_train
 SAMPLE = 20  # files that are written first, which tells how fast the file system is
 
 
-def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None = None) -> FrozenCode | None:
-    """Copies the work tree of ``directory`` (default: the current one) to ``into/<hash>``, for all of ``configs``.
+def snapshot_code(configs: Sequence[Config], own: Path, directory: Path | None = None) -> FrozenCode | None:
+    """Copies the work tree of ``directory`` (default: the current one), for all of ``configs``.
 
     Prints to standard error which files are left out because their names indicate secrets.
+
+    Args:
+        own: the directory for the copy if the runs of the run root do not share it.
 
     Returns:
         None if ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
@@ -59,25 +65,36 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     root = _work_tree(here) if config.run.snapshot else None
     if root is None:
         return None
-    listed = _listed_code(root, config, into)
+    listed = _listed_code(root, config, own)
+    targets = _own_targets(configs)
     names = _without_secrets(listed)
+    if not _uses_own_tests(configs, targets):
+        names = _without_own_tests(root, names)
     _check_size(root, names)
-    for target in _own_targets(configs):
+    for target in targets:
         _check_target(target, root, names)
     for each in configs:
         _check_files(command_words(each), here, root, names)
     entries = _entries(root, names)
     digest = _digest(entries)
-    _make_private(into, config.run.group)
+    content = content_digest(
+        (name, entry.mode, entry.content) for name, entry in entries.items() if not stat.S_ISDIR(entry.mode)
+    )
+    shared = _shared_copies(config)
+    into = shared or own
+    if shared is None:
+        _make_private(own, config.run.group)
     snapshot = into / digest
-    if not snapshot.exists():
+    if not use_copy(snapshot, content):
         _write(entries, snapshot)
+        if shared is not None:
+            remove_unnamed(shared)
     commit = _git(root, "rev-parse", "--verify", "HEAD").strip() or None
     changed = _changed(root) if commit else []
-    diff = _write_diff(root, changed, into / f"{digest}.patch")
+    diff = _write_diff(root, changed, into / f"{digest}-{(commit or '')[:12]}.patch")
     if secrets := sorted({*listed.keys() - names.keys(), *filter(is_secret_file, changed)}):
         print(_secrets_note(secrets), file=sys.stderr)
-    code = FrozenCode(str(root), str(snapshot), (), commit, diff)
+    code = FrozenCode(str(root), str(snapshot), (), commit, diff, content)
     copies = [code.copied_path(path) for path in _import_paths(here, root)]
     return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
 
@@ -91,6 +108,34 @@ def _listed_code(root: Path, config: Config, into: Path) -> dict[str, int]:
 
 def _without_secrets(listed: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in listed.items() if not is_secret_file(name)}
+
+
+def _shared_copies(config: Config) -> Path | None:
+    """Returns the directory of the copies that all runs of the run root share; None if the run has its own copy."""
+    if config.run.snapshot == OWN_COPY or config.run.group is not None:
+        return None
+    root = Path(config.run.root).expanduser().absolute()
+    found = shared_copies(root)
+    if found is None:
+        print(
+            f"note: {root / SHARED} cannot be used, or belongs to another user who could replace what is in it; the "
+            "code is copied into the run directory",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _uses_own_tests(configs: Sequence[Config], targets: Collection[str]) -> bool:
+    """Returns whether the runs import or call something of the tests or docs of hpc_train."""
+    words = {re.split(r"[.:/]", word)[0] for word in (*targets, *(w for each in configs for w in command_words(each)))}
+    return not words.isdisjoint(OF_DEVELOPERS)
+
+
+def _without_own_tests(root: Path, names: dict[str, int]) -> dict[str, int]:
+    """Returns the files of a work tree; without tests and docs if it is that of hpc_train, whose jobs need none."""
+    if root != Path(__file__).resolve().parents[2]:
+        return names
+    return {name: size for name, size in names.items() if name.partition("/")[0] not in OF_DEVELOPERS}
 
 
 def _make_private(directory: Path, group: str | None) -> None:
@@ -371,6 +416,8 @@ def has_changed(code: FrozenCode, config: Config) -> bool:
     """Returns whether the work tree differs from the frozen code, whose run has ``config``."""
     root, snapshot = Path(code.work_tree), Path(code.snapshot)
     names = _without_secrets(_listed_code(root, config, snapshot.parent))
+    if not any((snapshot / name).exists() for name in OF_DEVELOPERS):
+        names = _without_own_tests(root, names)
     try:
         _check_size(root, names)
     except UserError:  # the frozen code did not exceed the limit

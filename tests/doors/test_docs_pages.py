@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.commands import COMMANDS
+from hpc_train.run.access import ACCESS
 from hpc_train.run.exits import Exit, Failure
 from tests.doors.command import REPOSITORY
 
@@ -29,6 +30,11 @@ def test_every_command_has_a_section() -> None:
 def test_the_commands_of_the_docs_are_described_as_in_the_help() -> None:
     table = page("commands.md").partition("\n## ")[0]
     assert {name for name in COMMANDS if f"[`{name}`](#{name})" in table} == set(COMMANDS)
+
+
+def test_the_docs_show_the_table_of_access() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| (\w+) \|$", page("howto/shared-runs.md"), flags=re.MULTILINE)
+    assert rows == [(name, str(access)) for name, access in ACCESS.items()]
 
 
 def test_every_exit_code_and_class_of_failure_is_explained() -> None:

@@ -347,7 +347,7 @@ def test_a_retry_takes_the_present_code(sweep: list[Job], tmp_path: Path) -> Non
     module.write_text("broken = False\n")
     (line,) = notes_on_changed_code(found)
     assert line.startswith(f"note: {tree} has changed since its code was frozen; the frozen code runs again (")
-    assert take_code_again(found)[0].startswith(f"code: the present code of {tree}, copied to {tmp_path}/runs/code/")
+    assert take_code_again(found)[0].startswith(f"code: the present code of {tree}, copied to {tmp_path}/runs/.code/")
     after = frozen_code(job.run)
     assert code is not None
     assert after is not None

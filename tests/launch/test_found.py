@@ -20,8 +20,8 @@ def test_a_name_is_looked_up_where_runs_lie(
     job.run.config.write_text(text_of(job.config))
     monkeypatch.delenv("HPC_TRAIN_ROOT", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
-    (found,) = find_runs("sweep/3")
+    (found,) = find_runs("sweep/3", "status")
     assert (found.run, found.number) == (job.run, 3)
-    assert [item.run for item in find_runs("sweep")] == [job.run]
+    assert [item.run for item in find_runs("sweep", "status")] == [job.run]
     with pytest.raises(UserError, match="no run or sweep"):
-        find_runs("sweep/4")
+        find_runs("sweep/4", "status")

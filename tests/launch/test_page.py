@@ -210,7 +210,7 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
 
 
 def test_lost_work_is_what_was_done_again(tmp_path: Path) -> None:
-    facts = RunFacts.read(find_runs(str(failed_and_recovered(tmp_path / "sweep").path))[0])
+    facts = RunFacts.read(find_runs(str(failed_and_recovered(tmp_path / "sweep").path), "report")[0])
     assert [line["step"] for line, lost in zip(facts.lines, facts.lost, strict=True) if lost] == [6, 7, 8]
     assert [line["step"] for line in facts.kept] == list(range(1, 13))
 

@@ -62,7 +62,7 @@ def test_a_row_per_run_and_ended_runs_are_not_read_again(root: Path) -> None:
 
 
 def test_the_curve_of_a_run_has_the_newest_line_of_each_step_and_reads_only_what_is_new(root: Path) -> None:
-    (item,) = find_runs(str(root / "new"))
+    (item,) = find_runs(str(root / "new"), "top")
     details = Details(item)
     details.look()
     assert details.losses == {1: 2.5, 2: 1.5, 3: 1.5}

@@ -223,7 +223,7 @@ def test_of_two_commands_that_resume_a_run_at_once_one_is_refused(
 
     executor = SimpleNamespace(check=lambda jobs: [], confirm=claim)
     monkeypatch.setattr(resubmission, "select_executor", lambda cluster: executor)
-    item: Any = SimpleNamespace(run=job.run, config=job.config, job=lambda trust_owner: job)
+    item: Any = SimpleNamespace(run=job.run, config=job.config, job=lambda: job)
     try:
         with pytest.raises(UserError, match=f"is live: process {other.pid}"):
             resubmission.resubmit([item], tmp_path / "sweep", detach=True)

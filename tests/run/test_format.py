@@ -53,7 +53,7 @@ def test_a_listing_has_one_line_for_a_directory_of_another_format(
     shown = capsys.readouterr()
     assert "not submitted" in shown.out and "has format 2" in shown.err
     with pytest.raises(UserError, match="has format 2"):
-        find_runs(str(tmp_path))
+        find_runs(str(tmp_path), "status")
 
 
 def test_a_config_with_a_key_of_another_version_names_its_file(tmp_path: Path) -> None:

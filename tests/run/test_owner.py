@@ -1,43 +1,70 @@
-"""A run of another user is continued only if that user shares it, or if this user trusts its owner."""
+"""A run of another user is executed only if the caller trusts its owner, at every door."""
 
 from __future__ import annotations
 
 import io
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hpc_train import cli
-from hpc_train.commands import agent
+from hpc_train import api, cli
+from hpc_train.bench import measuring
+from hpc_train.checkpoint.choice import _has_own
+from hpc_train.commands import COMMANDS, agent, checkpoints, submitted
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch import resubmission
+from hpc_train.launch import launcher, proof, resubmission
+from hpc_train.launch.executors.executor import RunAgent
+from hpc_train.launch.job_status import JobStatus
+from hpc_train.launch.lookup import find_runs
 from hpc_train.launch.script import Script, one_run, render
+from hpc_train.run import owner
+from hpc_train.run.access import ACCESS, Access
 from hpc_train.run.code import FrozenCode
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, lease_folder
+from hpc_train.run.file_lock import LockOwner, acquire
 from hpc_train.run.freeze import freeze, load
-from hpc_train.run.owner import refuse_foreign, warn_if_open
+from hpc_train.run.lease import add_submission
+from hpc_train.run.owner import check_owner, deciding_files, warn_if_open
 from tests.config.composing import config_of
 from tests.launch.jobs import make_job
 from tests.other_user import OTHER, as_other, common, needs_root
 
 __all__ = ["common"]
 pytestmark = needs_root
+TRUST = "--trust-owner"
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which the caller says whom he trusts; it does not exist yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HPC_TRAIN_ROOT", str(tmp_path / "outputs"))
+    owner._print_once.cache_clear()
+    file = tmp_path / "xdg" / "hpc_train" / "user.yaml"
+    file.parent.mkdir(parents=True)
+    return file
 
 
 @pytest.fixture
 def run(common: Path) -> RunDirectory:
-    """A run of this user, with a copy of the code."""
+    """A run of this user, with a copy of the code and a checkpoint."""
     run = RunDirectory(common / "one")
     code = run.code / "0123"
     code.mkdir(parents=True)
     freeze(
         config_of(f"run.root={common}", "run.name=one"), run, code=FrozenCode("/", str(code), (str(code),), None, None)
     )
+    (run.checkpoints / "step-00000002").mkdir()
+    (run.checkpoints / "step-00000002" / "manifest.json").write_text("{}")
     for path in run.path.rglob("*"):
         path.chmod(0o777 if path.is_dir() else 0o666)
     run.path.chmod(0o777)
@@ -60,64 +87,354 @@ def snapshot(run: RunDirectory) -> list[Path]:
     return [run.code / "0123"]
 
 
+def module(run: RunDirectory) -> list[Path]:
+    path = run.code / "0123" / "psutil.py"
+    path.touch()
+    return [path]
+
+
+def checkpoint(run: RunDirectory) -> list[Path]:
+    return [run.checkpoints / "step-00000002"]
+
+
+def shard(run: RunDirectory) -> list[Path]:
+    return [run.checkpoints / "step-00000002" / "manifest.json"]
+
+
+def compiled(run: RunDirectory) -> list[Path]:
+    run.compiled.mkdir()
+    path = run.compiled / "artifact"
+    path.touch()
+    return [path]
+
+
+def link(run: RunDirectory) -> list[Path]:
+    elsewhere = run.path.parent / "elsewhere"
+    run.checkpoints.rename(elsewhere)
+    run.checkpoints.symlink_to(elsewhere)
+    return [elsewhere]
+
+
 def everything(run: RunDirectory) -> list[Path]:
     return [run.path, *run.path.rglob("*")]
 
 
-@pytest.mark.parametrize("what", [directory, config, record, snapshot, everything])
-def test_a_run_of_another_user_is_refused(
+def say(settings: Path, text: str) -> None:
+    settings.write_text(text)
+    settings.chmod(0o600)
+
+
+def give(paths: list[Path]) -> None:
+    for path in paths:
+        os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+
+@pytest.mark.parametrize(
+    "what", [directory, config, record, snapshot, module, checkpoint, shard, compiled, link, everything]
+)
+def test_a_run_with_files_of_another_user_is_not_executed(
+    run: RunDirectory, what: Callable[[RunDirectory], list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not check_owner(deciding_files(run), run.path)
+    paths = what(run)
+    give(paths)
+    name = run.checkpoints if what is link else paths[0]
+    with pytest.raises(UserError, match=rf"^{name} belongs to nobody, and .* as root\n") as refused:
+        check_owner(deciding_files(run), run.path)
+    assert TRUST in refused.value.fix and "user.yaml" in refused.value.fix
+    assert check_owner(deciding_files(run), run.path, trust_owner=True)
+    assert check_owner(deciding_files(run), run.path, trust_owner=True)
+    note = f"note: code and weights of nobody in {run.path} run as you, trusted by {TRUST}\n"
+    assert capsys.readouterr().err == note
+
+
+def test_each_command_that_takes_a_run_is_in_the_table() -> None:
+    named = {name.partition(" ")[0] for name in ACCESS}
+    assert named <= COMMANDS.keys()
+    assert COMMANDS.keys() - named == {"script", "plan", "prepare", "doctor", "bench", "help"}  # they open no run
+    assert {name.split()[1] for name in ACCESS if name.startswith("checkpoint ")} == set(checkpoints.ACTIONS)
+
+
+OPTIONS = {
+    "retry": ["--failed"],
+    "checkpoint export": ["--to", "exported.pt"],
+    "checkpoint import": ["--to", "imported"],
+    "checkpoint verify --submit": ["--submit"],
+    "compare --baseline": ["--baseline"],
+    "generate": ["a text"],
+    "sync": ["--to", "csv"],
+    "stacks": ["--wait", "0"],
+}
+
+
+def words_of(name: str, run: RunDirectory) -> list[str]:
+    """Returns the command line of a command of the table for ``run``."""
+    if name in ("train", "freeze"):
+        return [name, "cluster=local", f"run.root={run.path.parent}", f"run.name={run.path.name}", "+strategy=dp"]
+    words = [word for word in name.split() if not word.startswith("--")]
+    options = OPTIONS.get(name, [])
+    if name in ("retry", "compare --baseline"):
+        return [*words, *options, str(run.path), *([str(run.path)] if name.startswith("compare") else [])]
+    return [*words, str(run.path), *options]
+
+
+@pytest.mark.parametrize("name", ACCESS)
+def test_every_command_obeys_the_table(
+    name: str,
     run: RunDirectory,
-    what: Callable[[RunDirectory], list[Path]],
+    settings: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = []
+    """A command that executes is refused before it does anything; one that reads writes nothing there."""
+    monkeypatch.chdir(tmp_path)
+    give(everything(run))
+    before = {path: path.lstat() for path in everything(run)}
+    try:
+        code = cli.run(words_of(name, run))
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err
+    refused = "belongs to nobody, and this command executes code or loads weights" in said
+    assert refused == (ACCESS[name] is Access.EXECUTES), said
+    if refused:
+        assert code == 2 and TRUST in said and str(settings) in said
+    after = {path: path.lstat() for path in everything(run)}
+    assert before.keys() == after.keys()
+    assert {path: (stat.st_ino, stat.st_size, stat.st_uid) for path, stat in before.items()} == {
+        path: (stat.st_ino, stat.st_size, stat.st_uid) for path, stat in after.items()
+    }
+
+
+def test_trust_passes_through_the_doors_to_the_agents(
+    run: RunDirectory,
+    tmp_path: Path,
+    settings: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done: list[str] = []
+    jobs: list[Any] = []
     monkeypatch.setattr(agent, "reexec_from_snapshot", lambda run: None)
     monkeypatch.setattr(agent, "run_agent", lambda run, begun: done.append("agent") or 0)
-    monkeypatch.setattr(resubmission, "refuse_live", lambda run: done.append("submitted") or sys.exit(0))
-    refuse_foreign(run, load(run))
-    for path in what(run):
-        os.chown(path, OTHER, OTHER)
-    commands = [["resume", str(run.path)], ["agent", str(run.path)], [str(run.path)]]
-    for command in commands:
-        assert cli.run(command) == 2
-        said = capsys.readouterr().err
-        assert "belongs to" in said and "--trust-owner" in said and str(what(run)[0]) in said
-    assert done == []
-    assert cli.run(["agent", "--trust-owner", str(run.path)]) == 0
-    with pytest.raises(SystemExit):
-        cli.run(["resume", "--trust-owner", str(run.path)])
-    assert done == ["agent", "submitted"]
+    monkeypatch.setattr(resubmission, "JobQueue", lambda found, *_: jobs.extend(found) or sys.exit(0))
+    monkeypatch.setattr(resubmission, "notes_on_changed_code", lambda runs: [])
+    monkeypatch.setattr(resubmission, "warn_if_open", lambda run, config: None)
+    monkeypatch.setattr(launcher, "freeze_all", lambda runs, code: jobs.extend(runs) or sys.exit(0))
+    give([run.path, run.config])
+    train = ["cluster=local", f"run.root={run.path.parent}", "run.name=one", "run.snapshot=false"]
+    for by_file in (False, True):
+        if by_file:
+            say(settings, "trust: {groups: [nogroup]}\n")
+        word = [] if by_file else [TRUST]
+        assert cli.run(["agent", *word, str(run.path)]) == 0
+        with pytest.raises(SystemExit):
+            cli.run(["resume", *word, str(run.path)])
+        with pytest.raises(SystemExit):
+            cli.run([*train, "+strategy=dp", "cluster.cpu_workers=1", "-m", *word])
+        with pytest.raises(SystemExit):
+            api.submit([*train, "+strategy=dp", "cluster.cpu_workers=1"], trust_owner=not by_file)
+    assert done == ["agent"] * 2
+    (resumed, frozen, submitted_job) = jobs[:3]
+    assert resumed.trust_owner and resumed.agent_options == (TRUST,)
+    assert frozen[-1] is True and submitted_job[-1] is True and len(jobs) == 6
+    assert f"trusted by {settings}" in capsys.readouterr().err
 
 
-def test_a_group_that_shares_the_run_is_trusted_and_no_other(run: RunDirectory, common: Path) -> None:
+def test_the_group_of_the_run_is_no_consent(run: RunDirectory, common: Path) -> None:
     shutil.rmtree(run.path)
     freeze(config_of(f"run.root={common}", "run.name=one", "run.group=root"), run)
     for path in everything(run):
         os.chown(path, OTHER, 0)
-    refuse_foreign(run, load(run))
-    os.chown(run.config, OTHER, OTHER)
-    with pytest.raises(UserError, match=r"config\.yaml belongs to"):
-        refuse_foreign(run, load(run))
+    with pytest.raises(UserError, match="belongs to nobody"):
+        find_runs(str(run.path), "resume")
+
+
+@pytest.mark.parametrize(
+    ("text", "trusted"),
+    [
+        ("trust: {owners: [nobody]}", True),
+        (f"trust: {{owners: [{OTHER}]}}", True),
+        ("trust: {groups: [nogroup]}", True),
+        ("trust: {owners: [root], groups: [root, 0]}", False),
+        ("trust:", False),
+        ("", False),
+        ("trust: {owners: nobody}", "needs a list of names or ids as trust.owners"),
+        ("trust: {owners: [true]}", "needs a list of names or ids as trust.owners"),
+        ("trust: {groups: [no-such-group]}", "names 'no-such-group' in trust.groups"),
+        ("trust: {users: [nobody]}", "may only have the keys owners and groups below trust"),
+        ("owners: [nobody]", "may only have the key trust"),
+        ("- trust", "may only have the key trust"),
+        ("trust: {", "is not YAML"),
+        ("a: &a [x]\nb: [*a" + ", *a" * 10, "is not YAML"),
+    ],
+)
+def test_whom_the_caller_trusts(text: str, trusted: bool | str, run: RunDirectory, settings: Path) -> None:
+    say(settings, text)
+    give([run.path])
+    if trusted is True:
+        assert check_owner(deciding_files(run), run.path)
+        return
+    wrong = "belongs to nobody" if trusted is False else trusted
+    with pytest.raises(UserError, match=wrong) as refused:
+        check_owner(deciding_files(run), run.path)
+    assert trusted is False or refused.value.where == str(settings)
+
+
+def test_the_file_with_the_trusted_users_is_the_callers_own(
+    run: RunDirectory, settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give([run.path])
+    say(settings, "trust: {owners: [nobody]}")
+    os.chown(settings, OTHER, OTHER)
+    with pytest.raises(UserError, match=r"user\.yaml, which says whom you trust, belongs to another user"):
+        check_owner(deciding_files(run), run.path)
+    os.chown(settings, 0, 0)
+    settings.chmod(0o664)
+    with pytest.raises(UserError, match="can be written by other users"):
+        check_owner(deciding_files(run), run.path)
+    settings.unlink()
+    os.mkfifo(settings)
+    with pytest.raises(UserError, match="is not a regular file"):
+        check_owner(deciding_files(run), run.path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.setenv("HOME", str(settings.parents[1] / "home"))
+    with pytest.raises(UserError, match=r"home/\.config/hpc_train/user\.yaml"):
+        check_owner(deciding_files(run), run.path)
 
 
 def test_files_of_root_are_trusted(run: RunDirectory) -> None:
-    as_other(lambda: refuse_foreign(run, load(run)))
+    as_other(lambda: check_owner(deciding_files(run), run.path))
 
 
 def test_a_file_server_that_shows_one_owner_for_all_is_no_reason(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in everything(run):
-        os.chown(path, OTHER, OTHER)
-    monkeypatch.setattr("hpc_train.run.owner._shown_as", lambda run: {OTHER})
-    refuse_foreign(run, load(run))
+    give(everything(run))
+    monkeypatch.setattr("hpc_train.run.owner._shown_as", lambda directory: {OTHER})
+    assert not check_owner(deciding_files(run), run.path)
+
+
+def test_a_directory_made_in_advance_is_refused_at_each_door(
+    common: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a run, of the nodes of a step, of a job on this machine, of the run to fork, and of an archive."""
+    made = RunDirectory(common / "made")
+    made.create()
+    (made.checkpoints / "step-00000002").mkdir()
+    give(everything(made))
+    config = config_of(f"run.root={common}", "run.name=made")
+    with pytest.raises(UserError, match="belongs to nobody"):
+        freeze(config, made)
+    assert not made.config.exists()
+    with pytest.raises(UserError, match="belongs to nobody"):
+        RunAgent(str(made.path))()
+    freeze(config_of(f"run.root={common}", "run.name=old"), RunDirectory(common / "old"))
+    (common / "old" / "checkpoints" / "step-00000002").mkdir()
+    give([common / "old" / "checkpoints" / "step-00000002"])
+    fork = config_of(f"run.root={common}", "run.name=old", "run.fork=new")
+    with pytest.raises(UserError, match="step-00000002 belongs to nobody"):
+        freeze(fork, RunDirectory(common / "new"))
+    assert not (common / "new").exists()
+    freeze(fork, RunDirectory(common / "new"), trust_owner=True)
+    with pytest.raises(UserError, match="step-00000002 belongs to nobody"):
+        find_runs(str(common / "new"), "agent")
+    archive: Any = SimpleNamespace(copy=made, store=SimpleNamespace(committed=lambda: [2]))
+    with pytest.raises(UserError, match="belongs to nobody"):
+        _has_own(archive)
+    monkeypatch.setattr(measuring, "current_allocation", lambda: SimpleNamespace(node_rank=1, launch_id="7", nodes=2))
+    monkeypatch.setattr(measuring, "_wait_for", lambda path, seconds: None)
+    (common / f"{measuring.BENCH}7").mkdir()
+    give([common / f"{measuring.BENCH}7"])
+    with pytest.raises(UserError, match="belongs to nobody"):
+        measuring.run_benchmark(Config(), None, "a:b", common)  # type: ignore[arg-type]
+
+
+def test_what_is_written_about_runs_of_others_is_the_callers(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.metrics / "attempt-000.jsonl").write_text('{"step": 1, "loss": 2.0, "attempt": 0}\n')
+    (tmp_path / "bashrc").write_text("own")
+    (run.path / "report.html").symlink_to(tmp_path / "bashrc")
+    (run.path / "metrics.csv").symlink_to(tmp_path / "bashrc")
+    give(everything(run))
+    before = sorted(run.path.rglob("*"))
+    assert cli.run(["report", str(run.path)]) == 0
+    assert cli.run(["sync", str(run.path), "--to", "csv"]) == 0
+    assert cli.run(["wait", str(run.path)]) is not None
+    said = capsys.readouterr()
+    (folder,) = (tmp_path / "outputs" / ".others").iterdir()
+    assert folder.name.startswith("one-") and f"report: {folder}/report.html" in said.out
+    assert f"files are written to {folder}" in said.err
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.csv", "report.html"]
+    assert sorted(run.path.rglob("*")) == before and (tmp_path / "bashrc").read_text() == "own"
+    assert cli.run(["report", str(run.path), "--machine", "h100"]) == 2
+    shutil.rmtree(folder.parent)
+    folder.parent.symlink_to(run.path)
+    assert cli.run(["report", str(run.path)]) == 2
+    assert "belongs to another user, so nothing about" in capsys.readouterr().err
+
+
+def test_cancel_and_stacks_act_only_on_what_is_proved(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record of another user's run names a process and a job of the caller, which do not belong to it."""
+    sleeper = subprocess.Popen(["sleep", "600"], cwd=run.path, env={"PWD": str(run.path)})
+    try:
+        add_submission(run, "this machine", pid=sleeper.pid)
+        folder = lease_folder(run.path)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(folder / "00000001")
+        give(everything(run))
+        assert cli.run(["cancel", str(run.path)]) == 2
+        assert f"names process {sleeper.pid}, which is not proved to be yours" in capsys.readouterr().err
+        assert cli.run(["stacks", str(run.path), "--wait", "0"]) == 2
+        assert "none of your processes works on it" in capsys.readouterr().err
+        (folder / "00000001").unlink()
+        forged = acquire(folder, LockOwner.of_this_process())
+        give([forged.path])
+        assert cli.run(["cancel", str(run.path)]) == 2
+        assert sleeper.poll() is None
+        forged.path.unlink()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    add_submission(run, "Slurm", job_id="12")
+    give(everything(run))
+    asked: dict[str, JobStatus] = {}
+    cancelled: list[str] = []
+    monkeypatch.setattr(proof, "ask", lambda selection: asked)
+    monkeypatch.setattr(submitted, "statuses_of", lambda found, slurm: asked)
+    monkeypatch.setattr(submitted.SlurmStatuses, "of", lambda self, ids, clusters=None: asked)
+    monkeypatch.setattr(submitted, "cancel_jobs", lambda ids, **_: cancelled.extend(ids))
+    asked["12"] = JobStatus("RUNNING", comment=f"hpc_train:{run.path}x")
+    assert cli.run(["cancel", str(run.path)]) == 2
+    assert "names Slurm job 12" in capsys.readouterr().err and cancelled == []
+    asked["12"] = JobStatus("RUNNING", comment=f"hpc_train:{run.path} mine")
+    assert cli.run(["cancel", str(run.path)]) == 0
+    assert cancelled == ["12"]
+
+
+def test_a_process_with_the_lease_is_proved(run: RunDirectory) -> None:
+    lock = acquire(lease_folder(run.path), LockOwner.of_this_process())
+    assert proof._works_on(os.getpid(), run)
+    os.link(lock.path, run.path / "linked")  # as a file of another run of the caller
+    assert not proof._works_on(os.getpid(), run)
+
+
+@pytest.mark.parametrize("pid", [0, -1, "self", "1/../2", True, None, 2.5])
+def test_a_pid_of_the_record_is_a_positive_number(run: RunDirectory, pid: object) -> None:
+    add_submission(run, "this machine")
+    run.update_record(submissions=[{"pid": pid, "host": os.uname().nodename, "pid_started": None}])
+    (item,) = find_runs(str(run.path), "cancel")
+    assert item.pid is None
 
 
 def test_the_agents_of_a_submitted_job_know(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep")
     assert job.agent_options == ()
-    text = render(Script("t", job.config.cluster, one_run(tmp_path), {}, agent_options=("--trust-owner",)))
+    text = render(Script("t", job.config.cluster, one_run(tmp_path), {}, agent_options=(TRUST,)))
     assert '-m hpc_train agent --trust-owner "$RUN" &' in text
 
 

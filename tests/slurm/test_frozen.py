@@ -94,7 +94,8 @@ def test_a_sweep_shares_one_snapshot(cluster: Cluster, project: Path) -> None:
     submitted = shell.hpc_train(*arguments(project), "run.name=sweep", *options, cwd=project)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     sweep = project / "outputs" / "sweep"
-    (copy,) = [path for path in (sweep / "code").iterdir() if path.is_dir()]
+    copies = project / "outputs" / ".code" / str(os.geteuid())
+    (copy,) = [path for path in copies.iterdir() if not path.name.startswith(".") and path.is_dir()]
     assert (copy / "own_model.py").read_text() == MODEL
     records = [RunDirectory(sweep / str(number)).record() for number in range(3)]
     assert {record["snapshot"]["snapshot"] for record in records} == {str(copy)}

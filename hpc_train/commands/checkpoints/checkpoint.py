@@ -36,10 +36,12 @@ from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
 from hpc_train.registry.registry import REGISTRIES
+from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import refuse_existing
 from hpc_train.run.freeze import load
+from hpc_train.run.owner import TRUST, check_owner, files_below, output_directory
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_bytes, format_duration
@@ -117,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (verified, exported, promoted, imported):
         action.add_argument("--submit", action="store_true", help="run as a Slurm job with the run's cluster config")
         action.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
+        action.add_argument(TRUST, action="store_true", help="use a directory that belongs to another user")
     for action in (listed, verified, exported, promoted, imported):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -141,9 +144,15 @@ def _submit(arguments: list[str], options: argparse.Namespace) -> int:
     from hpc_train.config.compose import compose, typed
     from hpc_train.launch.command_job import follow, submit, without_submission
 
-    run = None if options.action == "import" else find_run(options.run, _root(), f"checkpoint {options.action}")
+    trust_owner = getattr(options, "trust_owner", False)
+    run = None
+    if options.action == "import":
+        _check_source(options)
+    else:
+        run = find_run(options.run, _root(), f"checkpoint {options.action}", trust_owner)
+        open_run(run, "checkpoint verify --submit", trust_owner)
     config = load(run) if run is not None and run.config.exists() else typed(compose([]))
-    folder = _root() if run is None else run.logs
+    folder = _root() if run is None else output_directory(run.path) / "logs"
     return follow(
         submit(["checkpoint", *without_submission(arguments)], config, folder / "slurm", shlex.split(options.sbatch))
     )
@@ -191,7 +200,7 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
 
 
 def _export(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root(), f"checkpoint {options.action}")
+    run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
     refuse_existing(options.to, "--to")
     step = options.step
     if options.checkpoint not in (None, NEWEST):
@@ -219,7 +228,7 @@ def _ranking_metric(run: RunDirectory) -> BestMetric:
 def _promote(options: argparse.Namespace) -> int:
     from hpc_train.registry.promotion import promote
 
-    run = find_run(options.run, _root(), f"checkpoint {options.action}")
+    run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
     config = load(run)
     name = options.name or Identity.of(config, run).name.replace("/", "-")
     metric = _ranking_metric(run)
@@ -246,7 +255,17 @@ def _import(options: argparse.Namespace) -> int:
     return _import_files(options)
 
 
+def _check_source(options: argparse.Namespace) -> None:
+    """Raises UserError if files to be imported belong to a user whom the caller does not trust."""
+    from hpc_train.registry.importing import is_reference
+
+    source = Path(options.source)
+    if not is_reference(options.source):
+        check_owner(files_below(source), source, options.trust_owner)
+
+
 def _import_files(options: argparse.Namespace) -> int:
+    _check_source(options)
     with without_collector():
         from hpc_train.checkpoint.transfer import import_hf
 

@@ -19,8 +19,10 @@ from hpc_train.launch.command_job import follow, submit, without_submission
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import frozen_code
+from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
+from hpc_train.run.owner import TRUST, output_directory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="run",
         help="import own modules from the frozen code of the run, or from the current directory (default: %(default)s)",
     )
+    parser.add_argument(TRUST, action="store_true", help="use a run that belongs to another user")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--submit", action="store_true", help="run as a Slurm job on one node, with the run's cluster config"
@@ -65,7 +68,7 @@ class UsedCheckpoint:
     def select(cls, options: argparse.Namespace, command: str) -> UsedCheckpoint:
         """Raises UserError if there is no such run or checkpoint. ``command`` is the command that is called."""
         register_launcher()
-        run = find_run(options.run, Path(default_root()), command)
+        run = find_run(options.run, Path(default_root()), command, options.trust_owner)
         config = load(run)
         metric = best_metric(config.checkpoint.keep_best, config.checkpoint.best_mode) or LOWEST_LOSS
         return cls(run, config, choose_by_name(run, options.checkpoint, metric), options)
@@ -74,7 +77,7 @@ class UsedCheckpoint:
         """Runs ``command`` with ``arguments`` as a job, shows its output and returns its exit code."""
         words = [command, *without_submission(arguments)]
         extra = [*_gpus(self.config), *shlex.split(self.options.sbatch)]
-        return follow(submit(words, self.config, self.run.logs / "slurm", extra))
+        return follow(submit(words, self.config, output_directory(self.run.path) / "logs" / "slurm", extra))
 
     def run_workers(self, config: Config, request: BenchRequest, entry: str) -> tuple[int, dict[str, Any] | None]:
         """Runs workers with the entry function ``entry``; returns the exit code, and the result with the checkpoint.
@@ -84,9 +87,12 @@ class UsedCheckpoint:
         """
         nodes = current_allocation().nodes
         validate(config, nodes, workers_per_node(config.cluster)[1])
-        code = frozen_code(self.run) if self.options.code == "run" else None
+        code = None
+        if self.options.code == "run":
+            check_copy(self.run)
+            code = frozen_code(self.run)
         root = Path(config.run.root) if nodes > 1 else None
-        exit_code, result = run_benchmark(config, request, entry, root, code=code)
+        exit_code, result = run_benchmark(config, request, entry, root, code=code, trust_owner=self.options.trust_owner)
         if result is None:
             return exit_code, None
         return exit_code, {

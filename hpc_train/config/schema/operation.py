@@ -294,7 +294,7 @@ class RunConfig:
         "The name of a new run that starts from the newest checkpoint of run.name and may change its model, data, "
         "batch and optimizer.",
     )
-    group: str | None = key(None, "A Unix group whose members may read, resume and remove the run.")
+    group: str | None = key(None, "A Unix group whose members can read and change the files of the run.")
     max_gpu_hours: float | None = key(
         None,
         "The budget of all jobs of the run. The run saves and stops when it is spent.",
@@ -302,8 +302,11 @@ class RunConfig:
         unit="GPU hours",
         when=when("gpus"),
     )
-    snapshot: bool = key(
-        True, "Whether jobs run from a copy of the git work tree, so that later edits do not affect waiting jobs."
+    snapshot: bool | str = key(
+        True,
+        "Whether jobs run from a copy of the git work tree, so that later edits do not affect waiting jobs. The runs "
+        "of a run root share copies in .code/; copy writes one into the run directory, which can then be moved.",
+        choices=("copy",),
     )
     entry: str | None = key(
         None,

@@ -30,7 +30,9 @@ from hpc_train.config.values import node_range, runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import JobStatus, View, view_of
 from hpc_train.plan.layout import Layout
+from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
+from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
@@ -176,13 +178,16 @@ class Submitted:
 
 @dataclass(frozen=True)
 class RunAgent:
-    """Runs the agent of a frozen run and exits with its code. Pickled, so it holds only a path and a share."""
+    """Runs the agent of a frozen run and exits with its code. Pickled, so it holds only plain values."""
 
     path: str
     share: Share | None = None
+    trust_owner: bool = False
 
     def __call__(self) -> None:
         run = RunDirectory(Path(self.path))
+        open_run(run, "agent", self.trust_owner)
+        check_copy(run)
         reexec_from_snapshot(run)
         from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
 

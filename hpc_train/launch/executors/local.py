@@ -136,7 +136,7 @@ class LocalJobExecutor(ProcessExecutor):
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
         for job in jobs:
-            call = RunAgent(str(job.run.path), _share(job, sweep, at_once))
+            call = RunAgent(str(job.run.path), _share(job, sweep, at_once), job.trust_owner)
             code = frozen_code(job.run)
             variables = {} if code is None else code.environment()
             submitted: Any = SessionExecutor(job.submitit_folder, variables).submit(call)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpc_train.errors import UserError
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View
 from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.launch.page.decisions import decisions
@@ -37,6 +38,7 @@ from hpc_train.planner.machine import Machine
 from hpc_train.run.comparison import Comparison, best_metric_of
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.files import BackgroundCall, write_text
+from hpc_train.run.owner import is_own, output_directory
 from hpc_train.version import __version__
 
 HIDDEN = "(hidden)"
@@ -127,19 +129,25 @@ def write_page(target: str, out: Path | None = None, machine: Machine | None = N
     """Writes the page of the run or sweep ``target``; returns the file.
 
     Args:
-        out: the file; by default ``report.html`` in the directory of the run or sweep.
+        out: the file; by default ``report.html`` in the directory of the run or sweep, or in ``.others`` below the
+            run root for those of another user.
         machine: that on which the runs were, to record how far off its prediction was.
     """
-    found = find_runs(target)
+    found = find_runs(target, "report")
+    folder = found[0].run.path if len(found) == 1 else found[0].run.path.parent
+    if machine is not None and not is_own(folder):
+        raise UserError(
+            f"--machine records a comparison in {folder}, which belongs to another user",
+            where="--machine",
+            fix="leave --machine out",
+        )
     for item in found if machine is not None else ():
         if (comparison := compare(item.run, machine)) is not None:
             remember(item.config, comparison)
-    if len(found) == 1:
-        path, page = found[0].run.path / PAGE, page_of_run(found[0])
-    else:
-        path, page = found[0].run.path.parent / PAGE, page_of_sweep(found)
-    write_text(out or path, page)
-    return out or path
+    page = page_of_run(found[0]) if len(found) == 1 else page_of_sweep(found)
+    path = out or output_directory(folder) / PAGE
+    write_text(path, page)
+    return path
 
 
 def write_at_end(run: RunDirectory) -> None:
@@ -154,8 +162,10 @@ def write_at_end(run: RunDirectory) -> None:
 def write_after(run: RunDirectory) -> None:
     """Writes the page of a run that was waited for, unless its agent has, and tells where it is.
 
-    Agents that were killed have not.
+    Agents that were killed have not. Nothing is written for a run of another user.
     """
+    if not is_own(run.path):
+        return
     _tell(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
 
 
@@ -165,6 +175,8 @@ def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
     Args:
         known: the states of its runs by their directories; those of the others are read.
     """
+    if not is_own(sweep):
+        return
     _tell(lambda: _write_sweep(sweep, known))
 
 
@@ -178,7 +190,7 @@ def _is_current(run: RunDirectory) -> bool:
 
 
 def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
-    (found,) = find_runs(str(run.path))
+    (found,) = find_runs(str(run.path), "report")
     statuses = dict.fromkeys(found.job_ids, PRESENT) if in_job else {}
     comparison = None
     if in_job:
@@ -192,7 +204,7 @@ def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
 
 
 def _write_sweep(sweep: Path, known: Mapping[Path, View]) -> Path:
-    found = find_runs(str(sweep))
+    found = find_runs(str(sweep), "report")
     write_text(sweep / PAGE, page_of_sweep(found, [known.get(item.run.path) or item.view({}) for item in found]))
     return sweep / PAGE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_text, write_text
@@ -21,8 +22,8 @@ class Csv(Backend):
     name = "csv"
     label = "CSV"
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.path = run.path / "metrics.csv"
+    def __init__(self, run: RunDirectory, output: Path | None = None) -> None:
+        self.path = (output or run.path) / "metrics.csv"
         self._directory = run
         self._columns: list[str] = []
         self._last = 0

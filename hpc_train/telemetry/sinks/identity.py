@@ -18,7 +18,7 @@ class Identity:
     Attributes:
         run_id: the same for all attempts.
         group: the name of the sweep.
-        directory: the run directory.
+        directory: where files about the run are written, which is the run directory unless another user owns it.
         config: the config without secrets, and the code version.
     """
 
@@ -29,7 +29,7 @@ class Identity:
     config: dict[str, Any]
 
     @classmethod
-    def of(cls, config: Config, run: RunDirectory) -> Identity:
+    def of(cls, config: Config, run: RunDirectory, directory: Path | None = None) -> Identity:
         record = run.record()
         sweep = _sweep_of(run)
         about = {"code": record.get("code"), "versions": record.get("versions"), "run_directory": str(run.path)}
@@ -37,7 +37,7 @@ class Identity:
             run_id=record.get("run_id") or run.path.name,
             name=name_of(run),
             group=None if sweep is None else sweep.name,
-            directory=run.path,
+            directory=directory or run.path,
             config=without_secrets(config) | about,
         )
 

@@ -118,4 +118,4 @@ class Replay:
         return self._position(self.backend).step
 
     def _position(self, tracker: Tracker) -> Position:
-        return tracker.position if self.is_open else Position.read(self.run, tracker.name, tracker.where)
+        return tracker.position if self.is_open else Position.read(tracker.directory, tracker.name, tracker.where)

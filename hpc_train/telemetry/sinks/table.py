@@ -24,6 +24,7 @@ class Session:
         tell: called with each message for the user.
         first_attempt: of the job that trains; None for ``sync``.
         checkpoint: returns the directory of a checkpoint to upload at the end, if there is one.
+        output: where files about the run are written; None is the run directory.
     """
 
     config: Config
@@ -31,6 +32,7 @@ class Session:
     tell: Callable[[str], object] = print
     first_attempt: int | None = None
     checkpoint: Callable[[], Path | None] = lambda: None
+    output: Path | None = None
 
     @property
     def live(self) -> bool:
@@ -38,7 +40,7 @@ class Session:
 
     @property
     def identity(self) -> Identity:
-        return Identity.of(self.config, self.run)
+        return Identity.of(self.config, self.run, self.output)
 
 
 def _wandb(session: Session) -> Backend:
@@ -54,6 +56,6 @@ def _mlflow(session: Session) -> Backend:
 BACKENDS: dict[str, Callable[[Session], Backend]] = {
     Wandb.name: _wandb,
     Mlflow.name: _mlflow,
-    TensorBoard.name: lambda session: TensorBoard(session.run, session.live),
-    Csv.name: lambda session: Csv(session.run),
+    TensorBoard.name: lambda session: TensorBoard(RunDirectory(session.identity.directory), session.live),
+    Csv.name: lambda session: Csv(session.run, session.identity.directory),
 }
