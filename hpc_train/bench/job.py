@@ -17,7 +17,7 @@ from hpc_train.launch.sbatch import arguments, options
 from hpc_train.launch.script import ENVIRONMENT, python
 from hpc_train.launch.shell import exports, own_lines, shell_word
 from hpc_train.slurm import client
-from hpc_train.slurm.client import Problem, SlurmError
+from hpc_train.slurm.client import LostAnswer, Problem, SlurmError
 from hpc_train.slurm.states import FORGOTTEN
 
 _OF_A_TRAINING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options that a measurement does not need
@@ -31,6 +31,7 @@ class Measurement:
     job_id: str
     result: Path
     log: Path
+    clusters: str | None = None
 
 
 def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> Measurement:
@@ -46,8 +47,12 @@ def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecuto
     log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
     asked = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
     asked |= {"job-name": f"hpc_train-bench-{words[0]}", "output": str(log), "no-requeue": None}
+    clusters = asked.get("clusters")
     try:
-        return Measurement(client.submit(arguments(asked), _script(job, words, result)), result, log)
+        job_id = client.submit(arguments(asked), _script(job, words, result), f"hpc_train-job:{log}", clusters)
+        return Measurement(job_id, result, log, clusters)
+    except LostAnswer:
+        raise
     except SlurmError as error:
         if error.problem is not Problem.REFUSED:
             fix = "use a login node of a Slurm cluster, or measure on this machine"
@@ -87,7 +92,7 @@ def wait(measurement: Measurement) -> dict[str, Any] | None:
             return _read(measurement.result)
         now = time.monotonic()
         if now - asked > _ASK_EVERY_S:
-            asked, state = now, client.job_state(measurement.job_id)
+            asked, state = now, client.job_state(measurement.job_id, measurement.clusters)
             if state is None or state.is_alive:
                 gone = None
             elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):

@@ -20,7 +20,7 @@ from hpc_train.launch.script import python
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json
-from hpc_train.slurm.client import inner_step_environment
+from hpc_train.slurm.variables import Receiver, environment_for
 
 ENTRY = "hpc_train.bench.collectives_worker:run_preflight"
 
@@ -64,7 +64,7 @@ def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
     gpus = gpus_of_this_job()
     options = [*gpus.srun_options(gpus.per_node), *inside, python(config.cluster, container), "-m", "hpc_train"]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--unbuffered"]
-    return subprocess.run([*step, *options, *words], env=inner_step_environment(), check=False).returncode
+    return subprocess.run([*step, *options, *words], env=environment_for(Receiver.INNER_STEP), check=False).returncode
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:

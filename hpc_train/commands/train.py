@@ -24,7 +24,7 @@ from hpc_train.config.translate import translate
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError, check_all
 from hpc_train.launch.executors.executor import local_shape
-from hpc_train.launch.executors.select import controller_answers, in_allocation
+from hpc_train.launch.executors.select import check_shell, in_allocation, uses_slurm
 from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
 from hpc_train.launch.job_status import outcome, view_at_end
 from hpc_train.launch.launcher import Ended, collect_garbage, register_launcher
@@ -196,7 +196,8 @@ def _check_foreground(config: Config) -> None:
             where="cluster.kind",
             fix="add -m to submit the run, cluster=local to train here, or launch.dry_run=true to preview it",
         )
-    if config.cluster.kind == "auto" and not in_allocation() and controller_answers():
+    check_shell(config.cluster)
+    if config.cluster.kind == "auto" and not in_allocation() and uses_slurm():
         raise UserError(
             "this is a login node of a Slurm cluster: refusing to train in the foreground",
             where="cluster.kind",

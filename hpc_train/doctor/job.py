@@ -131,8 +131,8 @@ def check_tools(wanted: bool) -> Finding:
     if missing:
         return Finding("Slurm", ERROR, f"{', '.join(missing)} not found", "load the site's Slurm module")
     if not controller_answers():
-        text = "the controller does not respond to `scontrol ping`" + ("" if wanted else "; runs use this machine only")
-        return Finding("Slurm", ERROR if wanted else WARNING, text, "wait, or ask the site")
+        text = "the controller does not respond to `scontrol ping`"
+        return Finding("Slurm", ERROR if wanted else WARNING, text, "wait, ask the site, or cluster=local")
     return Finding("Slurm", OK, "the tools are installed and the controller responds")
 
 

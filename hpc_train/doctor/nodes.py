@@ -24,6 +24,7 @@ from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import python
 from hpc_train.slurm import client
 from hpc_train.slurm.client import SlurmError
+from hpc_train.slurm.variables import Receiver, environment_for
 
 STEP_S = 300.0
 VISIBLE_S = 20.0  # wait at most this long until files of other nodes are visible here
@@ -70,7 +71,7 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     own = [*gpus.srun_options(gpus.per_node), *own]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
     try:
-        client.run(step, environment=client.inner_step_environment(), timeout_s=STEP_S)
+        client.run(step, environment=environment_for(Receiver.INNER_STEP), timeout_s=STEP_S)
     except SlurmError as error:
         lines = error.said.splitlines()
         own = [line.strip() for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]

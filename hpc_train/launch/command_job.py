@@ -13,11 +13,14 @@ from pathlib import Path
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
+from hpc_train.launch.sbatch import NO_SITE
 from hpc_train.launch.script import python
 from hpc_train.launch.shell import exports, setup_lines, shell_word
 from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
-from hpc_train.slurm.client import Problem, SlurmError
+from hpc_train.slurm.client import LostAnswer, Problem, SlurmError
+from hpc_train.slurm.site import other_clusters
+from hpc_train.slurm.variables import unset_lines
 
 CORES = 2  # one hashes, one reads and writes
 SETTLE_S = 75.0  # wait at most this long until a file of another node is visible (attribute caches)
@@ -31,6 +34,7 @@ class CommandJob:
     job_id: str
     log: Path
     code: Path
+    clusters: str | None = None
 
 
 def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[str] = ()) -> CommandJob:
@@ -49,8 +53,12 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     log = folder.absolute() / f"{name}-{secrets.token_hex(3)}.out"
     code = log.with_suffix(".code")
     options = [*_options(words[0], config), f"--output={log}", *extra]
+    clusters = other_clusters(config.cluster.clusters, NO_SITE)
     try:
-        return CommandJob(client.submit(options, _script(words, config, code)), log, code)
+        job_id = client.submit(options, _script(words, config, code), f"hpc_train-job:{log}", clusters)
+        return CommandJob(job_id, log, code, clusters)
+    except LostAnswer:
+        raise
     except SlurmError as error:
         if error.problem is not Problem.REFUSED:
             raise UserError(error.what, where="--submit", fix="leave --submit out to run it on this machine") from error
@@ -89,7 +97,7 @@ def _follow(job: CommandJob) -> int:
             return code
         now = time.monotonic()
         if now - asked > _ASK_EVERY_S:
-            asked, state = now, client.job_state(job.job_id)
+            asked, state = now, client.job_state(job.job_id, job.clusters)
             if state is None or state.is_alive:
                 gone = None
             else:
@@ -121,7 +129,7 @@ def _options(command: str, config: Config) -> list[str]:
     cluster = config.cluster
     asked = {
         "job-name": f"hpc_train-{command}",
-        "clusters": cluster.clusters,
+        "clusters": other_clusters(cluster.clusters, NO_SITE),
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
@@ -143,6 +151,7 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
     command = [*step, python(cluster, container), "-m", "hpc_train"]
     lines = [
         "#!/bin/bash",
+        *unset_lines(),
         "export SLURM_EXPORT_ENV=ALL",
         *exports(cluster.env),
         *setup_lines(cluster.setup),

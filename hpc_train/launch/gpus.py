@@ -15,8 +15,9 @@ from functools import cache
 from hpc_train.cluster.gpus import gpu_memory, gpu_names
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.slurm.client import own_job, preset, show_job
-from hpc_train.slurm.site import NodeKind, Site, gpus_of
+from hpc_train.slurm.client import own_job, show_job
+from hpc_train.slurm.site import NodeKind, Site, gpus_of, other_clusters
+from hpc_train.slurm.variables import preset
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
 
@@ -85,7 +86,7 @@ def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: lis
 
 def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
     """Returns the kinds of nodes that the job may get; empty if they are unknown."""
-    if cluster.clusters is not None:
+    if other_clusters(cluster.clusters, site) is not None:
         return []  # another cluster's nodes
     partitions = [site.partition(name or None) for name in (partition or "").split(",")]
     kinds = [kind for each in partitions if each is not None for kind in each.kinds]

@@ -13,8 +13,8 @@ from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import cores, memory
-from hpc_train.slurm.client import preset
-from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, seconds
+from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, other_clusters, seconds
+from hpc_train.slurm.variables import preset
 
 SIZE_MB = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)  # sbatch --mem
 UNIT_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
@@ -25,7 +25,7 @@ NamedLimits = tuple[str, PartitionLimits]  # with the name of the QOS or account
 
 def check_limits(job: Job, site: Site) -> None:
     """Raises UserError if the job can never start on ``site``."""
-    if job.config.cluster.clusters is not None:
+    if other_clusters(job.config.cluster.clusters, site) is not None:
         return  # the limits of another cluster are unknown here; sbatch checks them
     partition = _partition(job, site)
     association = _association(job, site, partition)
@@ -43,7 +43,7 @@ def check_limits(job: Job, site: Site) -> None:
 def check_queue(jobs: Sequence[Job], site: Site) -> None:
     """Raises UserError if more jobs are submitted than the user may have in the queue."""
     job = jobs[0]
-    if job.config.cluster.clusters is not None:
+    if other_clusters(job.config.cluster.clusters, site) is not None:
         return
     count = sum(each.config.launch.chain for each in jobs)
     partition = _partition(job, site)
@@ -57,6 +57,12 @@ def check_queue(jobs: Sequence[Job], site: Site) -> None:
             )
 
 
+def _set_by(job: Job, key: str) -> str:
+    """Returns what sets an option of the job: a key of ``cluster``, or a variable of the shell."""
+    by_shell = getattr(job.config.cluster, key) is None and preset(key) is not None
+    return f"SBATCH_{key.upper()} of this shell" if by_shell else f"cluster.{key}"
+
+
 def _partition(job: Job, site: Site) -> Partition | None:
     asked = job.config.cluster.partition or preset("partition")
     if not site.partitions:
@@ -66,7 +72,7 @@ def _partition(job: Job, site: Site) -> Partition | None:
     if unknown:
         raise UserError(
             f"partition {unknown[0]!r} does not exist on {site.name or 'this cluster'}",
-            where="cluster.partition",
+            where=_set_by(job, "partition"),
             fix=nearest(unknown[0], sorted(site.partitions)),
         )
     if len(names) > 1:
@@ -75,14 +81,14 @@ def _partition(job: Job, site: Site) -> Partition | None:
     if partition is None:
         raise UserError(
             "this cluster has no default partition",
-            where="cluster.partition",
+            where=_set_by(job, "partition"),
             fix=f"one of {', '.join(sorted(site.partitions))}",
         )
     if partition.state != "UP":
         open_ones = sorted(found.name for found in site.partitions.values() if found.state == "UP")
         raise UserError(
             f"the partition {partition.name} is {partition.state}",
-            where="cluster.partition",
+            where=_set_by(job, "partition"),
             fix=f"one of {', '.join(open_ones)}" if open_ones else "wait until it is up",
         )
     return partition
@@ -99,14 +105,14 @@ def _association(job: Job, site: Site, partition: Partition | None) -> Associati
     if not known:
         raise UserError(
             "you have no account on this cluster, which refuses jobs without one",
-            where="cluster.account",
+            where=_set_by(job, "account"),
             fix="ask the site's support for an account",
         )
     own = [each for each in site.associations if (each.account == account.lower() if account else each.default)]
     if account is not None and not own:
         raise UserError(
             f"account {account!r} is not one of yours on this cluster",
-            where="cluster.account",
+            where=_set_by(job, "account"),
             fix=f"one of {', '.join(known)}",
         )
     by_partition = {found.partition: found for found in own}
@@ -144,7 +150,7 @@ def _check_qos(job: Job, site: Site, association: Association | None) -> None:
     if qos not in allowed:
         raise UserError(
             f"your account may not use QOS {qos!r}" if qos in site.qos else f"QOS {qos!r} does not exist here",
-            where="cluster.qos",
+            where=_set_by(job, "qos"),
             fix=f"one of {', '.join(sorted(allowed))}, or null for the default",
         )
 
@@ -158,7 +164,7 @@ def _check_access(job: Job, partition: Partition, association: Association | Non
         if name is not None and allowed is not None and name not in allowed:
             raise UserError(
                 f"partition {partition.name} does not allow {key} {name}",
-                where=f"cluster.{key}",
+                where=_set_by(job, key),
                 fix=f"one of {', '.join(sorted(allowed))}, or another cluster.partition",
             )
 

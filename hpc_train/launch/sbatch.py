@@ -18,8 +18,8 @@ from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
-from hpc_train.slurm.client import preset
-from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, seconds
+from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, other_clusters, seconds
+from hpc_train.slurm.variables import preset
 
 Options = Mapping[str, str | None]  # keys are long option names without dashes; None: an option without a value
 
@@ -36,7 +36,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     partition = site.partition(cluster.partition or preset("partition"))
     fewest, most = asked_nodes(job.config)
     asked: dict[str, Any] = {
-        "clusters": cluster.clusters,
+        "clusters": other_clusters(cluster.clusters, site),
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,

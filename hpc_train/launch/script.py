@@ -26,14 +26,18 @@ from hpc_train.launch.sbatch import Options, arguments
 from hpc_train.launch.shell import comment, exports, own_lines, setup_lines, shell_word
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
+from hpc_train.slurm.variables import unset_lines
 
-ENVIRONMENT = """\
+ENVIRONMENT = (
+    "\n".join(unset_lines())
+    + """
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
 # srun does not inherit --cpus-per-task from the job; on exclusive nodes, a task gets all cores of the smallest node
 cores=$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 """.rstrip()
+)
 
 BY_HAND = """\
 # The part of a batch script that follows `freeze`, the same as in jobs that `-m` submits. The arguments start an agent:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 from hpc_train.errors import UserError
 from hpc_train.slurm.states import FORGOTTEN, JobState, Phase, state_of
+from hpc_train.slurm.variables import Receiver, environment_for
 
 BRIEF_S = 5.0  # for a query inside a job that has little time left, or that is merely nice to have
 QUERY_S = 20.0  # for any other query: a controller under load takes seconds
@@ -31,11 +35,13 @@ UNREACHABLE = (
     "Connection timed out",
     "Zero Bytes were transmitted",
 )
+# the connection has failed, so the controller has not got the request
+NOT_SENT = ("connect failure", "Unable to establish controller", "Connection refused")
+LOOKS = 3  # for a job whose submission was not answered; the controller may still be busy with it
 CLOCKS_S = 60.0  # by which the clocks of two machines may differ
 UNUSABLE = ("down", "drain", "fail", "unknown")
 UNKNOWN_JOB = "Invalid job id"
 FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
-KEPT = ("SLURM_CONF",)  # says which cluster this is, not which job
 
 Query = Callable[[Sequence[str]], str | None]
 
@@ -77,6 +83,9 @@ def run(
 ) -> str:
     """Runs a command of Slurm and returns its standard output.
 
+    Args:
+        environment: the variables of the command; without it, those of this process that reach a query.
+
     Raises:
         SlurmError: it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
     """
@@ -91,7 +100,7 @@ def _completed(
         done = subprocess.run(
             command,
             input=stdin,
-            env=environment,
+            env=environment_for(Receiver.QUERY) if environment is None else environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",  # comments on jobs are in any encoding
@@ -104,10 +113,13 @@ def _completed(
         raise SlurmError(name, Problem.MISSING, str(error)) from error
     if done.returncode == 0:
         return done
-    said = done.stderr.strip() or f"exit code {done.returncode}"
+    raise failure(name, done.stderr.strip() or f"exit code {done.returncode}", done.stdout)
+
+
+def failure(command: str, said: str, output: str = "") -> SlurmError:
+    """Returns the error for a command that has failed with ``said`` on standard error."""
     unreachable = any(text in said for text in UNREACHABLE)
-    problem = Problem.SILENT if unreachable else Problem.REFUSED
-    raise SlurmError(name, problem, said, done.stdout)
+    return SlurmError(command, Problem.SILENT if unreachable else Problem.REFUSED, said, output)
 
 
 def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
@@ -118,9 +130,41 @@ def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
         return None
 
 
-def controller_responds() -> bool:
-    """Returns whether a controller is up (``scontrol ping``)."""
-    return " is UP" in (query(["scontrol", "ping"]) or "")
+NO_CONFIGURATION = "Could not establish a configuration source"  # neither slurm.conf nor a controller is found
+
+
+class Controller(Enum):
+    """Whether this machine has a Slurm controller."""
+
+    UP = auto()
+    ABSENT = auto()  # there is no sbatch
+    UNCONFIGURED = auto()  # Slurm's commands find no cluster: they are installed on a machine that belongs to none
+    SILENT = auto()  # there is a cluster, but its controller does not respond
+
+
+def find_controller() -> tuple[Controller, str]:
+    """Asks for the controller of this machine; returns its state, and what Slurm's commands say if it is not up.
+
+    Some sites do not allow users ``scontrol ping``. ``sinfo`` and ``squeue`` then decide.
+    """
+    if shutil.which("sbatch") is None:
+        return Controller.ABSENT, "sbatch is not on the PATH"
+    said = []
+    for command in (["scontrol", "ping"], ["sinfo", "--noheader", "--format=%P"], ["squeue", "--noheader", "--me"]):
+        try:
+            answer = run(command)
+        except SlurmError as error:
+            said.append(f"{command[0]}: {(error.said.splitlines() or [''])[-1]}")
+            is_down = " is DOWN" in error.output
+            if NO_CONFIGURATION in error.said and "SLURM_CONF" not in os.environ:
+                return Controller.UNCONFIGURED, said[0]
+            if is_down or error.problem is Problem.SILENT:
+                return Controller.SILENT, f"{command[0]}: {error.output.splitlines()[0]}" if is_down else said[-1]
+            continue
+        if command[0] != "scontrol" or " is UP" in answer:
+            return Controller.UP, ""
+        said.append(f"scontrol: {answer.strip()}")
+    return Controller.SILENT, "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -288,14 +332,111 @@ def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | N
         run(command, timeout_s=PATIENT_S)
 
 
-def submit(options: Sequence[str], script: str) -> str:
+def submit(options: Sequence[str], script: str, comment: str, clusters: str | None = None) -> str:
     """Submits a batch script and returns the id of the job.
+
+    Args:
+        comment: the comment of this job and of no other.
 
     Raises:
         SlurmError: Slurm does not take it.
     """
-    printed = _sbatch(["--parsable", *options], script).stdout
-    return printed.strip().partition(";")[0]
+
+    def send() -> str:
+        return job_in_answer(_sbatch(["--parsable", f"--comment={comment}", *options], script).stdout)
+
+    return submitted_job(send, comment, clusters=clusters)
+
+
+SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b")
+PARSABLE = re.compile(r"(\d+)(?:;\S*)?")
+
+
+def job_in_answer(printed: str) -> str:
+    """Returns the id of the job in what ``sbatch --parsable``, or a site's wrapper of it, prints among other lines.
+
+    Raises:
+        SlurmError: there is none, or it is not clear which number it is.
+    """
+    lines = [line.strip() for line in printed.splitlines()]
+    by_sentence = {found[1] for line in lines if (found := SENTENCE.search(line)) is not None}
+    by_number = {found[1] for line in lines if (found := PARSABLE.fullmatch(line)) is not None}
+    ids = by_sentence or by_number
+    if len(ids) != 1:
+        said = f"exit code 0, but it does not print the id of one job: {printed.strip()!r}"
+        raise SlurmError("sbatch", Problem.SILENT, said, printed)
+    return ids.pop()
+
+
+class LostAnswer(SlurmError):
+    """A submission whose answer is lost, and whose job is not in the queue, or the queue cannot be read."""
+
+    def __init__(self, said: str, comment: str, *, queue_is_known: bool) -> None:
+        super().__init__("sbatch", Problem.SILENT, said)
+        seen = "squeue shows no job of this submission, but it may still appear"
+        unseen = "squeue does not respond either, and the job may be queued"
+        self.what = f"sbatch failed, and Slurm may have accepted the job: {said}; {seen if queue_is_known else unseen}"
+        self.where = "sbatch"
+        self.fix = (
+            f"look for it before you submit again: squeue --me --format='%i %T %k' | grep -F {shlex.quote(comment)}; "
+            "scancel ID cancels it"
+        )
+
+
+def submitted_job(
+    send: Callable[[], str], comment: str, known: Collection[str] = (), clusters: str | None = None
+) -> str:
+    """Submits a job and returns its id. If the answer is lost, the job is found in the queue by its comment.
+
+    An interrupted submission is cancelled.
+
+    Args:
+        send: submits the job and returns its id; raises SlurmError.
+        comment: the comment of the job.
+        known: the ids of other jobs with this comment.
+
+    Raises:
+        SlurmError: Slurm does not take the job.
+        LostAnswer: it is unknown whether Slurm has taken the job.
+    """
+    try:
+        return send()
+    except SlurmError as error:
+        is_sent = error.problem is Problem.SILENT and not any(text in error.said for text in NOT_SENT)
+        if not is_sent and not re.search(r"\d", error.output):
+            raise
+        lost = error
+    except BaseException:
+        for job_id in _jobs_with(comment, known, clusters) or ():
+            print(f"cancelling job {job_id}, which was just submitted", file=sys.stderr)
+            cancel([job_id], clusters=clusters)
+        raise
+    found = None
+    for look in range(LOOKS):
+        if look:
+            time.sleep(REPEAT_AFTER_S)
+        found = _jobs_with(comment, known, clusters)
+        if found:
+            break
+    if not found:
+        if lost.problem is Problem.REFUSED and found is not None:
+            raise lost
+        raise LostAnswer(lost.said, comment, queue_is_known=found is not None) from lost
+    first, *others = found
+    print(f"note: the answer of sbatch was lost ({lost.said}); its job {first} is in the queue", file=sys.stderr)
+    if others:
+        print(f"cancelling other jobs of the same submission: {', '.join(others)}", file=sys.stderr)
+        cancel(others, clusters=clusters)
+    return first
+
+
+def _jobs_with(comment: str, known: Collection[str], clusters: str | None) -> list[str] | None:
+    """Returns the jobs of this user with ``comment`` that have not ended, arrays as one; None if Slurm is silent."""
+    jobs = list_jobs(["--me", *on_clusters(clusters)], QUERY_S)
+    if jobs is None:
+        return None
+    ids = {job.job_id.partition("_")[0] for job in jobs if job.comment == comment and state_of(job.state).is_alive}
+    return sorted(ids - set(known), key=int)
 
 
 ESTIMATE = re.compile(r"sbatch: Job \S+ to start at (\S+)")
@@ -335,19 +476,8 @@ def local_time(text: str) -> float | None:
 
 
 def _sbatch(options: Sequence[str], script: str, timeout_s: float = PATIENT_S) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in inherited_variables()}
+    environment = environment_for(Receiver.SBATCH)
     return _completed(["sbatch", *options], stdin=script, environment=environment, timeout_s=timeout_s)
-
-
-def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the variables of a surrounding job, which a submission must not pass on; none outside of a job.
-
-    ``SLURM_CPUS_PER_TASK`` and its like would reach the steps of the new job and contradict its own options.
-    """
-    if "SLURM_JOB_ID" not in environment:
-        return []
-    prefixes = ("SLURM_", "SBATCH_", "SRUN_")
-    return sorted(name for name in environment if name.startswith(prefixes) and name not in KEPT)
 
 
 LAST_STEP_ID = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID of slurm.h; batch scripts and shells of salloc are above it
@@ -360,16 +490,3 @@ def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
     """
     step = environment.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) <= LAST_STEP_ID
-
-
-def preset(option: str) -> str | None:
-    """Returns the value that ``SBATCH_*`` sets for an option which a submission does not have; None without one."""
-    name = f"SBATCH_{option.upper()}"
-    return None if name in inherited_variables() else os.environ.get(name) or None
-
-
-def inner_step_environment() -> dict[str, str]:
-    """Returns the environment for an srun within a step, whose own variables would become options of the inner step."""
-    kept = (*KEPT, "SLURM_JOB_ID", "SLURM_JOBID")
-    variables = os.environ.items()
-    return {name: value for name, value in variables if name in kept or not name.startswith(("SLURM_", "SRUN_"))}

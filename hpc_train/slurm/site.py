@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
+from hpc_train.slurm.variables import preset_clusters
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,16 @@ class Site:
         if name is not None:
             return self.partitions.get(name)
         return next((found for found in self.partitions.values() if found.default), None)
+
+
+def other_clusters(asked: str | None, site: Site) -> str | None:
+    """Returns the clusters that a job goes to, of ``cluster.clusters`` or the shell; None for that of this machine.
+
+    Args:
+        asked: ``cluster.clusters``.
+    """
+    clusters = asked or preset_clusters()
+    return None if asked is None and clusters == site.name else clusters
 
 
 def read_site(ask: Query = query) -> Site:

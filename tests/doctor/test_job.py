@@ -70,7 +70,7 @@ def test_the_command_of_a_job_is_one_task_on_its_first_node(tmp_path: Path, monk
     """srun warns about one task in a job of several nodes unless the step requests one node."""
     sent: list[tuple[Sequence[str], str]] = []
 
-    def sbatch(options: Sequence[str], script: str) -> str:
+    def sbatch(options: Sequence[str], script: str, comment: str, clusters: str | None) -> str:
         sent.append((options, script))
         return "41"
 

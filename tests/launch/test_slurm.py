@@ -16,6 +16,7 @@ from hpc_train.launch.executors.array_turns import divide, pass_on_lines
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import SlurmStatuses
+from hpc_train.slurm import client
 from tests.launch.jobs import make_job
 
 SITE = ClusterConfig(kind="slurm", nodes=2, gpus_per_node=4, partition="gpu", account="lab", time="02:00:00")
@@ -187,8 +188,8 @@ def test_inside_a_job_nothing_of_it_is_handed_down(
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
         monkeypatch.setenv(name, "7")
     SlurmJobExecutor().submit([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)], tmp_path / "sweep", 1)
-    handed = [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))]
-    assert handed == ["SLURM_CONF=7"]
+    handed = {line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))}
+    assert handed == {"SLURM_CONF=7", "SBATCH_PARTITION=7"}, "defaults of the user stay"
 
 
 REFUSALS = [  # what sbatch prints, and what the user must read, set in and fix
@@ -201,7 +202,8 @@ REFUSALS = [  # what sbatch prints, and what the user must read, set in and fix
     (["Batch job submission failed: Requested node configuration is not available"], "cluster.mem", "sinfo -o"),
     (["If munged is up, restart with --num-threads=10", "Munge encode failed: Failed to access socket",
       "Batch job submission failed: Protocol authentication error"], "munge", "report it"),
-    (["Batch job submission failed: Unable to contact slurm controller"], "cluster.kind", "cluster=local"),
+    (["Batch job submission failed: Unable to contact slurm controller (connect failure)"], "cluster.kind",
+     "cluster=local"),
 ]  # fmt: skip
 
 
@@ -293,3 +295,29 @@ def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         select_executor(SITE)
     with pytest.raises(UserError, match="on this machine only"):
         select_executor(ClusterConfig()).shape(ClusterConfig(nodes=2))
+
+
+@pytest.mark.parametrize(("chain", "jobs"), [(1, 1), (1, 3), (3, 1)])
+def test_a_submission_whose_answer_is_lost_is_adopted(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int, jobs: int
+) -> None:
+    """A single job, an array and a chain: the last answer is lost, and its job is in the queue."""
+    monkeypatch.setattr(client, "REPEAT_AFTER_S", 0.01)
+    count = f"$(wc -l < {tmp_path}/calls)"
+    lost = "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"
+    command(
+        slurm,
+        "sbatch",
+        f'echo "$@" >> {tmp_path}/calls; [ {count} -lt {chain} ] || {{ {lost}; }}; echo $((40 + {count}))',
+    )
+    made = [make_job(tmp_path / "sweep", number, cluster=SITE, gpus=4) for number in range(jobs)]
+    for job in made:
+        job.config.launch.chain = chain
+    comment = f"hpc_train:{made[0].run.path if jobs == 1 else tmp_path / 'sweep'}"
+    suffix = "_[0-2]" if jobs > 1 else ""
+    rows = [f"{40 + number}{suffix}|PENDING|N/A|{comment}|None" for number in range(1, chain + 1)]
+    command(slurm, "squeue", "\n".join(f"echo '{row}'" for row in rows))
+    executor = SlurmJobExecutor()
+    ids = executor.submit(made, tmp_path / "sweep", jobs)
+    assert ids == ([f"41_{number}" for number in range(jobs)] if jobs > 1 else ["41"])
+    assert executor.identity(ids[0]).get("chain", []) == ([] if chain == 1 else ["41", "42", "43"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hpc_train.launch.diagnosis import BY_STATE
 from hpc_train.launch.job_status import JobStatus
 from hpc_train.slurm import client
-from hpc_train.slurm.client import Problem, SlurmError
+from hpc_train.slurm.client import Controller, LostAnswer, Problem, SlurmError
 from hpc_train.slurm.states import STATES, Phase, state_of
 
 # base states and flags of https://slurm.schedmd.com/job_state_codes.html
@@ -108,15 +109,124 @@ def test_a_submission_is_sent_once_and_without_the_surrounding_job(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(tools, "sbatch", f"env >> {tools}/env; cat > {tools}/script; echo '41;cluster'")
-    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_WAIT", "SBATCH_PARTITION", "SLURM_CONF"):
         monkeypatch.setenv(name, "7")
-    assert client.submit(["--nodes=1"], "#!/bin/sh\n") == "41"
-    handed = [line for line in (tools / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))]
-    assert handed == ["SLURM_CONF=7"]
-    command(tools, "sbatch", f"echo >> {tools}/calls; echo 'Socket timed out on send/recv operation' >&2; exit 1")
-    with pytest.raises(SlurmError):
-        client.submit([], "")
+    assert client.submit(["--nodes=1"], "#!/bin/sh\n", "mine") == "41"
+    handed = {line for line in (tools / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))}
+    assert handed == {"SLURM_CONF=7", "SBATCH_PARTITION=7"}
+    command(tools, "sbatch", f"echo >> {tools}/calls; {LOST}")
+    command(tools, "squeue", "true")
+    with pytest.raises(LostAnswer):
+        client.submit([], "", "mine")
     assert len((tools / "calls").read_text().splitlines()) == 1
+
+
+LOST = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "100042",
+        "100042;tier1",
+        "Submitted batch job 100042",
+        "Submitted batch job 100042 on cluster tier1",
+        "Welcome! this is job 7 of 20 today\nSubmitted batch job 100042",
+        "sbatch: checking your quota: 12 of 20\n100042;tier1\nhave a nice day, job 3",
+        "17\nSubmitted batch job 100042",
+    ],
+)
+def test_the_id_among_the_words_of_a_site(printed: str) -> None:
+    assert client.job_in_answer(f"{printed}\n") == "100042"
+
+
+@pytest.mark.parametrize("printed", ["", "accepted", "17\n100042", "Submitted batch job 1\nSubmitted batch job 2"])
+def test_an_answer_without_one_id_is_no_answer(printed: str) -> None:
+    with pytest.raises(SlurmError, match="does not print the id of one job"):
+        client.job_in_answer(printed)
+
+
+QUEUE = "echo '40_0|RUNNING|N/A|mine|None'; echo '41|RUNNING|N/A|other|None'; echo '43|CANCELLED|N/A|mine|None'"
+
+
+@pytest.mark.parametrize("answer", [LOST, "echo queued", "echo 17; echo 42", "echo 17; echo quota >&2; exit 1"])
+def test_a_job_whose_answer_is_lost_is_found_by_its_comment(
+    tools: Path, capsys: pytest.CaptureFixture[str], answer: str
+) -> None:
+    """It appears at the second look, and an earlier job with the same comment is not taken for it."""
+    command(tools, "sbatch", answer)
+    command(
+        tools, "squeue", f"{QUEUE}; [ ! -e {tools}/asked ] || echo '42_[0-3]|PENDING|N/A|mine|None'; : > {tools}/asked"
+    )
+
+    def send() -> str:
+        return client.job_in_answer(client.run(["sbatch"]))
+
+    assert client.submitted_job(send, "mine", ["40"]) == "42"
+    assert "its job 42 is in the queue" in capsys.readouterr().err
+
+
+def test_a_lost_answer_says_how_to_look_for_the_job(tools: Path) -> None:
+    command(tools, "sbatch", LOST)
+    command(tools, "squeue", QUEUE)
+    with pytest.raises(LostAnswer, match="squeue shows no job of this submission") as caught:
+        client.submit([], "", "a run")
+    assert "squeue --me" in caught.value.fix and "grep -F 'a run'" in caught.value.fix
+    command(tools, "squeue", LOST)
+    with pytest.raises(LostAnswer, match="squeue does not respond either, and the job may be queued"):
+        client.submit([], "", "a run")
+
+
+def test_a_refusal_and_a_failed_connection_are_not_looked_for(tools: Path) -> None:
+    command(tools, "squeue", f": > {tools}/asked")
+    for said in ("Invalid partition name specified", "Unable to contact slurm controller (connect failure)"):
+        command(tools, "sbatch", f"echo '{said}' >&2; exit 1")
+        with pytest.raises(SlurmError, match=re.escape(said)):
+            client.submit([], "", "mine")
+    assert not (tools / "asked").exists()
+
+
+def test_an_interrupted_submission_is_cancelled_and_so_are_its_doubles(tools: Path) -> None:
+    command(tools, "squeue", f"{QUEUE}; echo '42|PENDING|N/A|mine|None'; echo '44|PENDING|N/A|mine|None'")
+    command(tools, "scancel", f'echo "$@" >> {tools}/cancelled')
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.submitted_job(interrupted, "mine", ["40"])
+    command(tools, "sbatch", LOST)
+    assert client.submitted_job(lambda: client.run(["sbatch"]), "mine", ["40"]) == "42"
+    assert (tools / "cancelled").read_text().split() == ["42", "44", "44"]
+
+
+@pytest.mark.parametrize(
+    ("ping", "others", "expected"),
+    [
+        ("echo 'Slurmctld(primary) at c1 is UP'", "exit 1", Controller.UP),
+        ("echo 'Slurmctld(primary) at c1 is DOWN'; exit 1", "exit 1", Controller.SILENT),
+        ("echo 'scontrol: not allowed for users' >&2; exit 1", "echo cpu", Controller.UP),
+        ("echo 'scontrol: not allowed for users' >&2; exit 1", "echo 'not allowed' >&2; exit 1", Controller.SILENT),
+        ("echo 'scontrol: not allowed for users' >&2; exit 1", LOST, Controller.SILENT),
+        ("echo 'fatal: Could not establish a configuration source' >&2; exit 1", "exit 1", Controller.UNCONFIGURED),
+    ],
+)
+def test_whether_there_is_a_controller(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, ping: str, others: str, expected: Controller
+) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    command(tools, "sbatch", "true")
+    command(tools, "scontrol", ping)
+    command(tools, "sinfo", others)
+    command(tools, "squeue", others)
+    assert client.find_controller()[0] is expected
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")  # then there should be one
+    assert client.find_controller()[0] is (Controller.SILENT if expected is Controller.UNCONFIGURED else expected)
+
+
+def test_a_machine_without_sbatch_has_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert client.find_controller()[0] is Controller.ABSENT
 
 
 def test_only_the_client_runs_commands_of_slurm() -> None:

@@ -100,6 +100,29 @@ def test_offline_records_the_lines_of_this_job(tmp_path: Path, monkeypatch: pyte
     assert client.outcome() == {"mode": "offline", "url": fake.url}
 
 
+@pytest.mark.parametrize("by_agent", [False, True])
+def test_a_sweep_of_the_shell_gives_no_id_to_the_run_unless_its_agent_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_agent: bool
+) -> None:
+    seen: list[str | None] = []
+
+    def init(**settings: Any) -> FakeRun:
+        seen.append(os.environ.get("WANDB_SWEEP_ID"))
+        return FakeRun()
+
+    install(monkeypatch, init)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    monkeypatch.setenv("WANDB_RUN_ID", "left1")
+    parameters = tmp_path / "config-left1.yaml"
+    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(parameters))
+    if by_agent:
+        parameters.touch()
+    backend(tmp_path).open()
+    assert seen == ["abc" if by_agent else None]
+    word = "the agent of the sweep abc gives the run the id left1" if by_agent else "WANDB_SWEEP_ID is not used"
+    assert word in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("no_account")
 def test_the_service_gets_each_step_of_two_attempts_and_a_rollback_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

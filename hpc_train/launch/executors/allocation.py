@@ -30,7 +30,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.streams import nonfailing_streams
-from hpc_train.slurm.client import inner_step_environment, is_in_step
+from hpc_train.slurm.client import is_in_step
+from hpc_train.slurm.variables import Receiver, environment_for
 from hpc_train.telemetry.progress import Progress
 
 # A run that cannot continue without a node ends with its first agent. srun kills agents that then do not end, as on a
@@ -86,7 +87,7 @@ class AllocationExecutor(ProcessExecutor):
                     stdout=file,
                     stderr=file,
                     start_new_session=True,
-                    env=inner_step_environment() if is_in_step() else None,
+                    env=environment_for(Receiver.INNER_STEP if is_in_step() else Receiver.SCRIPT),
                 )
             self._steps[str(step.pid)] = step
             ids.append(str(step.pid))

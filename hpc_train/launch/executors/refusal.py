@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.slurm.client import UNREACHABLE
+from hpc_train.slurm.client import NO_CONFIGURATION, UNREACHABLE
+from hpc_train.slurm.variables import Receiver, preset_clusters, reaches
 
-NO_CONFIGURATION = "Could not establish a configuration source"  # sbatch finds neither slurm.conf nor a controller
 AUTHENTICATION = re.compile(r"munge|authentication (error|plugin)|Invalid authentication", re.IGNORECASE)
 TOO_FEW_NOW = "Requested node configuration is not available"  # also for impossible requests
 NODES = "sinfo -o '%P %D %c %m %G %f' lists the nodes, cores, memory in MiB, GPUs and features of each partition"
@@ -66,7 +67,35 @@ def refusal(said: str) -> UserError:
         )
     keys, fix = _fix(said, several=len(lines) > 1)
     where = ", ".join(f"cluster.{key}" for key in keys.split(", "))
+    named, others = shell_options(said)
+    if named:
+        where = ", ".join(f"{name} of this shell" for name in named)
+        fix = f"unset {' '.join(named)}, or set them to what this cluster accepts"
+    elif others:
+        fix += f"; sbatch also reads {', '.join(others)} of this shell"
     return UserError(f"sbatch refused the job: {words}", where=where, fix=fix)
+
+
+def shell_options(said: str, environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
+    """Returns the variables of the shell that set options of sbatch: those that a refusal is about, and the others.
+
+    sbatch refuses a wrong value even where its command line has another one.
+    """
+    names = [name for name in environment if name.startswith("SBATCH_") and reaches(name, Receiver.SBATCH)]
+    if preset_clusters(environment) is not None:
+        names += [name for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS") if environment.get(name)]
+    named = sorted(name for name in names if _is_about(said, name, environment[name]))
+    return named, sorted({*names} - {*named})
+
+
+_LONG_OPTIONS = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem", "SBATCH_REQ_SWITCH": "switches"}
+
+
+def _is_about(said: str, name: str, value: str) -> bool:
+    """Returns whether a refusal names the value of a variable or its option."""
+    option = _LONG_OPTIONS.get(name) or name.partition("_")[2].lower().replace("_", "-")
+    by_value = value != "" and re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", said) is not None
+    return by_value or re.search(rf"--{option}\b(?!-)|\binvalid {option}\b", said, re.IGNORECASE) is not None
 
 
 def _fix(said: str, several: bool) -> tuple[str, str]:

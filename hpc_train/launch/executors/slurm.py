@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 from rich.console import Console
-from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
+from submitit.core.utils import FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_train.cluster.allocation import workers_per_node
@@ -49,10 +50,12 @@ from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import append_line, write_text
+from hpc_train.run.lease import job_ids
 from hpc_train.slurm import client
-from hpc_train.slurm.client import Check, Problem, SlurmError, inherited_variables, on_clusters
+from hpc_train.slurm.client import Check, LostAnswer, Problem, SlurmError, on_clusters
 from hpc_train.slurm.queue_estimate import ESTIMATES, Estimate
-from hpc_train.slurm.site import Site, begun_site
+from hpc_train.slurm.site import Site, begun_site, other_clusters
+from hpc_train.slurm.variables import Receiver, notes_of_withheld, withheld
 
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
@@ -72,9 +75,22 @@ class ScriptExecutor(SlurmExecutor):
         self._mode = mode
 
     def submit_script(self) -> str:
-        """Submits the script; returns the id of the job or the array."""
+        """Submits the script; returns the id of the job or the array.
+
+        Raises:
+            SlurmError: sbatch has failed, or has not printed an id.
+        """
         JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
-        return str(self._submit_command("").job_id)
+        try:
+            return str(self._submit_command("").job_id)
+        except FailedJobError as error:
+            failed = error.__cause__
+            output = failed.output if isinstance(failed, CalledProcessError) else ""
+            raise client.failure("sbatch", str(error), output) from error
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        return client.job_in_answer(string if isinstance(string, str) else string.decode(errors="replace"))
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         # submitit has created the file and writes this text; a umask would become that of the job
@@ -83,8 +99,9 @@ class ScriptExecutor(SlurmExecutor):
         return self._text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        unset = [part for name in inherited_variables() for part in ("-u", name)]
-        return [*(["env", *unset] if unset else []), "sbatch", *arguments(self._asked), str(submission_file_path)]
+        unset = [part for name in withheld(Receiver.SBATCH) for part in ("-u", name)]
+        command = ["sbatch", "--parsable", *arguments(self._asked), str(submission_file_path)]
+        return [*(["env", *unset] if unset else []), *command]
 
 
 class SlurmJobExecutor:
@@ -124,7 +141,7 @@ class SlurmJobExecutor:
         """Checks the jobs against the limits of the site, and each shape with ``sbatch --test-only``."""
         check_queue(jobs, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
-        lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
+        lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
         for same, turn in self._arrays(jobs):
             check_limits(same[0], self.site)
             found = _test_only(same[0], {**options(same[0], self.site), **array(len(same), turn.at_once)})
@@ -146,7 +163,7 @@ class SlurmJobExecutor:
         return found
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
-        self._clusters = jobs[0].config.cluster.clusters
+        self._clusters = other_clusters(jobs[0].config.cluster.clusters, self.site)
         submitted: list[str] = []
         try:
             return self._submit_arrays(jobs, sweep, submitted)
@@ -176,7 +193,7 @@ class SlurmJobExecutor:
             folder.mkdir(parents=True, exist_ok=True)
             if len(same) > 1:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
-            main = self._submit_chain(same[0], folder, text, asked)
+            main = self._submit_chain(same, folder, text, asked, submitted)
             submitted.append(main)
             self._record_estimate(same[0], f"{main}_0" if len(same) > 1 else main)
             if turn.shared is not None:
@@ -216,7 +233,7 @@ class SlurmJobExecutor:
     def _record_estimate(self, job: Job, job_id: str) -> None:
         """Records when Slurm expected a submission to start, from which ``plan`` tells how far off it usually is."""
         expected, cluster = self._expected.get(job.number), job.config.cluster
-        if expected is None or cluster.begin or cluster.dependency or cluster.clusters:
+        if expected is None or cluster.begin or cluster.dependency or self._clusters:
             return
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
         with suppress(OSError):  # the root belongs to somebody else
@@ -230,14 +247,29 @@ class SlurmJobExecutor:
         """Returns ``ids`` with the other jobs of their chains."""
         return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
 
-    def _submit_chain(self, job: Job, folder: Path, text: str, asked: Options) -> str:
-        """Submits a script, ``launch.chain`` times; returns the id of the first."""
-        count, ids = job.config.launch.chain, []
+    def _submit_chain(
+        self, same: Sequence[Job], folder: Path, text: str, asked: Options, submitted: Sequence[str]
+    ) -> str:
+        """Submits a script, ``launch.chain`` times; returns the id of the first.
+
+        Args:
+            submitted: the ids of the earlier submissions for the same directory.
+        """
+        job, ids = same[0], list[str]()
+        count, earlier = job.config.launch.chain, _recorded(same)
 
         def one(dependency: str | None) -> str:
             more = {} if dependency is None else {"dependency": dependency}
-            ids.append(_submit(ScriptExecutor(folder, text, {**asked, **more}, file_mode(job.config))))
-            return ids[-1]
+            executor = ScriptExecutor(folder, text, {**asked, **more}, file_mode(job.config))
+            known = {*earlier, *self._all(submitted), *ids}
+            try:
+                job_id = client.submitted_job(executor.submit_script, str(asked["comment"]), known, self._clusters)
+            except LostAnswer:
+                raise
+            except SlurmError as error:
+                raise refusal(error.said) from error
+            ids.append(job_id)
+            return job_id
 
         try:
             submit_chain(count, one)
@@ -269,7 +301,7 @@ class SlurmJobExecutor:
         """Returns the submissions, and how ``launch.array_parallelism`` is divided among them."""
         groups = self._by_shape(jobs)
         turns = divide([len(same) for same in groups], jobs[0].config.launch.array_parallelism)
-        if jobs[0].config.cluster.clusters:  # a job sees the arrays of its own cluster only
+        if other_clusters(jobs[0].config.cluster.clusters, self.site):  # a job sees the arrays of its own cluster only
             turns = [replace(turn, shared=None) for turn in turns]
         for same, turn in zip(groups, turns, strict=True):
             if turn.after is not None and "?" in (same[0].config.cluster.dependency or ""):
@@ -348,11 +380,10 @@ def _ids_file(jobs: Sequence[Job], sweep: Path) -> Path:
     return sweep / "slurm" / _listing(jobs).replace("runs-", "submissions-")
 
 
-def _submit(executor: ScriptExecutor) -> str:
-    try:
-        return executor.submit_script()
-    except (FailedJobError, FailedSubmissionError) as error:
-        raise refusal(str(error)) from error
+def _recorded(jobs: Sequence[Job]) -> set[str]:
+    """Returns the Slurm jobs of earlier submissions of ``jobs``, arrays as one."""
+    submissions = [entry for job in jobs for entry in job.run.record().get("submissions", [])]
+    return {str(job_id).partition("_")[0] for entry in submissions for job_id in job_ids(entry)}
 
 
 def _test_only(job: Job, asked: Options) -> Check:
@@ -366,15 +397,15 @@ def _test_only(job: Job, asked: Options) -> Check:
     except SlurmError as error:
         if error.problem is Problem.SILENT:
             return Check([], None)
-        if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster)):
+        if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster, asked.get("clusters"))):
             names = ", ".join(sorted(away))
             return Check([f"note: the job may have to wait for nodes that are down or drained now: {names}"], None)
         raise refusal(error.said) from error
 
 
-def _away(cluster: ClusterConfig) -> set[str]:
+def _away(cluster: ClusterConfig, clusters: str | None) -> set[str]:
     """Returns the nodes of the partition that are unavailable now but may come back."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
-    command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
+    command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(clusters), *partition]
     states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
     return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.slurm.variables import Receiver, withheld
 from hpc_train.telemetry.sinks.backend import Line
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
@@ -68,6 +69,8 @@ class Wandb(Tracker):
 
     def open(self) -> bool:
         self.mode = resolve_mode(self._settings.mode, self._tell) if self.is_live else "online"
+        if self.mode != "disabled":
+            _leave_sweep(self._tell)
         if not self.is_live and (why := why_offline()) is not None:
             fix = "wandb login, or WANDB_API_KEY, on a machine with a route to the service"
             raise UserError(f"W&B: {why}", where="WANDB_API_KEY, WANDB_BASE_URL", fix=fix)
@@ -160,6 +163,22 @@ class Wandb(Tracker):
 
     def outcome(self) -> dict[str, Any]:
         return {"mode": self.mode, "url": self.url}
+
+
+def _leave_sweep(tell: Callable[[str], object]) -> None:
+    """Removes the variables of a sweep of W&B from this process, unless its agent has started the run.
+
+    An agent also sets the id of the run and writes a file with its parameters. The id is that of the agent then.
+    """
+    sweep, parameters = os.environ.get("WANDB_SWEEP_ID"), os.environ.get("WANDB_SWEEP_PARAM_PATH")
+    run_id = os.environ.get("WANDB_RUN_ID")
+    if sweep and run_id and parameters and Path(parameters).is_file():
+        tell(f"W&B: the agent of the sweep {sweep} gives the run the id {run_id}")
+        return
+    for name in withheld(Receiver.WANDB):
+        if name.startswith("WANDB_"):
+            tell(f"W&B: {name} is not used, since no agent of a sweep has started this run")
+            del os.environ[name]
 
 
 def service() -> str:

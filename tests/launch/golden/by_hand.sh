@@ -6,6 +6,12 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   exit 2
 fi
 
+# variables of the shell that squeue, scontrol and srun would read as options
+unset SLURM_CLUSTERS "${!SQUEUE_@}" "${!SINFO_@}" "${!SACCT_@}" "${!SCANCEL_@}" "${!SCONTROL_@}" SLURM_TIME_FORMAT \
+  SLURM_BITSTR_LEN SLURM_TRES_PER_TASK "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" SLURM_GPU_BIND SLURM_TRES_BIND \
+  SLURM_GRES SLURM_TIMELIMIT SLURM_DISTRIBUTION SLURM_HOSTFILE SLURM_OVERCOMMIT SLURM_CORE_SPEC SLURM_THREAD_SPEC \
+  SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_LABELIO SLURM_REMOTE_CWD SLURM_EXIT_ERROR \
+  SLURM_EXIT_IMMEDIATE SLURM_IMMEDIATE SLURM_NO_KILL SLURM_MULTI_PROG "${!SRUN_@}"
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
 # srun does not inherit --cpus-per-task from the job; on exclusive nodes, a task gets all cores of the smallest node
