@@ -96,7 +96,7 @@ def test_sbatch_takes_the_partition_of_the_environment(monkeypatch: pytest.Monke
     assert asked_gpus(asked(), SITE).count == 4
     assert asked_gpus(asked(partition="cpu"), SITE).count == 0
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert asked_gpus(asked(), SITE).count == 0, "within a job its variables are taken away"
+    assert asked_gpus(asked(), SITE).count == 4, "it is the default of the user within a job too"
 
 
 def test_the_choice_is_said_and_so_is_none(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def command(tools: Path, name: str, script: str) -> None:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A shell full of left-over variables, with commands that write down those that they get."""
-    for name in ("squeue", "scontrol", "sinfo", "scancel", "srun"):
+    for name in ("squeue", "scontrol", "sinfo", "scancel", "srun", "sacctmgr"):
         command(tmp_path, name, f"env > {tmp_path}/{name}.env; echo '7|RUNNING|N/A|c|None'")
     command(tmp_path, "sbatch", f"env > {tmp_path}/sbatch.env; echo 41")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

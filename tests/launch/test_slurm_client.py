@@ -239,7 +239,7 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
     }
     assert running == {
         "bench/preflight.py", "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py",
-        "fabric/nvidia_smi.py", "plan/tried_code.py", "planner/traced.py", "run/record.py", "run/snapshot.py",
+        "fabric/nvidia_smi.py", "plan/tried_code.py", "planner/traced.py", "run/snapshot.py", "run/versions.py",
     }  # fmt: skip
 
 
