@@ -21,6 +21,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_descriptors
 from hpc_train.run.streams import open_closed_streams, replace_unencodable
+from hpc_train.search_path import append_working_directory
 from hpc_train.shadowing import shadowing_file
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,7 +38,7 @@ def main() -> None:
         print("the working directory has been removed\n  fix:    cd to a directory that exists", file=sys.stderr)
         sys.exit(Exit.REFUSED)
     if not sys.flags.safe_path and here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does, so that both find the user's own modules
+        append_working_directory(here)  # of the console script; `python -m` has put it first
     sys.exit(run(sys.argv[1:]))
 
 

@@ -245,7 +245,8 @@ class Archiver:
             return
         self._due = False
         command = [sys.executable, "-m", "hpc_train.checkpoint.archive"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
             self._process = subprocess.Popen(
                 [*command, str(self.run.path), str(self.attempt), str(os.getpid())], env=environment

@@ -38,6 +38,7 @@ from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.processes import die_with_parent, process_state
 from hpc_train.run.requests import StopFlag
+from hpc_train.search_path import safe_path
 from hpc_train.shadowing import shadowing_file
 
 Entry = Callable[[WorkerSpec, StopFlag], Exit]
@@ -202,11 +203,15 @@ def ensure_warm_parent() -> int:
     """Restarts the warm parent if it was killed; returns its pid."""
     _claim_socket_folder()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    was_safe = "PYTHONSAFEPATH" in os.environ
+    os.environ.update(safe_path())  # workers get the search path of this process
     try:
         resource_tracker.ensure_running()  # leaves INT and TERM unblocked
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         forkserver.ensure_running()
     finally:
+        if not was_safe:
+            os.environ.pop("PYTHONSAFEPATH", None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 

@@ -69,7 +69,7 @@ def _answer(module: str, configs: str, failed: str) -> str:
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -76,7 +76,13 @@ def _answer(config: Config, file: Path) -> dict[str, Any]:
             input=pickle.dumps(config),
             capture_output=True,
             timeout=LIMIT_S,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "PYTHONSAFEPATH": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            },
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -20,8 +20,8 @@ fabric.json                  hardware of the nodes of the newest attempt and the
 compiled/                    artifacts of torch.compile, which the next attempt loads (see parallel/compile.py)
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
 .locks/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
-code/HASH/                   the frozen copy of the user's code with run.snapshot=copy or run.group, also in the directory
-                             of the sweep; otherwise the runs of a run root share copies in .code/UID/HASH
+code/HASH/                   the frozen copy of the user's code with run.snapshot=copy or run.group; the runs of a sweep
+                             share one in its directory. Otherwise those of a run root share it in .code/UID/HASH
 report.html                  the report page, written at the end of each job; a sweep's directory has one as well
 wandb/
 tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)

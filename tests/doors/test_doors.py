@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from hpc_train import cli
 from hpc_train.commands import why
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import RESPONSES, Failure
+from hpc_train.search_path import safe_path
 from tests.checkpoint.progress import LONG
 from tests.doors.command import TINY, environment, hpc_train, start
 
@@ -229,15 +231,48 @@ def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile
     assert [line["attempt"] for line in run.read_metrics()] == [0, 0], "the second attempt has trained nothing"
 
 
-def test_the_console_script_finds_modules_in_the_working_directory(
+CONSOLE_SCRIPT = "import sys; sys.path[0] = '/opt/env/bin'; from hpc_train.cli import main; main()"  # as pip writes it
+
+
+def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none_replace_others(tmp_path: Path) -> None:
+    """A colleague's directory with files that run when they are imported, and with a model of the user."""
+    evil = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nraise SystemExit('evil')\n"
+    (tmp_path / "hydra_plugins").mkdir()
+    for name in ("psutil", "yaml", "torch", "rich", "socket", "hydra_plugins/evil"):
+        (tmp_path / f"{name}.py").write_text(evil)
+    (tmp_path / "own_model.py").write_text("from tests.doors.faulty import Faulty\n\nclass Model(Faulty): ...\n")
+    of_user = ["model._target_=own_model.Model", "train.steps=2", "telemetry.csv=true"]
+    asked = ["+strategy=dp", *FAULTY, *of_user, "cluster=local", "cluster.cpu_workers=1", "run.name=run"]
+    for arguments in (["status"], ["+strategy=dp", "--cfg", "job"], asked):
+        command = [sys.executable, "-c", CONSOLE_SCRIPT, *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, (arguments, done.stdout + done.stderr)
+        assert [path.name for path in tmp_path.rglob("*.ran")] == [], arguments
+    assert len(RunDirectory(tmp_path / "outputs" / "run").read_metrics()) == 2
+
+
+def test_the_working_directory_is_searched_last_and_not_for_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", ["/opt/env/bin", *sys.path[1:]])
+    (tmp_path / "hydra_plugins").mkdir()
+    monkeypatch.setattr(sys, "path", ["/opt/env/bin", *(entry for entry in sys.path if entry)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "run", lambda arguments: 0)
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    assert sys.path[:2] == [str(tmp_path), "/opt/env/bin"]
+    for missing in (False, True):
+        monkeypatch.setitem(sys.modules, "hydra_plugins", None)
+        monkeypatch.delitem(sys.modules, "hydra_plugins")
+        if missing:
+            monkeypatch.setattr(sys, "path", ["/opt/env/bin"])
+        with pytest.raises(SystemExit, match="0"):
+            cli.main()
+        assert sys.path[-1] == str(tmp_path) and sys.path[0] == "/opt/env/bin"
+        assert str(tmp_path / "hydra_plugins") not in importlib.import_module("hydra_plugins").__path__
+        assert safe_path() == {"PYTHONSAFEPATH": "1"}
+    for first in ("", str(tmp_path)):
+        monkeypatch.setattr(sys, "path", [first])
+        assert safe_path() == {}
 
 
 def test_help_and_config_printing_behave_as_in_hydra(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.search_path import safe_path
+
 PROGRAM = Path(__file__).with_name("early_forkserver.py")
 # These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
 # process group (Ctrl-C, scancel) neither kills an import nor gets lost.
@@ -50,7 +52,7 @@ class HeadStart:
             threads: those that a worker will probably have; the head start is lost if it has another number.
         """
         python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-        environment = {THREADS: str(threads), **os.environ}
+        environment = {THREADS: str(threads), **os.environ, **safe_path()}
         try:
             own, channel = socket.socketpair()
             life, held = os.pipe()

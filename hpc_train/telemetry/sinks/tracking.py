@@ -21,6 +21,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_or
 from hpc_train.run.requests import STOP_SIGNALS
+from hpc_train.search_path import safe_path
 
 TRACKING = "tracking"  # its writer in the event log
 FOLLOW = "hpc_train.telemetry.sinks.follow"
@@ -104,6 +105,7 @@ class TrackingProcess:
                     stdout=log,
                     stderr=log,
                     text=True,
+                    env={**os.environ, **safe_path()},
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
