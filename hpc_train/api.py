@@ -40,6 +40,7 @@ from hpc_train.launch.job_status import SlurmStatuses, time_left
 from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher, tell_without_effect
 from hpc_train.run.imported import with_imported_model
 from hpc_train.telemetry.progress import final_result
+from hpc_train.telemetry.terminal import Terminal
 
 __all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
 
@@ -222,7 +223,7 @@ def submit(
         UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
     """
     _check_types(overrides, entry, args, config_dir)
-    console = Console() if verbose else Console(file=io.StringIO(), force_jupyter=False)
+    console = Terminal() if verbose else Terminal(file=io.StringIO(), force_jupyter=False)
     try:
         paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console, trust_owner)
     except Exception as error:

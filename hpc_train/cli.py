@@ -20,7 +20,7 @@ from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_descriptors
-from hpc_train.run.streams import open_closed_streams, replace_unencodable
+from hpc_train.run.streams import escape_controls, open_closed_streams, replace_unencodable
 from hpc_train.search_path import append_working_directory
 from hpc_train.shadowing import shadowing_file
 
@@ -31,6 +31,7 @@ def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
     open_closed_streams()
     replace_unencodable()
+    escape_controls()
     keep_others_from_writing()
     try:
         here = str(Path.cwd())

@@ -24,6 +24,7 @@ from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
+from hpc_train.run.streams import unescaped
 
 
 class BenchRequest(Protocol):
@@ -137,4 +138,4 @@ def _wait_for(path: Path, seconds: float) -> None:
 def _show(run: RunDirectory) -> None:
     progress = read_progress(run)
     status = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
-    print(f"\r{status:<30}\r", end="", file=sys.stderr, flush=True)
+    print(f"\r{status:<30}\r", end="", file=unescaped(sys.stderr), flush=True)

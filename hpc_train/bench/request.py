@@ -12,7 +12,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 
 REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-result.json"
 
@@ -26,7 +26,7 @@ class WorkerRequest:
 
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
-        return cls(**read_json(run.path / REQUEST))
+        return cls(**run.json(run.path / REQUEST))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CollectivesRequest(WorkerRequest):
 
     @classmethod
     def read(cls, run: RunDirectory) -> CollectivesRequest:
-        value = read_json(run.path / REQUEST)
+        value = run.json(run.path / REQUEST)
         return cls(tuple(value["sizes"]), value["seconds"])
 
 
@@ -88,7 +88,7 @@ def read_progress(run: RunDirectory) -> tuple[int, int] | None:
     path = run.path / PROGRESS
     if not path.exists():
         return None
-    value = read_json(path)
+    value = run.json(path)
     return value["done"], value["of"]
 
 
@@ -97,7 +97,7 @@ def write_result(run: RunDirectory, result: dict[str, Any]) -> None:
 
 
 def read_result(run: RunDirectory) -> dict[str, Any]:
-    return read_json(run.path / RESULT)
+    return run.json(run.path / RESULT)
 
 
 BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2", "zero3": "zero3"}  # kind -> its loop in ``bare_loop.py``

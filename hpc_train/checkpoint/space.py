@@ -16,7 +16,6 @@ from hpc_train.cluster.storage import FILE_SYSTEM, room_in
 from hpc_train.config.schema import Config
 from hpc_train.plan.memory import state_bytes
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import last_line
 from hpc_train.units import format_bytes
 
 MARGIN = 1.02  # overhead of zip archives and metadata
@@ -106,7 +105,7 @@ def _slowest_save(run: RunDirectory) -> float | None:
 def _newest_step_s(run: RunDirectory) -> float:
     """Returns the step time of the newest attempt that has logged a step; 0 before the first."""
     for attempt in range(run.newest_attempt(), -1, -1):
-        line = last_line(run.metrics_file(attempt))
+        line = run.newest_metrics(attempt)
         if "step_s" in line:
             return float(line["step_s"])
     return 0.0

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +36,7 @@ from hpc_train.run.comparison import (
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.progress import speed_column
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_duration
 
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print("\n".join(json.dumps(_as_json(row, metric)) for row in rows))
         return _judged(conditions, found, views, options.baseline)
-    console = wide(Console())
+    console = wide(Terminal())
     own = compared.keys if len(compared.keys) <= COLUMNS else ()
     console.print(_results(rows, metric, own), highlight=False)
     for line in evaluated_parts(item.run for item in found):

@@ -11,13 +11,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import find_cause
 from hpc_train.launch.job_status import SlurmStatuses, attempt_end, failure_text
 from hpc_train.launch.lookup import RunHandle, find_run, statuses_of
+from hpc_train.opening import DamagedFile, open_file, tell_once
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import LINE_BYTES
+from hpc_train.run.streams import unescaped
 from hpc_train.telemetry.log_level import Level, Levels
 
 LINE = re.compile(r"(\S{23}) \[(\d+)\] ")
@@ -33,11 +37,12 @@ def main(arguments: list[str]) -> int:
     if not options.follow:
         _print_failure(found.run, attempt, wanted)
     logs = NodeLogs(found.run, max(0, attempt), wanted)
+    out = unescaped(sys.stdout) if options.raw else sys.stdout
     if options.follow:
-        return _follow(found, logs)
+        return _follow(found, logs, out)
     printed = False
     for line in logs.read():
-        print(line)
+        print(line, file=out)
         printed = True
     if not printed:
         rank = "any rank" if logs.wanted.ranks is None else f"rank {options.rank}"
@@ -63,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, or per failure")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="send the colors and other control characters in the output of the workers to the terminal",
+    )
     return parser
 
 
@@ -122,11 +132,16 @@ class NodeLogs:
     def _new_lines(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yields each wanted line with its time; a line without a time gets that of the line before."""
         at = ""
-        with path.open("rb") as file:
+        try:
+            file = open_file(path, self._run.path)
+        except DamagedFile as error:
+            tell_once(f"note: {error.what}; it is not read")
+            return
+        with file:
             file.seek(self._offsets.get(path, 0))
-            for data in file:
+            while data := file.readline(LINE_BYTES):
                 if not data.endswith(b"\n"):
-                    return  # the line is still being written
+                    return  # the line is still being written, or is none
                 self._offsets[path] = self._offsets.get(path, 0) + len(data)
                 line = data.decode(errors="replace").rstrip("\n")
                 match = LINE.match(line)
@@ -164,7 +179,7 @@ def _failure(run: RunDirectory, attempt: int) -> str | None:
     return None
 
 
-def _follow(found: RunHandle, logs: NodeLogs) -> int:
+def _follow(found: RunHandle, logs: NodeLogs, out: TextIO) -> int:
     slurm = SlurmStatuses()
     try:
         while True:
@@ -172,7 +187,7 @@ def _follow(found: RunHandle, logs: NodeLogs) -> int:
             view = found.view(statuses_of([found], slurm))
             newest = found.run.newest_attempt()
             for line in logs.read():
-                print(line, flush=True)
+                print(line, file=out, flush=True)
             if logs.attempt < newest:
                 _print_failure(found.run, logs.attempt, logs.wanted)
                 logs = NodeLogs(found.run, logs.attempt + 1, logs.wanted)

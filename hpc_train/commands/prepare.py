@@ -19,6 +19,7 @@ from hpc_train.data.prepare import Settings, prepare
 from hpc_train.data.tokens import TokensMeta
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.terminal import Terminal
 
 MIB = 1 << 20
 
@@ -59,7 +60,7 @@ def _tokens(options: argparse.Namespace) -> int:
             where="--jsonl-field",
             fix="omit --jsonl-field, or name the files .jsonl, .ndjson or .json (or .gz)",
         )
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     encoder = open_encoder(settings.tokenizer, settings.eos)
     if encoder.separator is None and settings.tokenizer != BYTES:
         text = f"warning: {settings.tokenizer} has no usual end token, so no token separates the documents"
@@ -84,7 +85,7 @@ def _shards(options: argparse.Namespace) -> int:
             where="INPUT, --shard-mib",
             fix="prepare --images DIRECTORY --out DIR --shard-mib 1024",
         )
-    with _bars(Console(stderr=True)) as bars:
+    with _bars(Terminal(stderr=True)) as bars:
         task = bars.add_task("packing", total=None, inputs="0")
 
         def show(done: Progress, total: Progress) -> None:

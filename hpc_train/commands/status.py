@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hpc_train.config.run_path import default_root
@@ -21,15 +20,15 @@ from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.job_table import BEST, DIRECTORY, short_path
-from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
+from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.planner.cost import Prices
 from hpc_train.run.comparison import Comparison, best_metric_of, evaluated_parts
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.notices import failing, saves
 from hpc_train.telemetry.progress import speed_column, spent_line
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import counted, format_duration
 
@@ -54,9 +53,17 @@ def main(arguments: list[str]) -> int:
     readable = [item for item in found if item.error is None]
     if overview is None and _is_alone(readable):
         load(readable[0].run)  # it raises the error of a damaged or changed config
-    views = [item.view(statuses) for item in readable]
-    listed = list(zip(readable, views, strict=True))
-    rows = [_describe(item, view, statuses, with_ledger=_is_alone(found) or options.json) for item, view in listed]
+    listed: list[tuple[RunHandle, View]] = []
+    rows: list[tuple[dict[str, Any], Account | None]] = []
+    errors = [(item, item.error) for item in found if item.error is not None]
+    for item in readable:
+        try:
+            view = item.view(statuses)
+            rows.append(_describe(item, view, statuses, with_ledger=_is_alone(found) or options.json))
+            listed.append((item, view))
+        except Exception as error:
+            errors.append((item, unreadable(item.run, error)))
+    readable = [item for item, _ in listed]
     _compare(listed, [row for row, _ in rows])
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
@@ -66,9 +73,8 @@ def main(arguments: list[str]) -> int:
             print(line)
     for line in [] if overview is None else _notes(overview):
         print(line, file=sys.stderr)
-    for item in found:
-        if item.error is not None:
-            print(f"{item.run.path}: {item.error}", file=sys.stderr)
+    for item, error in errors:
+        print(f"{item.run.path}: {error}", file=sys.stderr)
     return Exit.DONE if readable or not found else Exit.REFUSED
 
 
@@ -81,7 +87,7 @@ def _is_alone(found: list[RunHandle]) -> bool:
 
 def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHandle]) -> None:
     """Prints the table, and the time account and the excluded nodes of a run that is shown alone."""
-    console = wide(Console())
+    console = wide(Terminal())
     if rows:
         console.print(_table([row for row, _ in rows]), highlight=False)
     for _, spent in rows:
@@ -163,7 +169,7 @@ def _compare(listed: Sequence[tuple[RunHandle, View]], rows: Sequence[dict[str, 
 def _failed_saves(item: RunHandle) -> int:
     """Returns the number of consecutive failed saves up to now."""
     attempt = item.run.newest_attempt()
-    return failing(read_lines(item.run.events_file("rank-0000", attempt))) if attempt >= 0 else 0
+    return failing(item.run.events_of("rank-0000", attempt)) if attempt >= 0 else 0
 
 
 OVERRIDES = "overrides"

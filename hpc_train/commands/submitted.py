@@ -26,12 +26,12 @@ from hpc_train.launch.resubmission import resubmit
 from hpc_train.run.comparison import Comparison, metric_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import read_json
 from hpc_train.run.lease import is_live
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import record_stop_request, request_stacks, stacks_answers
 from hpc_train.slurm.client import cancel as cancel_jobs
 from hpc_train.telemetry.progress import is_done, train_longer
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 
 
@@ -180,7 +180,7 @@ def wait(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
     options = parser.parse_args(arguments)
     found = find_runs(options.target, "wait")
-    console = Console()
+    console = Terminal()
     try:
         views = _until_the_end(found, None if options.json else console)
     except KeyboardInterrupt:
@@ -235,14 +235,18 @@ def stacks(arguments: list[str]) -> int:
     while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
         time.sleep(ANSWERS_POLL_S)
     if options.json:
-        texts = {path.stem.partition("-")[2]: path.read_text() for path in found}
+        texts = {path.stem.partition("-")[2]: _text(run, path) for path in found}
         print(json.dumps({"nodes": nodes, "stacks": texts}))
     for path in [] if options.json else found:
-        print(path.read_text())
+        print(_text(run, path))
     if len(found) < nodes:
         print(f"{nodes - len(found)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
+
+
+def _text(run: RunDirectory, path: Path) -> str:
+    return run.read(path).decode(errors="replace")
 
 
 def _live_nodes(run: RunDirectory) -> int:
@@ -258,7 +262,7 @@ def _live_nodes(run: RunDirectory) -> int:
             where="RUN",
             fix="name a live run; `python -m hpc_train status` lists yours",
         )
-    return int(read_json(attempt)["nodes"])
+    return int(run.attempt_record(run.newest_attempt()).get("nodes", 1))
 
 
 def _parser(command: Callable[[list[str]], int]) -> argparse.ArgumentParser:

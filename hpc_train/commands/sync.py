@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from hpc_train.config.run_path import default_root
@@ -24,6 +23,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.owner import is_own, output_directory
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.table import BACKENDS, Session
+from hpc_train.telemetry.terminal import Terminal
 
 POLL_S = 5.0
 _EPILOG = """\
@@ -188,7 +188,7 @@ class _Bar:
 
 @contextmanager
 def _bar() -> Iterator[_Bar]:
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         yield _Bar(progress)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.text import Text
 
 from hpc_train.launch.diagnosis import diagnose, shown, sweep_failures
@@ -18,6 +17,7 @@ from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.launch.page.verdict import headline, sections
 from hpc_train.run.comparison import Comparison
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
         return Exit.DONE
-    console = Console()
+    console = Terminal()
     console.print(Text(headline(found), style="bold"), soft_wrap=True)
     for title, lines in sections(found):
         if lines:
@@ -58,7 +58,7 @@ def _print_sweep(runs: Sequence[RunHandle], as_json: bool) -> None:
         found = [asdict(failure) | {"runs": own} for failure, own in zip(failures, named, strict=True)]
         print(json.dumps({"sweep": str(runs[0].run.path.parent), "states": states, "failures": found}))
         return
-    console = Console()
+    console = Terminal()
     where = common_directory([item.run.path.parent for item in runs])
     head = f"{where}: {len(runs)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
     console.print(Text(head if failures else f"{head}; nothing failed", style="bold"), soft_wrap=True)

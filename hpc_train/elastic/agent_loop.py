@@ -39,7 +39,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import last_line, read_or
+from hpc_train.run.files import read_or
 from hpc_train.run.requests import StacksRequests, StopRequests
 from hpc_train.slurm.client import is_current_start, was_suspended
 
@@ -211,7 +211,7 @@ class Agent:
 
     def _furthest_step(self, attempt: int) -> int:
         newest = read_or(CheckpointStore(self.run.checkpoints).newest, None)
-        last: dict[str, Any] = read_or(lambda: last_line(self.run.metrics_file(attempt)), {})
+        last: dict[str, Any] = read_or(lambda: self.run.newest_metrics(attempt), {})
         return max(last.get("step", 0), 0 if newest is None else newest.step)
 
     def _specs(self, spec: AttemptSpec) -> list[WorkerSpec]:

@@ -41,7 +41,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import last_line, read_or
+from hpc_train.run.files import read_or
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import StacksRequests, StopRequests
 from hpc_train.slurm.client import extend_comment, is_suspended
@@ -161,7 +161,7 @@ def _summary(run: RunDirectory) -> str:
     All jobs of the run count. MFU is that of the last logged step.
     """
     total = read_or(lambda: read_ledger(run, time.time()).total, Account())
-    mfu = read_or(lambda: last_line(run.metrics_file(run.newest_attempt())).get("mfu"), None)
+    mfu = read_or(lambda: run.newest_metrics(run.newest_attempt()).get("mfu"), None)
     parts = [f"goodput={total.useful_share:.2f}"]
     parts += [] if mfu is None else [f"mfu={mfu:.2f}"]
     parts += [f"gpu_hours={total.gpu_hours:.1f}"] if total.gpu_s else []

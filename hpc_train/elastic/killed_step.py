@@ -6,7 +6,6 @@ If all agents of a step are killed, none of them records it, and the batch scrip
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.files import read_json, read_lines
+from hpc_train.run.files import read_json
 
 KILLED = "agents_killed"  # the event
 TAIL_BYTES = 1 << 16
@@ -107,11 +106,9 @@ def _memory_line(run: RunDirectory, step: str) -> str | None:
     slurmstepd may add lines that do not name the step ("Exceeded job memory limit") to those that do.
     """
     output = (run.record().get("submissions") or [{}])[-1].get("output")
-    if not output or not Path(output).is_file():
+    if not output:
         return None
-    with Path(output).open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+    lines = run.end_of_output(Path(output)).splitlines()
     found = [line.strip() for line in lines if MEMORY.search(line)]
     named = [line for line in found if "stepid=" in line.lower()]
     own = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
@@ -119,4 +116,4 @@ def _memory_line(run: RunDirectory, step: str) -> str | None:
 
 
 def _events(run: RunDirectory, attempt: int) -> list[dict[str, Any]]:
-    return [event for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl") for event in read_lines(path)]
+    return list(run.events_of("agent-*", attempt))

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from hpc_train.opening import open_to_append
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 
@@ -116,7 +117,7 @@ def prune_logs(run: RunDirectory, attempt: int) -> None:
 
 def _open(path: Path) -> BinaryIO:
     path.parent.mkdir(exist_ok=True)
-    return path.open("ab", buffering=0)
+    return open_to_append(path, path.parent)
 
 
 def _now() -> bytes:

@@ -22,7 +22,7 @@ from hpc_train.fabric.facts import NodeFacts, distance
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.field_types import check_fields
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import BackgroundCall, patiently, read_lines
+from hpc_train.run.files import BackgroundCall, patiently
 
 HEALTH_CHECK_KEY = "cluster.health_check"
 NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist
@@ -158,8 +158,7 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
 
 def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
     """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
-    lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
-    checks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
+    checks = [line for line in run.events_of("rank-0000") if line["event"] == "preflight" and line["launch"] == launch]
     return any(set(nodes) <= set(line["nodes"]) for line in checks)
 
 
@@ -185,7 +184,7 @@ class NodeFailures:
     _reading: BackgroundCall[list[dict[str, Any]]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        reading = BackgroundCall(lambda: patiently(lambda: [*read_lines(self._path), *self._slow()], READ_S / 2))
+        reading = BackgroundCall(lambda: patiently(self._read, READ_S / 2))
         object.__setattr__(self, "_reading", reading)
 
     @property
@@ -217,15 +216,17 @@ class NodeFailures:
             lines = []
         return [line for line in [*lines, *(line for line in self._noted if line not in lines)] if line["time"] > since]
 
+    def _read(self) -> list[dict[str, Any]]:
+        return [*self.run.follow(self._path).read(), *self._slow()]
+
     def _slow(self) -> Iterator[dict[str, Any]]:
         """Yields nodes that rank 0 reported as slow or unfit in the event log."""
-        for path in self.run.events.glob("rank-0000-*.jsonl"):
-            for line in read_lines(path):
-                if line["event"] == "slow_node":
-                    for partner in line["partners"]:
-                        yield {"time": line["time"], "node": line["node"], "class": f"slow with {partner}"}
-                elif line["event"] == "slow_gpu":
-                    slow = f"slow GPU {line['gpu']}"
-                    yield {"time": line["time"], "node": line["node"], "class": slow, "times": TOO_OFTEN}
-                elif line["event"] == "unfit_node":
-                    yield {"time": line["time"], "node": line["node"], "class": line["reason"], "times": TOO_OFTEN}
+        for line in self.run.events_of("rank-0000"):
+            if line["event"] == "slow_node":
+                for partner in line["partners"]:
+                    yield {"time": line["time"], "node": line["node"], "class": f"slow with {partner}"}
+            elif line["event"] == "slow_gpu":
+                slow = f"slow GPU {line['gpu']}"
+                yield {"time": line["time"], "node": line["node"], "class": slow, "times": TOO_OFTEN}
+            elif line["event"] == "unfit_node":
+                yield {"time": line["time"], "node": line["node"], "class": line["reason"], "times": TOO_OFTEN}

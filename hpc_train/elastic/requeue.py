@@ -34,7 +34,7 @@ from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import patiently, read_json, write_json, write_text
+from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
 from hpc_train.slurm.client import PATIENT_S, may_requeue, own_job, query, state_and_priority, usable_nodes
 from hpc_train.slurm.states import Phase
@@ -213,7 +213,7 @@ class JobEnd:
         jobs = chain[: chain.index(self.job_id)] if self.job_id in chain else []
         starts = [*((job, 0) for job in jobs), *((self.job_id, number) for number in range(self.restart))]
         earlier = (self.run.attempts / f"end-{job}.{number}.requeue" for job, number in starts)
-        return [read_json(path) for path in earlier if path.exists()]
+        return [self.run.json(path) for path in earlier if path.exists()]
 
     def was_requeued_externally(self) -> bool:
         """Returns whether this job was restarted without a request of the previous start."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from hpc_train.bench.request import REQUEST, WorkerRequest
 from hpc_train.decoding.sampling import Sampling
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class GenerationRequest(WorkerRequest):
 
     @classmethod
     def read(cls, run: RunDirectory) -> GenerationRequest:
-        values = read_json(run.path / REQUEST)
+        values = run.json(run.path / REQUEST)
         prompts = tuple(map(tuple, values["prompts"]))
         return cls(
             **values | {"prompts": prompts, "sampling": Sampling(**values["sampling"]), "ends": tuple(values["ends"])}

@@ -26,12 +26,13 @@ from hpc_train.plan.memory import estimate, host_copy_bytes, needed_bytes
 from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted, format_bytes
 
 
 def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
     """Prints the jobs of ``line``; returns exit code 2 if one of them would be refused."""
-    console = Console(soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     search = searches(line)
     jobs = [first_values(line.overrides)] if search else expand(line.overrides)
     if len(jobs) > 1 and not line.multirun:

@@ -17,7 +17,6 @@ from typing import Any
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import DamagedFile, last_line, read_json, read_lines
 from hpc_train.run.lease import job_ids
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import PATIENT_S, list_jobs, on_clusters
@@ -200,7 +199,7 @@ def view_of(
     """
     view = _view_of(run, first_attempt, status, output, steps)
     if not view.metrics:
-        earlier = (last_line(run.metrics_file(number)) for number in range(run.newest_attempt(), -1, -1))
+        earlier = (run.newest_metrics(number) for number in range(run.newest_attempt(), -1, -1))
         view = replace(view, metrics=next(filter(None, earlier), {}))
     if view.exit == Exit.STOPPED and (saved := last_saved(run)) > view.metrics.get("step", 0):
         view = replace(view, metrics=view.metrics | {"step": saved})
@@ -216,15 +215,15 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
         return _lost(run, View("failed", {}), status, output)
     known = View(
         state="starting",
-        metrics=last_line(run.metrics_file(attempt)),
+        metrics=run.newest_metrics(attempt),
         steps=steps or run.record().get("total_steps"),
         restarts=attempt - first_attempt,
-        nodes=_attempt_record(run, attempt).get("nodes"),
+        nodes=run.attempt_record(attempt).get("nodes"),
     )
     if known.metrics:
         known = replace(known, state="running")
     elif known.restarts:
-        known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
+        known = replace(known, metrics=run.newest_metrics(attempt - 1))
     end = attempt_end(run, attempt)
     if end is None:
         if status is not None and (status.is_suspended or _was_requeued(run, attempt, status)):
@@ -313,7 +312,7 @@ class AttemptEnd:
 
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     """Returns the end of the job as the rendezvous server recorded it; None while the job runs."""
-    events = [event for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl") for event in read_lines(path)]
+    events = list(run.events_of("agent-*", attempt))
     ends = sorted((event for event in events if "exit_code" in event), key=lambda event: event["time"])
     if not ends:
         return None
@@ -325,15 +324,6 @@ def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     if end["event"] == "stopped":
         return AttemptEnd(end, "stopping", end.get("reason") in USER_SIGNALS)
     return AttemptEnd(end, "finishing", True)
-
-
-def _attempt_record(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    path = run.attempts / f"{attempt:03d}.json"
-    try:
-        found = read_json(path)
-    except (FileNotFoundError, DamagedFile):  # empty until the attempt has started
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _cancelled(status: JobStatus | None) -> bool:
@@ -350,9 +340,9 @@ def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path
     if not run.path.exists():  # and with it what the agent has written
         message = f"the run directory {run.path} was deleted while the job was running"
         return replace(known, state="failed", exit=Exit.FAILED, message=message)
-    text = output.read_text(errors="replace") if output.exists() else ""
     last_output = (
-        "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
+        "\n".join(run.end_of_output(output).strip().splitlines()[-30:])
+        or "the agent ended without any output; it may have been killed"
     )
     reported = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
     return replace(known, state="failed", exit=Exit.FAILED, message=reported + last_output)
@@ -372,13 +362,13 @@ def failure_text(run: RunDirectory, end: dict[str, Any], *, whole: bool = False)
     if "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:
-        return end["message"]
+        return str(end.get("message", ""))
     failed = [
         event
         for event in run.read_events()
         if event["event"] == "worker_failed" and event["attempt"] == end["attempt"] and "traceback" in event
     ]
-    head = f"rank {end['rank']} on {end['node']} failed ({end['class']}):"
+    head, why = f"rank {end['rank']} on {end['node']} failed ({end['class']}):", end.get("message", "")
     traceback = failed[0]["traceback"].rstrip() if failed else ""
-    text = f"{head}\n{traceback if whole else own_frames(traceback)}" if failed else f"{head} {end['message']}"
-    return f"{text}\ngiven up: {end['message']}" if end["event"] == "stopped_retrying" else text
+    text = f"{head}\n{traceback if whole else own_frames(traceback)}" if failed else f"{head} {why}"
+    return f"{text}\ngiven up: {why}" if end["event"] == "stopped_retrying" else text

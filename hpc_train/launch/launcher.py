@@ -43,6 +43,7 @@ from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.snapshot import snapshot_code, unfrozen_note
+from hpc_train.telemetry.terminal import Terminal
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class HpcTrainLauncher(Launcher):
         self._loader = hydra_context.config_loader
         self._config = config
         self._sweep = Path(config.hydra.sweep.dir)
-        self._console = Console()
+        self._console = Terminal()
         self._code: FrozenCode | None = None
         self._told: set[tuple[str, str]] = set()  # keys without effect, with the reasons
         self._trials: Trials | None = None
@@ -127,7 +128,7 @@ class HpcTrainLauncher(Launcher):
         return queue
 
     def _run_trials(self, jobs: Sequence[Job], display: Display) -> JobQueue:
-        console = self._console if self._code is None else Console(quiet=True)  # all are announced like the first
+        console = self._console if self._code is None else Terminal(quiet=True)  # all are announced like the first
         queue = self._enqueue(jobs, console)
         try:
             wait(queue, self._console, display=display)

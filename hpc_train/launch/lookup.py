@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import signal
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -94,7 +94,7 @@ class RunHandle:
     def choice(self) -> str | None:
         """Returns what ``strategy=auto`` has chosen, in one line; None with another strategy."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads(self.run.plan.read_text())["chosen"]) if self.strategy == AUTO else None
+            return str(self.run.json(self.run.plan)["chosen"]) if self.strategy == AUTO else None
         return None
 
     def lives_here(self) -> bool:
@@ -203,17 +203,33 @@ def find_all_runs(root: Path, newest: int) -> Overview:
 DEPTH = 3  # of run directories below a root: NAME, SWEEP/NUMBER, and GROUP/SWEEP/NUMBER
 
 
-def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories."""
-    try:
-        found = [entry for entry in os.scandir(folder) if _is_directory(entry) and not entry.name.startswith(".")]
-    except OSError:  # it does not exist, or belongs to somebody else
-        return
-    for path in (Path(entry.path).absolute() for entry in found if entry.name != "code"):
-        if _is_run(path):
-            yield path
-        elif depth > 1:
-            yield from run_directories(path, depth - 1)
+def run_directories(folder: Path) -> Iterator[Path]:
+    """Yields the run directories below ``folder``, without looking into them, frozen code or hidden directories.
+
+    No directory is listed twice, as links to directories could multiply them without end, and those that are reached
+    over a link come last.
+    """
+    listed: set[tuple[int, int]] = set()
+    folders, links = deque([(folder, DEPTH)]), deque[tuple[Path, int]]()
+    while folders or links:
+        above, depth = (folders or links).popleft()
+        for entry in _directories_in(above, listed):
+            path = Path(entry.path).absolute()
+            if _is_run(path):
+                yield path
+            elif depth > 1:
+                (links if entry.is_symlink() else folders).append((path, depth - 1))
+
+
+def _directories_in(folder: Path, listed: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+    with suppress(OSError):  # it does not exist, or belongs to somebody else
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) not in listed:
+            listed.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as entries:
+                found = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "code"]
+                return list(filter(_is_directory, found))
+    return []
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -267,6 +283,15 @@ def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGT
             os.kill(item.pid, number)
 
 
+def unreadable(run: RunDirectory, error: Exception) -> UserError:
+    """Returns why a run cannot be shown. Whatever is wrong with its files, the other runs are listed."""
+    if isinstance(error, UserError):
+        return error
+    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    fix = "ask its owner for permission to read it, or move it out of the run root"
+    return UserError(f"the run cannot be read: {what}", where=str(run.path), fix=fix)
+
+
 def statuses_of(found: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
     """Returns the status of the runs' jobs by job id; that of a chain by the id of its first job."""
     items = list(found)
@@ -288,7 +313,7 @@ def _handle(run: RunDirectory, index: int) -> RunHandle:
     number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else index
     try:
         record = run.record()
-    except UserError as error:
-        return RunHandle(run, number, {}, error)
+    except Exception as error:
+        return RunHandle(run, number, {}, unreadable(run, error))
     submitted = record.get("submissions") or [record.get("claimed_by") or {}]
     return RunHandle(run, number, submitted[-1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hpc_train.opening import DamagedFile, read_tail
 from hpc_train.run.directory import RunDirectory
 
 TAIL_BYTES = 256 << 10
@@ -174,8 +175,6 @@ def nccl_warnings(run: RunDirectory, node: str, rank: int, attempt: int) -> tupl
 
 def _tail(run: RunDirectory, name: str) -> list[str]:
     try:
-        with (run.logs / name).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
+        return read_tail(run.logs / name, run.path, TAIL_BYTES).splitlines()
+    except (OSError, DamagedFile):
         return []

@@ -29,6 +29,7 @@ from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.run.snapshot import has_changed, snapshot_code
+from hpc_train.telemetry.terminal import Terminal
 
 # A job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first.
 ENDING_JOB_WAIT_S = 30.0
@@ -58,7 +59,7 @@ def resubmit(
     copies = {str(item.run.record().get("snapshot")): item.run for item in found}  # those of a sweep share one
     for run in () if code_now else copies.values():
         check_copy(run)
-    console = Console(stderr=as_json)
+    console = Terminal(stderr=as_json)
     until = time.monotonic() + ENDING_JOB_WAIT_S
     for item in found:
         wait_if_ending(item.run, until, console)

@@ -208,7 +208,7 @@ def with_layout(
     machine = machine_of_job(config.cluster.machine, gpus, types)
     earlier = None
     if is_present(run.plan):
-        earlier = earlier_choice(run.plan.read_text(encoding="utf-8"), question(config, devices, machine.name))
+        earlier = earlier_choice(run.read(run.plan).decode(), question(config, devices, machine.name))
     choice = earlier or choose(config, devices, machine)
     return choice.apply(config), choice
 

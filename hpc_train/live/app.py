@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any, ClassVar
 
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from textual import work
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Header, Sparkline, Static
 
 from hpc_train.live.snapshot import Details, Row, Runs
+from hpc_train.run.streams import escaped
 
 COLUMNS = ("run", "state", "step", "loss", "speed", "GPU", "time left", "restarts")
 RIGHT = COLUMNS[2:]
@@ -98,6 +99,11 @@ class Top(App[None]):
         self.query_one("#rates", Sparkline).data = [*details.rates.values()][-POINTS:]
         self.query_one("#stages", Static).update(escape("\n".join(details.stages)))
         self.query_one("#events", Static).update(escape("\n".join(map(_event, reversed(details.events)))))
+
+
+def escape(text: str) -> str:
+    """Returns ``text`` as the widgets show it as it is, with control characters made visible."""
+    return escape_markup(escaped(text))
 
 
 def _event(event: dict[str, Any]) -> str:

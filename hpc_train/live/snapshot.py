@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.job_status import SlurmStatuses, View, time_left
-from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of
-from hpc_train.run.files import NewLines, last_line
+from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
+from hpc_train.run.files import NewLines
 from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import format_bytes, format_duration, milliseconds
@@ -80,7 +80,10 @@ class Runs:
         statuses = statuses_of(live, self._slurm)
         rows = []
         for item in self._found:
-            view = self._ended.get(_key(item)) or item.view(statuses)
+            try:
+                view = self._ended.get(_key(item)) or item.view(statuses)
+            except Exception as error:
+                view = View("unreadable", {}, message=unreadable(item.run, error).what)
             if view.exit is not None:
                 self._ended[_key(item)] = view
             rows.append(Row(item, _name(item), view))
@@ -129,14 +132,14 @@ class Details:
             for line in self._new(path):
                 self._add(line)
         new = [event for path in self.run.run.events.glob("*.jsonl") for event in self._new(path)]
-        pipeline = [event for event in new if event.get("event") == "pipeline_step"]
+        pipeline = [event for event in new if event["event"] == "pipeline_step"]
         self.stages = _stages(pipeline[-1]) if pipeline else self.stages
-        shown = [event for event in new if event.get("event") not in QUIET and isinstance(event.get("time"), float)]
+        shown = [event for event in new if event["event"] not in QUIET]
         self.events = sorted([*self.events, *shown], key=lambda event: event["time"])[-EVENTS:]
 
     def lines(self, view: View) -> list[str]:
         """Returns what the newest step says about time and memory, a line each."""
-        newest = view.metrics or last_line(self.run.run.metrics_file(max(0, self.run.run.newest_attempt())))
+        newest = view.metrics or self.run.run.newest_metrics(max(0, self.run.run.newest_attempt()))
         shares = [f"{word} {100 * newest[key]:.0f} %" for key, word in SHARES.items() if newest.get(key) is not None]
         memory, step_s = newest.get("peak_memory_bytes"), newest.get("step_s")
         facts = [
@@ -149,13 +152,10 @@ class Details:
         return [self.run.run.path.as_posix(), *filter(None, facts), *view.message.splitlines()[-3:]]
 
     def _new(self, path: Path) -> list[dict[str, Any]]:
-        reader = self._readers.setdefault(path, NewLines(path))
-        return [line for line in reader.read() if isinstance(line, dict)]
+        return list(self._readers.setdefault(path, self.run.run.follow(path)).read())
 
     def _add(self, line: dict[str, Any]) -> None:
-        step = line.get("step")
-        if type(step) is not int:
-            return
+        step = line["step"]
         for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):
             while values and step <= next(reversed(values)):  # a rollback or restart repeats steps
                 values.popitem()

@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from hpc_train.config.schema import Config
+from hpc_train.opening import DamagedFile, read_tail
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
 from hpc_train.units import counted
@@ -268,11 +269,8 @@ def read_calibration(root: Path, config: Config, machine: Machine) -> Calibratio
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yields the objects in the last ``TAIL_BYTES`` of a file."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            content = file.read()
-    except OSError:
+        content = read_tail(path, path.parent, TAIL_BYTES)
+    except (OSError, DamagedFile):
         return
     for text in content.splitlines():
         with suppress(ValueError):

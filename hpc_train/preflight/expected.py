@@ -13,7 +13,7 @@ from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.machines import by_machine, with_own_facts
 from hpc_train.fabric.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import DamagedFile, read_json
+from hpc_train.run.files import DamagedFile
 
 # Minimum NVLinks per pair, and bus bandwidth in bytes/s of large messages over all 8 GPUs of an NVSwitch node, as
 # required by the acceptance tests of GPU clouds
@@ -59,7 +59,7 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
     """Returns the facts of the run's nodes; empty if they were not recorded, or the record is damaged."""
     try:
-        record = read_json(run.fabric)
+        record = run.json(run.fabric)
         machines = [NodeFacts.from_json(machine["facts"]) for machine in record["machines"]]
         return tuple(with_own_facts(machines[node["machine"]], node["name"], node) for node in record["nodes"])
     except (FileNotFoundError, DamagedFile, LookupError, TypeError, AttributeError, ValueError):

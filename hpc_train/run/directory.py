@@ -41,10 +41,13 @@ from typing import Any
 import yaml
 
 from hpc_train.errors import UserError
+from hpc_train.opening import CONFIG, SMALL, DamagedFile, read_file, read_tail, resolved_below, tell_once
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import NewLines, last_line, read_json
 from hpc_train.run.record import FORMAT, read_record, write_record
+from hpc_train.run.rows import ATTEMPT, config_sections, event_row, failure_row, metrics_row, text_row, typed
 
+OUTPUT_BYTES = 1 << 20  # of the end of the output of a job
 PIPELINE_SPLIT = "pp_split.json"
 SECTION = re.compile(r"^(?=\w)", re.MULTILINE)  # begins at a line that is not indented
 PAGE = "report.html"  # of a run, and of a sweep
@@ -121,6 +124,50 @@ class RunDirectory:
         for folder in (self.metrics, self.events, self.checkpoints, self.logs, self.attempts):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def read(self, path: Path, largest: int = SMALL) -> bytes:
+        """Returns the content of a small file of the run.
+
+        Raises:
+            DamagedFile: ``hpc_train.opening`` refuses to open it.
+            OSError: it does not exist, or cannot be read.
+        """
+        return read_file(path, self.path, largest)
+
+    def config_bytes(self) -> bytes:
+        """Returns the content of ``config.yaml``; raises as ``read`` does."""
+        return self.read(self.config, CONFIG)
+
+    def json(self, path: Path) -> Any:
+        """Returns the value in a JSON file of the run.
+
+        Raises:
+            DamagedFile: the content is not JSON, or ``hpc_train.opening`` refuses to open it.
+            OSError: it does not exist, or cannot be read.
+        """
+        return read_json(path, self.path)
+
+    def follow(self, path: Path) -> NewLines:
+        """Returns a reader of the lines of a file, whose types are checked by ``run.rows``."""
+        return NewLines(path, self.path, _CHECKS.get(path.parent.name, failure_row))
+
+    def end_of_output(self, path: Path) -> str:
+        """Returns the end of ``path``, the output of the agents; empty if it is missing or not a file of the run.
+
+        ``run.json`` names it, and that of another user might name a private file of the reader.
+        """
+        found = resolved_below(path, [self.path, self.path.parent / "slurm"])
+        try:
+            if found is not None:
+                return read_tail(*found, OUTPUT_BYTES)
+            problem = f"{path} is not in the directory of the run" if path.is_file() else None
+        except FileNotFoundError:
+            return ""
+        except DamagedFile as error:
+            problem = error.what
+        if problem is not None:
+            tell_once(f"note: {self.path}: its output {problem}; it is not read")
+        return ""
+
     def record(self) -> dict[str, Any]:
         """Returns the content of ``run.json``, or of its copy if it is missing or damaged; empty without both.
 
@@ -138,13 +185,16 @@ class RunDirectory:
             sections: the top-level keys to parse, which takes less time yet; all by default.
         """
         try:
-            text = self.config.read_text(encoding="utf-8")
+            text = self.config_bytes().decode()
             if sections:
                 text = "".join(part for part in SECTION.split(text) if part.partition(":")[0] in sections)
             found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the parser in C
-        except (OSError, ValueError, yaml.YAMLError):
+        except DamagedFile as error:
+            tell_once(f"note: {error.what}; it is not read")
             return {}
-        return found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return {}
+        return config_sections(found) if isinstance(found, dict) else {}
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""
@@ -188,6 +238,18 @@ class RunDirectory:
     def events_file(self, writer: str, attempt: int) -> Path:
         return self.events / f"{writer}-{attempt:03d}.jsonl"
 
+    def newest_metrics(self, attempt: int) -> dict[str, Any]:
+        """Returns the last line of metrics of an attempt; {} if there is none."""
+        return metrics_row(last_line(self.metrics_file(attempt), self.path)) or {}
+
+    def attempt_record(self, attempt: int) -> dict[str, Any]:
+        """Returns what ``attempts/NNN.json`` says; {} until the attempt has started, or if it is damaged."""
+        try:
+            found = self.json(self.attempts / f"{attempt:03d}.json")
+        except (FileNotFoundError, DamagedFile):  # it is empty until then
+            return {}
+        return (typed(found, ATTEMPT) or {}) if isinstance(found, dict) else {}
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the logged steps in order; if attempts overlap, the highest attempt's line of a step counts."""
         steps = {line["step"]: line for line in self.read_all_metrics()}
@@ -196,16 +258,19 @@ class RunDirectory:
     def read_all_metrics(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of all attempts, including steps that a later attempt repeated."""
         for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
-            yield from (line for line in read_lines(path) if type(line.get("step")) is int)
+            yield from self.follow(path).read()
 
     def read_events(self) -> list[dict[str, Any]]:
         """Returns all events of all writers, merged by time."""
         return sorted(self.events_of("*"), key=lambda event: event["time"])
 
-    def events_of(self, writer: str) -> Iterator[dict[str, Any]]:
-        """Yields the events of ``writer`` in all attempts, in no particular order."""
-        for path in self.events.glob(f"{writer}-*.jsonl"):
-            yield from filter(_is_event, read_lines(path))
+    def events_of(self, writer: str, attempt: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yields the events of ``writer`` in one or all attempts, in no particular order."""
+        for path in self.events.glob(f"{writer}-{'*' if attempt is None else f'{attempt:03d}'}.jsonl"):
+            yield from self.follow(path).read()
+
+
+_CHECKS = {"metrics": metrics_row, "events": event_row, "texts": text_row}  # by folder
 
 
 def refuse_empty_name(target: str) -> None:
@@ -230,12 +295,6 @@ def sweep_given(target: str, runs: Sequence[Path], command: str) -> UserError:
 def lease_folder(path: Path) -> Path:
     """Returns the folder with the lock files of a run's lease (see ``run.lease``)."""
     return path / ".locks" / "lease"
-
-
-def _is_event(line: dict[str, Any]) -> bool:
-    """Returns whether a line of the event log has what all events have; a damaged one may not."""
-    numbers = isinstance(line.get("time"), int | float) and isinstance(line.get("attempt"), int)
-    return numbers and isinstance(line.get("event"), str)
 
 
 def _attempt_of(path: Path) -> int:

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpc_train.opening import DamagedFile, open_file, read_file
 from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
 from hpc_train.slurm import client
@@ -81,7 +82,7 @@ class Lock:
 
     def silent_s(self) -> float:
         """Returns the seconds since the owner's last heartbeat, measured on the file server's clock."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
+        with suppress(FileNotFoundError, DamagedFile), open_file(self.path, self.folder) as file:
             return _server_time(self.folder) - os.fstat(file.fileno()).st_mtime
         return 0.0
 
@@ -96,7 +97,7 @@ class Lock:
             file.write(_DONE)
 
     def _read(self) -> bytes:
-        return self.path.read_bytes()
+        return read_file(self.path, self.folder)
 
 
 def newest_lock(folder: Path) -> Lock | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import grp
-import io
 import json
 import os
 import queue
@@ -19,20 +18,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from hpc_train.errors import UserError
+from hpc_train.opening import DamagedFile, open_file, open_to_append, read_file, read_tail, tell_once
+
+__all__ = ["DamagedFile"]
 
 TAIL_BYTES = 8192  # longer than a line of metrics
-LINES_AT_ONCE = 500  # that are decoded together
+BLOCK_BYTES = 256 << 10  # of lines that are decoded together
+LINE_BYTES = 16 << 20  # longest line
 # shorter than the timeout of the rendezvous server's clients (elastic/rendezvous/client.py)
 PATIENCE_S = 8.0
 RETRY_S = 0.2
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+Row = dict[str, Any]
 
 
 def patiently(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Result:
@@ -126,10 +129,12 @@ def in_time(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Res
 
 
 def read_or(operation: Callable[[], Result], default: Result) -> Result:
-    """Returns the result of ``operation``; ``default`` if the file system fails for too long or does not respond."""
+    """Returns the result of ``operation``; ``default`` if the file system fails for too long or does not respond, or
+    if the file is damaged.
+    """
     try:
         return in_time(operation)
-    except OSError:
+    except (OSError, DamagedFile):
         return default
 
 
@@ -175,18 +180,19 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
 
 
-class DamagedFile(UserError, ValueError):
-    """Reports that a file is not what was written; all small files are replaced atomically."""
-
-
-def read_json(path: Path) -> Any:
+def read_json(path: Path, below: Path | None = None) -> Any:
     """Reads a JSON file.
 
+    Args:
+        below: the run directory that contains it; None for a file of the user, to which a link may lead.
+
     Raises:
-        DamagedFile: the content is not JSON.
+        DamagedFile: the content is not JSON, or ``open_file`` refuses the file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes() if below is None else read_file(path, below))
+    except DamagedFile:
+        raise
     except (ValueError, RecursionError) as error:
         raise DamagedFile(
             f"{path} is damaged: {error}", where=str(path), fix="restore the file from a backup"
@@ -203,59 +209,87 @@ def json_line(value: dict[str, Any]) -> str:
 
 
 def append_text(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    data = text.encode()
+    with open_to_append(path, path.parent) as file:
+        while data:
+            data = data[file.write(data) :]
 
 
 def line_end(path: Path) -> str:
     """Returns the newline that is missing if the last line of ``path`` was truncated, e.g. by a full disk; ""
     otherwise.
     """
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError, DamagedFile), open_file(path, path.parent) as file:
         file.seek(-1, os.SEEK_END)
         return "" if file.read() == b"\n" else "\n"
     return ""
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file; skips damaged lines and a last line that is still being written."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while lines := list(islice(file, LINES_AT_ONCE)):
-            yield from filter(None, _objects([line for line in lines if line.endswith("\n")]))
+def read_lines(path: Path, below: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Yields what ``NewLines`` reads of a file."""
+    yield from NewLines(path, below).read()
 
 
 class NewLines:
-    """Reads the JSON objects that were appended to a file since the last ``read``."""
+    """Reads the JSON objects that were appended to a file since the last ``read``.
 
-    def __init__(self, path: Path) -> None:
+    Damaged lines and a last line that is still being written are skipped. A file that is no regular one is skipped with
+    a note, as are lines and fields that ``check`` rejects.
+
+    Args:
+        below: the run directory, below which no link of another user is followed; by default that of the file.
+        check: returns the object itself, or without its wrong fields, or None to skip it.
+    """
+
+    def __init__(
+        self, path: Path, below: Path | None = None, check: Callable[[Row], Row | None] = lambda row: row
+    ) -> None:
         self._path = path
+        self._below = path.parent if below is None else below
+        self._check = check
         self._position = 0
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[Row]:
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
+            file = open_file(self._path, self._below)
         except FileNotFoundError:
             return
-        whole = new.rfind(b"\n") + 1
-        self._position += whole
-        for line in io.BytesIO(new[:whole]):
-            with suppress(ValueError):
-                yield json.loads(line)
+        except DamagedFile as error:
+            tell_once(f"note: {error.what}; it is not read")
+            return
+        with file:
+            file.seek(self._position)
+            for data in _blocks(file):
+                self._position += len(data)
+                for row in filter(None, _objects(data.decode(errors="replace").split("\n")[:-1])):
+                    checked = self._check(row)
+                    if checked is not row:
+                        tell_once(f"note: {self._path} has lines with values of a wrong type, which are left out")
+                    if checked is not None:
+                        yield checked
 
 
-def last_line(path: Path) -> dict[str, Any]:
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Yields whole lines of ``file``, many together, up to a line that is too long or still being written."""
+    rest = b""
+    while len(rest) <= LINE_BYTES and (data := file.read(BLOCK_BYTES)):
+        data = rest + data
+        whole = data.rfind(b"\n") + 1
+        rest = data[whole:]
+        if whole:
+            yield data[:whole]
+
+
+def last_line(path: Path, below: Path | None = None) -> Row:
     """Returns the last complete JSON object of a file without reading the earlier lines; {} if there is none."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            whole = file.read().rpartition(b"\n")[0]
+        whole = read_tail(path, path.parent if below is None else below, TAIL_BYTES).rpartition("\n")[0]
     except FileNotFoundError:
         return {}
-    return _object(whole.rpartition(b"\n")[2])
+    except DamagedFile as error:
+        tell_once(f"note: {error.what}; it is not read")
+        return {}
+    return _object(whole.rpartition("\n")[2])
 
 
 def _objects(lines: list[str]) -> list[dict[str, Any]]:

@@ -225,7 +225,7 @@ def _unchanged(run: RunDirectory) -> bytes:
     until = time.monotonic() + SETTLE_S
     while True:
         record = run.record()
-        data = patiently(run.config.read_bytes)
+        data = patiently(run.config_bytes)
         if not record:
             raise _damaged(run, f"{run.path} has a config.yaml but no {RECORD}, which identifies the run")
         frozen = {record.get("config_hash"), record.get("next_config_hash")} - {None}
@@ -396,7 +396,7 @@ def _own_code(config: Config) -> str | None:
 
 def config_hash(run: RunDirectory) -> str:
     """Returns the SHA-256 of the frozen config, which ranks compare and which names a configuration."""
-    return _hash(run.config.read_bytes())
+    return _hash(run.config_bytes())
 
 
 def _hash(config: bytes) -> str:

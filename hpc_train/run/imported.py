@@ -16,7 +16,7 @@ from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 
 _IMPORTED = "imported.json"
 PUBLISHED = "published"  # the key of ``Others``, there and in the record of a run that was forked from it
@@ -48,14 +48,14 @@ def published(directory: RunDirectory) -> Others | None:
     It is None for a run that began from scratch, or from an import of an earlier version.
     """
     path = directory.path / _IMPORTED
-    found: Others | None = (read_json(path) if path.exists() else directory.record()).get(PUBLISHED)
+    found: Others | None = (directory.json(path) if path.exists() else directory.record()).get(PUBLISHED)
     return found
 
 
 def imported_model(directory: RunDirectory) -> GPTConfig | None:
     """Returns the model whose weights ``directory`` holds; None if it is not an import."""
     path = directory.path / _IMPORTED
-    return GPTConfig(**read_json(path)["model"]) if path.exists() else None
+    return GPTConfig(**directory.json(path)["model"]) if path.exists() else None
 
 
 def model_overrides(model: GPTConfig) -> list[str]:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from hpc_train.run.attempts import Attempt, Event, Interval, attempts_of
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.rows import seconds
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | No
         closing: an event that is about to be written.
     """
     events = [*run.read_events(), *([closing] if closing else [])]
-    submitted = [entry["time"] for entry in run.record().get("submissions", [])]
+    submitted = [entry["time"] for entry in run.record().get("submissions", []) if "time" in entry]
     return ledger(events, run.read_all_metrics(), submitted, now, read_frozen(run))
 
 
@@ -114,7 +115,14 @@ def read_frozen(run: RunDirectory) -> dict[str, float]:
     found: dict[str, float] = {}
     for path in run.attempts.glob("end-*.frozen"):
         with suppress(OSError, ValueError):  # it is being written
-            found[path.stem.removeprefix("end-")] = float(path.read_text())
+            found[path.stem.removeprefix("end-")] = _time_in(run.read(path))
+    return found
+
+
+def _time_in(data: bytes) -> float:
+    found = float(data)
+    if not seconds(found):
+        raise ValueError(f"{found} is not a time")
     return found
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
+from hpc_train.opening import DamagedFile, read_file, tell_once
 from hpc_train.run.files import is_present, patiently, read_lines, write_text
+from hpc_train.run.rows import record_of_run
 from hpc_train.version import __version__
 
 FORMAT = 1  # of the run directory; directories without a number have this format
@@ -47,13 +47,13 @@ def read_record(folder: Path) -> dict[str, Any]:
         problem = f"{RECORD} is {error}"
     try:
         found = _read(folder / COPY)
-        _tell_once(f"note: {folder}: {problem}; its copy {COPY} is used; the next start restores it")
+        tell_once(f"note: {folder}: {problem}; its copy {COPY} is used; the next start restores it")
         return found
     except _Unusable as error:
         problem += f", and its copy {COPY} is {error}"
     if (started := _from_events(folder)) is not None:
         used = "the record in the event of the newest start is used; the next start restores both"
-        _tell_once(f"note: {folder}: {problem}; {used}")
+        tell_once(f"note: {folder}: {problem}; {used}")
         return started
     if is_present(folder / RECORD) or is_present(folder / COPY):
         raise _no_record(folder, problem)
@@ -68,13 +68,13 @@ def with_digest(record: dict[str, Any]) -> dict[str, Any]:
 
 def _from_events(folder: Path) -> dict[str, Any] | None:
     """Returns the record of the newest start of the workers whose checksum matches; None if there is none."""
-    lines = (line for path in (folder / "events").glob("agent-*.jsonl") for line in read_lines(path))
+    lines = (line for path in (folder / "events").glob("agent-*.jsonl") for line in read_lines(path, folder))
     starts = [line for line in lines if line.get("event") == "started" and isinstance(line.get("record"), dict)]
     known = [(line["time"], dict(line["record"])) for line in starts if isinstance(line.get("time"), int | float)]
     for _, record in sorted(known, key=lambda item: item[0], reverse=True):
         if record.pop(_DIGEST, None) == _digest(record):
             _check_format(record, folder)
-            return record
+            return record_of_run(record)
     return None
 
 
@@ -92,15 +92,13 @@ def write_record(folder: Path, content: dict[str, Any]) -> None:
         write_text(folder / name, text, flush=name == RECORD)
 
 
-@cache
-def _tell_once(note: str) -> None:
-    print(note, file=sys.stderr)
-
-
 def _read(path: Path) -> dict[str, Any]:
+    data = b""
     try:
         data = _bytes(path)
         content = json.loads(data)
+    except DamagedFile as error:
+        raise _Unusable(error.what.removeprefix(f"{path} is ")) from None
     except FileNotFoundError:
         raise _Unusable("missing") from None
     except PermissionError:
@@ -115,16 +113,19 @@ def _read(path: Path) -> dict[str, Any]:
     if found is not None and found != _digest(content):
         raise _Unusable("damaged (its checksum does not match)")
     _check_format(content, path)
-    return content
+    right = record_of_run(content)
+    if right is not content:
+        tell_once(f"note: {path} has values of a wrong type, which are left out")
+    return right
 
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, path.parent)
     except (FileNotFoundError, PermissionError):
         raise
     except OSError:
-        return patiently(path.read_bytes)
+        return patiently(lambda: read_file(path, path.parent))
 
 
 def _check_format(content: dict[str, Any], path: Path) -> None:

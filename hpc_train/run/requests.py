@@ -63,7 +63,7 @@ def request_stacks(run: RunDirectory) -> int:
 def stacks_requested(run: RunDirectory) -> int:
     """Returns the number of the newest request for stacks, 0 before the first."""
     try:
-        return int((_folder(run) / "request").read_text())
+        return int(run.read(_folder(run) / "request"))
     except (OSError, ValueError):
         return 0
 

@@ -1,5 +1,7 @@
 """Standard streams that never end a process: closed ones, those of a closed terminal, and those that are ASCII only.
 
+They show the control characters of what is printed instead of sending them to the terminal (``escape_controls``).
+
 A daemon or ``>&-`` starts a process with closed standard streams. The next files that it opens then get the numbers 0
 to 2, and its children write their output into them. An ASCII-only stream raises UnicodeEncodeError at the first other
 character, and a terminal or pipe that nobody reads any more raises BrokenPipeError.
@@ -9,8 +11,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
@@ -36,11 +39,64 @@ def replace_unencodable() -> None:
                 stream.reconfigure(errors="replace")
 
 
+# C0 without tab and newline, DEL, C1, and the marks and overrides of the direction of text
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    """Returns ``text`` with its control characters as Python writes them: a bell is ``\\x07``."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _EscapingStream:
+    """A stream that writes text as ``escaped`` returns it, except the carriage return before a line of progress.
+
+    Attributes:
+        unescaped: the stream itself, for colors and movements of the cursor.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unescaped = stream
+
+    def write(self, text: str) -> int:
+        begin = "\r" if text.startswith("\r") else ""
+        self.unescaped.write(begin + escaped(text[len(begin) :]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.unescaped.writelines(map(escaped, lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+
+def escape_controls() -> None:
+    """Makes stdout and stderr show control characters, which directories, events and logs of any user may contain.
+
+    A terminal would obey them: hide text, change its title, or print what was never written. Tables and colors are
+    printed with ``telemetry.terminal.Terminal``, which escapes the text in them.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, _EscapingStream):
+            setattr(sys, name, _EscapingStream(stream))
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """Returns the stream that takes colors and movements of the cursor, where ``stream`` escapes them."""
+    found: TextIO = getattr(stream, "unescaped", stream)
+    return found
+
+
 class _NonFailingStream:
     """A stream whose writes and flushes never raise OSError, nor ValueError because the stream was closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    @property
+    def unescaped(self) -> Any:
+        return _NonFailingStream(unescaped(self._stream))
 
     def write(self, text: str) -> int:
         try:

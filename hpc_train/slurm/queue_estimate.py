@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from hpc_train.opening import DamagedFile, read_tail
 from hpc_train.slurm.client import QUERY_S, Problem, SlurmError, check_submission, local_time, query
 
 ESTIMATES = ".queue-estimates.jsonl"  # in the run root
@@ -129,16 +130,14 @@ class Accuracy:
 def read_estimates(root: Path, cluster: str, partition: str | None) -> list[Estimate]:
     """Returns the newest submissions from ``root`` to a partition, the newest last; damaged lines are skipped."""
     try:
-        with (root / ESTIMATES).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
+        lines = read_tail(root / ESTIMATES, root, TAIL_BYTES).splitlines()
+    except (OSError, DamagedFile):
         return []
     found = [each for each in map(_estimate, lines) if each is not None]
     return [each for each in found if (each.cluster, each.partition) == (cluster, partition)][-NEWEST:]
 
 
-def _estimate(line: bytes) -> Estimate | None:
+def _estimate(line: str) -> Estimate | None:
     names = [field.name for field in fields(Estimate)]
     with suppress(ValueError, KeyError, TypeError):
         content = json.loads(line)

@@ -24,7 +24,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.services import webhook
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import NewLines, last_line, read_or
+from hpc_train.run.files import NewLines, read_or
 from hpc_train.slurm.client import own_job
 from hpc_train.telemetry.sinks.identity import name_of
 from hpc_train.units import format_duration
@@ -137,7 +137,7 @@ class Messenger:
         """Returns a message, once per attempt, if the rate has fallen below half of what it was."""
         attempt = self.run.newest_attempt()
         if attempt != self._rate.attempt:
-            self._rate = Rate(attempt, NewLines(self.run.metrics_file(attempt)))
+            self._rate = Rate(attempt, self.run.follow(self.run.metrics_file(attempt)))
         fallen = self._rate.fallen()
         if fallen is None:
             return None
@@ -196,7 +196,7 @@ def _message(run: RunDirectory, kind: str, event: Event) -> Message:
     nothing: dict[str, Any] = {}
     record = read_or(run.record, nothing)
     result = record.get("result") or {}
-    newest = last_line(run.metrics_file(event["attempt"]))
+    newest = run.newest_metrics(event["attempt"])
     step = result.get("steps") if kind == "finished" else newest.get("step")
     of_total = f" of {record['total_steps']}" if "total_steps" in record and kind != "finished" else ""
     after = f" after step {step}{of_total}" if step else ""

@@ -86,8 +86,8 @@ class Curves:
 
     def _at(self, line: Line, over: str) -> float:
         if over == "hours":
-            return float(line["time"] - self.lines[0]["time"]) / 3600
-        return _number(line[over])
+            return (_number(line.get("time")) - _number(self.lines[0].get("time"))) / 3600
+        return _number(line.get(over))
 
 
 @dataclass(frozen=True)

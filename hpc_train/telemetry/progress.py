@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import ARCHIVE
-from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
+from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
 from hpc_train.telemetry.notices import Event, Notices, saves
@@ -219,8 +217,8 @@ WHOLE = ("custom", "hf")  # kinds of models that have no pipeline stages
 def _next(run: RunDirectory) -> str:
     """Returns a sweep over strategies that the model of the run can have."""
     kind = None
-    with suppress(OSError, yaml.YAMLError, KeyError, TypeError):
-        kind = yaml.safe_load(run.config.read_text(encoding="utf-8"))["model"]["kind"]
+    with suppress(KeyError, TypeError):
+        kind = run.plain_config("model")["model"]["kind"]
     return NEXT.format(strategies="dp,zero1,zero3" if kind in WHOLE else "dp,pp,hybrid")
 
 
@@ -267,7 +265,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
 
 def _profiled(run: RunDirectory) -> str:
     """Returns the time breakdown of the profiled steps, averaged over their ranks."""
-    found = read_json(run.profile / "summary.json")
+    found = run.json(run.profile / "summary.json")
     ranks = list(found["ranks"].values())
     shares = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
     breakdown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
@@ -363,7 +361,7 @@ class _NewLinesOfAttempts:
         self._run = run
         self._file = file
         self._attempt = first_attempt
-        self._lines = NewLines(file(first_attempt))
+        self._lines = run.follow(file(first_attempt))
 
     def read(self) -> Iterator[dict[str, Any]]:
         newest = self._run.newest_attempt()
@@ -372,4 +370,4 @@ class _NewLinesOfAttempts:
             if self._attempt >= newest:
                 return
             self._attempt += 1
-            self._lines = NewLines(self._file(self._attempt))
+            self._lines = self._run.follow(self._file(self._attempt))

@@ -22,7 +22,7 @@ def wide(console: Console) -> Console:
 def text_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str] = (), folded: Collection[str] = ()
 ) -> Table:
-    """Returns a table without lines, whose cells are printed as they are.
+    """Returns a table without lines, whose cells are printed as they are, each row in a line.
 
     Args:
         numbers: the columns that are aligned at the right.
@@ -33,7 +33,7 @@ def text_table(
         overflow = "fold" if name in folded else "ellipsis"
         table.add_column(name, justify="right" if name in numbers else "left", overflow=overflow)  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell.replace("\n", "\\n")) for cell in row))
     return table
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import pickle
 from contextlib import closing
@@ -48,7 +47,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently
-from hpc_train.run.freeze import load
+from hpc_train.run.freeze import config_hash, load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.changed_data import data_changes
 from hpc_train.train.debug import DebuggedEngine, join_names
@@ -161,7 +160,7 @@ def _build(
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
-    _check_agreement(mesh, {"config": _digest(run.config), "step": start, "data": training.identity})
+    _check_agreement(mesh, {"config": config_hash(run), "step": start, "data": training.identity})
     open_feed = _feed_opener(config, mesh, training, spec.ranks_on_cores)
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
@@ -343,7 +342,3 @@ def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
     different = lowest(None if facts == first else f"rank {mesh.rank}: {facts}", mesh.control)
     if different is not None:
         raise RuntimeError(f"the ranks see different inputs. rank 0: {first}; {different}")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

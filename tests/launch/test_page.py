@@ -191,7 +191,7 @@ def test_a_page_tells_what_happened_in_the_words_of_why(tmp_path: Path, capsys: 
     assert why.main([str(run.path)]) == 0
     said = " ".join(page.words.split())
     for line in capsys.readouterr().out.splitlines():
-        words = re.sub(r"\x1b\[[0-9;]*m|\x00|\ufffd", "", line)
+        words = re.sub(r"\\x1b\[[0-9;]*m|\\x00|\ufffd", "", line)
         if SECRET not in words:
             assert all(word in said.lower() for word in words.lower().split()), line
     assert "done; it recovered from the failure below" in said and "killed, rank 3 on b, in attempt 0" in said

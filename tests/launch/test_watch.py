@@ -30,7 +30,8 @@ from tests.launch.jobs import make_job
 
 
 def submitted(tmp_path: Path, first_attempt: int = 0) -> Submitted:
-    return Submitted(make_job(tmp_path / "sweep"), "1", first_attempt, tmp_path / "agent.err")
+    job = make_job(tmp_path / "sweep")
+    return Submitted(job, "1", first_attempt, job.run.path / "agent.err")
 
 
 def test_the_states_of_a_job(tmp_path: Path) -> None:

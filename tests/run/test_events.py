@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import LINES_AT_ONCE, read_lines
+from hpc_train.run.files import BLOCK_BYTES, read_lines
 from tests.run.outage import detachable
 
 FAILING = "cannot write the event log; it is kept in memory until it can be written: [Errno 2] "
@@ -90,8 +90,8 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(run: RunDirectory) ->
 
 
 def test_damaged_lines_among_those_that_are_decoded_together_are_skipped(tmp_path: Path) -> None:
-    whole = [f'{{"step":{number},"x":[1,2]}}\n' for number in range(3 * LINES_AT_ONCE)]
-    damaged = {3: '{"step":3,"x":', LINES_AT_ONCE: "[4]", 2 * LINES_AT_ONCE: '{"step":5},{"step":-5}'}
+    whole = [f'{{"step":{number},"x":[1,2]}}\n' for number in range(3 * BLOCK_BYTES // 24)]
+    damaged = {3: '{"step":3,"x":', len(whole) // 2: "[4]", len(whole) - 9: '{"step":5},{"step":-5}'}
     for number, text in damaged.items():
         whole[number] = f"{text}\n"
     (tmp_path / "lines").write_text("".join(whole) + '{"step":-1}')

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,14 +90,14 @@ def test_a_hang_of_the_file_system_is_an_event(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EROFS])
 def test_an_error_of_the_file_server_is_retried(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, right, failing = tmp_path / "log", Path.open, True
+    path, right, failing = tmp_path / "log", os.open, True
 
-    def opened(self: Path, *arguments: object, **named: object) -> object:
-        if failing and self == path:
+    def opened(name: str, *arguments: Any, **named: Any) -> int:
+        if failing and name == path.name:
             raise OSError(code, os.strerror(code), str(path))
-        return right(self, *arguments, **named)  # type: ignore[arg-type]
+        return right(name, *arguments, **named)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
     writer = FileWriter("the log")
     for number in range(3):
         writer.append(path, {"number": number})
@@ -127,6 +128,13 @@ def test_a_write_that_hangs_blocks_nobody(
     monkeypatch.setattr(file_writer, "HANGS_S", 0.0)
     pipe = tmp_path / "log"
     os.mkfifo(pipe)
+
+    def waiting(path: Path, text: str) -> None:
+        with path.open("a") as file:
+            file.write(text)
+
+    monkeypatch.setattr(file_writer, "append_text", waiting)
+    monkeypatch.setattr(file_writer, "append_line", lambda path, value: waiting(path, file_writer.json_line(value)))
     writer = FileWriter("the log")
     began = time.monotonic()
     for number in range(1000):

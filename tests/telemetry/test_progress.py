@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,19 +97,21 @@ def bytes_read() -> int:
 def test_a_file_system_that_hangs_does_not_hold_up_the_agent(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that opens a pipe without a writer sleeps in the kernel."""
     monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(progress, "LOOK_S", 0.1)
     shown = Progress(run, Console(file=io.StringIO(), width=200))
     run.claim_attempt()
-    pipe = run.metrics_file(0)
-    os.mkfifo(pipe)
+    responds, read = threading.Event(), shown._read
+
+    def hang() -> progress.Look:
+        responds.wait()
+        return read()
+
+    shown._look = progress.BackgroundCall(hang)
     for _ in range(100):
         shown.tick()
-    pipe.rename(pipe.with_suffix(".pipe"))
     log(run, 0, 10)
-    with pipe.with_suffix(".pipe").open("w"):
-        pass
+    responds.set()
     shown.finish()
     assert "step 10/100" in shown._console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -43,6 +42,7 @@ from hpc_train.run.files import refuse_existing
 from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, check_owner, files_below, output_directory
 from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import text_table, wide
 from hpc_train.units import format_bytes, format_duration
 
@@ -285,7 +285,7 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield _ProgressLines(what, total)
         return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=total)
         yield lambda count: bars.advance(task, count)
@@ -314,7 +314,7 @@ def _show(found: list[Listed], compared: str, as_json: bool, metric: BestMetric)
     if as_json:
         print(json.dumps([_as_json(item, compared) for item in found]))
     elif found:
-        wide(Console()).print(_table(found, compared, metric), highlight=False)
+        wide(Terminal()).print(_table(found, compared, metric), highlight=False)
     else:
         print("the run has no checkpoint yet")
 

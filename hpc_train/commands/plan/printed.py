@@ -14,6 +14,7 @@ from hpc_train.commands.plan.rows import NOISE, Row
 from hpc_train.plan.layout import Layout
 from hpc_train.planner.candidates import Values
 from hpc_train.planner.machine import Machine
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import fitting_table, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
 
@@ -37,7 +38,7 @@ def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
         [str(number + 1), *_model(row), *_cells(row), *_in_queue(row), _why_slower(row, above[number])]
         for number, row in enumerate(rows)
     ]
-    console = wide(Console())
+    console = wide(Terminal())
     best = "the largest model" if models else "the best"
     console.print(f"{compared} layouts on {machine.name} ({machine.device}), {best} first:", highlight=False)
     texts = {"layout", "recompute", "model", WHY}
@@ -72,7 +73,7 @@ def print_parts(first: Row) -> None:
         beside = prediction.needed_bytes - prediction.memory.total
         lines.append(f"row 1: tensors {prediction.memory}; context, libraries and allocator {format_bytes(beside)}")
     for line in lines:
-        wide(Console()).print(line, markup=False, highlight=False, soft_wrap=True)
+        wide(Terminal()).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _seconds(value: float) -> str:
@@ -81,7 +82,7 @@ def _seconds(value: float) -> str:
 
 def print_commands(rows: Sequence[Row], machine: Machine) -> None:
     """Prints a command for each row. The beginning that it shares with the first row's is printed once."""
-    console = wide(Console())
+    console = wide(Terminal())
     for number, row in enumerate(rows):
         words = row.asked.command(row.candidate, machine)
         whole = number == 0 or row.asked is not rows[0].asked

@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hpc_train.commands.plan.asked import Asked
 from hpc_train.commands.plan.printed import print_fitting, split
 from hpc_train.commands.plan.progress import shown
@@ -20,6 +18,7 @@ from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.scaling_plot import check_scaling_plot, draw_scaling
+from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import wide
 from hpc_train.units import format_duration
 
@@ -68,7 +67,7 @@ def simulated_counts(machine: Machine) -> list[int]:
 
 
 def _print(points: Sequence[Point], machine: Machine, assumed: Assumed) -> None:
-    console = wide(Console())
+    console = wide(Terminal())
     kind = "the batch grows with the GPUs" if assumed.grows else "the batch stays the same"
     console.print(f"on {machine.name} ({machine.device}); {kind}:", highlight=False)
     cells = [_cells(point) for point in points]

@@ -21,7 +21,7 @@ from typing import Any
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 
 FIRST_PORT, PORTS = 15000, 15000  # below the kernel's range of ephemeral ports
 CANDIDATES = 200
@@ -143,7 +143,7 @@ class ServerAddress:
         """Returns the address, or None if the server has not published it yet."""
         # list the directory: a network file system caches for long that a name does not exist
         path = _address_file(run, launch_id)
-        return cls(**read_json(path)) if path in set(run.attempts.glob("server-*.json")) else None
+        return cls(**run.json(path)) if path in set(run.attempts.glob("server-*.json")) else None
 
 
 def withdraw(run: RunDirectory, launch_id: str) -> None:

@@ -10,8 +10,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
@@ -33,6 +31,7 @@ from hpc_train.run.streams import nonfailing_streams
 from hpc_train.slurm.client import is_in_step
 from hpc_train.slurm.variables import Receiver, environment_for
 from hpc_train.telemetry.progress import Progress
+from hpc_train.telemetry.terminal import Terminal
 
 # A run that cannot continue without a node ends with its first agent. srun kills agents that then do not end, as on a
 # frozen node.
@@ -141,7 +140,7 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
         arguments: the command line that describes the run, for the advice at its end; None if it was frozen before.
         begun: of the warm parent.
     """
-    console = Console()
+    console = Terminal()
     again = None if arguments is None else resume_command(arguments, run, load(run).run.root)
     progress = Progress(run, console, again)
     progress.tick()  # says that the run starts, while the agent is imported

@@ -15,7 +15,6 @@ from hpc_train.launch.job_status import JobStatus, SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.run.attempts import NUMBER, Attempt, attempts_of
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import DamagedFile, read_json
 from hpc_train.run.ledger import Ledger, account_for, read_frozen
 
 Event = dict[str, Any]
@@ -70,7 +69,7 @@ class RunFacts:
         over = found.view(known).exit is not None
         events, lines, record = found.run.read_events(), _lines(found.run), found.run.record()
         attempts = attempts_of(events, lines, read_frozen(found.run))
-        submitted = [entry["time"] for entry in record.get("submissions", [])]
+        submitted = [entry["time"] for entry in record.get("submissions", []) if "time" in entry]
         ledger = account_for(attempts, submitted, None if over else time.time())
         diagnosis = diagnose(found, known, asks_slurm=statuses is None, spent=ledger.total)
         return cls(found, diagnosis, record, events, lines, attempts, ledger)
@@ -110,9 +109,8 @@ class RunFacts:
     @cached_property
     def newest_attempt(self) -> Mapping[str, Any]:
         """Returns the record of the newest attempt, with its layout; empty if the run has not started."""
-        with suppress(OSError, DamagedFile):
-            found = read_json(self.run.attempts / f"{self.run.newest_attempt():03d}.json")
-            return found if isinstance(found, dict) else {}
+        with suppress(OSError):
+            return self.run.attempt_record(self.run.newest_attempt())
         return {}
 
     def of_event(self, *names: str) -> list[Event]:
@@ -139,8 +137,8 @@ class RunFacts:
 
 def _lines(run: RunDirectory) -> list[Line]:
     """Returns the metrics of all attempts by time, without damaged lines."""
-    whole = (line for line in run.read_all_metrics() if isinstance(line.get("time"), int | float))
-    return sorted((line for line in whole if isinstance(line.get("attempt"), int)), key=lambda line: line["time"])
+    whole = (line for line in run.read_all_metrics() if "time" in line and "attempt" in line)
+    return sorted(whole, key=lambda line: line["time"])
 
 
 def secrets_of(found: RunHandle) -> Iterator[str]:

@@ -22,7 +22,7 @@ from hpc_train.planner.machine import Machine, read_machine
 from hpc_train.planner.prediction import predict_step
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_lock import exclusive
-from hpc_train.run.files import append_line, read_json
+from hpc_train.run.files import append_line
 from hpc_train.run.freeze import load
 from hpc_train.units import format_bytes
 
@@ -48,7 +48,7 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
     attempt = run.newest_attempt()
     if attempt < 0:
         return None
-    meeting = read_json(run.attempts / f"{attempt:03d}.json")
+    meeting = run.attempt_record(attempt)
     config = load(run)
     machine = machine or _machine_of(run, config, meeting)
     if machine is None or not meeting["layout"].get("micro_batches"):  # code of the user's own has no layout
@@ -85,7 +85,7 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
         return read_machine(config.cluster.machine)
     if not meeting["gpus_per_node"]:
         return None
-    machines = read_json(run.fabric)["machines"]
+    machines = run.json(run.fabric)["machines"]
     models = {gpu.get("model") for machine in machines for gpu in machine["facts"]["gpus"]}
     return recognized(str(models.pop())) if len(models) == 1 else None
 

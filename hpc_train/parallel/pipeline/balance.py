@@ -41,7 +41,7 @@ from hpc_train.plan.memory import usable_bytes
 from hpc_train.plan.optimizers import values_per_parameter
 from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 from hpc_train.units import format_bytes
 
 _WHERE = "strategy.pp_split"
@@ -197,7 +197,7 @@ def _read(
     """Returns the layers and blocks that rank 0 reads from an earlier attempt; None if they do not match this one."""
     found: dict[str, Any] | None = None
     if run is not None and mesh.rank == 0 and (run.path / PIPELINE_SPLIT).exists():
-        found = read_json(run.path / PIPELINE_SPLIT)
+        found = run.json(run.path / PIPELINE_SPLIT)
     plan, wanted = broadcast_plain(found, mesh.control), (config.strategy.pp_split, mesh.layout.stages, n_layers)
     if plan is None or (plan["how"], plan["stages"], sum(plan["layers"])) != wanted:
         return None

@@ -105,8 +105,8 @@ class RunReader:
     def _new(self, folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
         """Yields the new lines of all files in ``folder`` that have the time that all whole lines have."""
         for path in sorted(folder.glob(pattern)):
-            lines = self._files.setdefault(path, NewLines(path))
-            yield from (line for line in lines.read() if isinstance(line.get("time"), int | float))
+            lines = self._files.setdefault(path, self.run.follow(path))
+            yield from (line for line in lines.read() if "time" in line)
 
     def _add_event(self, event: dict[str, Any]) -> None:
         name = str(event.get("event"))

@@ -22,15 +22,16 @@ BATCH = 500  # most lines of one ``Backend.write``
 class NewOfAttempts:
     """Reads the lines that all attempts of a run have appended to the files of one folder since the last ``read``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run: RunDirectory, folder: Path) -> None:
+        self._run = run
         self._folder = folder
         self._files: dict[Path, NewLines] = {}
 
     def read(self) -> list[Line]:
         """Returns the new lines in the order of the attempts."""
         paths = sorted(self._folder.glob("attempt-*.jsonl"), key=_attempt)
-        new = (line for path in paths for line in self._files.setdefault(path, NewLines(path)).read())
-        return [line for line in new if isinstance(line, dict) and type(line.get("step")) is int]
+        new = (line for path in paths for line in self._files.setdefault(path, self._run.follow(path)).read())
+        return list(new)
 
 
 def _attempt(path: Path) -> int:
@@ -50,8 +51,8 @@ class Replay:
         self.backend = backend
         self.sent = 0
         self.last = 0
-        self._metrics = NewOfAttempts(run.metrics)
-        self._texts = NewOfAttempts(run.texts)
+        self._metrics = NewOfAttempts(run, run.metrics)
+        self._texts = NewOfAttempts(run, run.texts)
         self._read_texts: list[Line] = []
         self._sent_texts: int | None = None
         self.is_open = False

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_lock import STALE_S, Lock, LockHeld, LockOwner, acquire
-from hpc_train.run.files import patiently, read_json, write_json
+from hpc_train.run.files import patiently, write_json
 from hpc_train.telemetry.sinks.backend import Backend, Line
 
 POLL_S = 1.0
@@ -42,7 +42,7 @@ class Position:
     def read(cls, run: RunDirectory, name: str, where: str) -> Position:
         """Returns the position at ``where``; that of another server or project does not count."""
         path = _file(run, name)
-        found: dict[str, Any] = read_json(path) if path.exists() else {}
+        found: dict[str, Any] = run.json(path) if path.exists() else {}
         return cls(**found) if found.get("where") == where else cls(where)
 
     def write(self, run: RunDirectory, name: str) -> None:

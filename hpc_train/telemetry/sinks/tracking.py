@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from hpc_train.config.schema import Config, TelemetryConfig
+from hpc_train.opening import open_to_append
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_or
@@ -98,7 +99,7 @@ class TrackingProcess:
         first = read_or(self._run.newest_attempt, -1) + 1
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            with (folder / "output.log").open("a") as log:
+            with open_to_append(folder / "output.log", self._run.path) as log:
                 return subprocess.Popen(
                     [sys.executable, "-m", FOLLOW, str(self._run.path), str(first), str(os.getpid())],
                     stdin=subprocess.PIPE,

@@ -1,0 +1,162 @@
+"""Opens the files of run directories, which anybody may have prepared: what a run directory says is data.
+
+A file is opened only if it is a regular file below the run directory and not too large. A pipe or a device neither
+blocks the reader nor feeds it without end. A link on the way is followed only if this user or root has made it, who may
+keep a part of the run elsewhere. Every file of a run directory is opened here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from hpc_train.errors import UserError
+
+LARGEST = 8 << 30  # bytes of a file with a line per step or event
+SMALL = 64 << 20  # bytes of a file that is read whole
+CONFIG = 4 << 20  # bytes of a config, which takes seconds to parse then
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class DamagedFile(UserError, ValueError):
+    """Reports that a file is not what was written; all small files are replaced atomically."""
+
+
+def open_file(path: Path, below: Path, largest: int = LARGEST) -> BinaryIO:
+    """Opens the regular file ``path`` for reading.
+
+    Args:
+        below: the directory that contains it, at any depth. It may itself be reached over links.
+        largest: the size in bytes up to which it is opened.
+
+    Raises:
+        DamagedFile: it is no regular file, lies behind a link, or is too large.
+        OSError: it does not exist, or cannot be opened.
+    """
+    descriptor = _descriptor(path, below, os.O_RDONLY)
+    size = os.fstat(descriptor).st_size
+    if size > largest:
+        os.close(descriptor)
+        raise _damaged(path, f"has {size:,} bytes, more than the {largest:,} that are read")
+    return os.fdopen(descriptor, "rb")
+
+
+def open_to_append(path: Path, below: Path) -> BinaryIO:
+    """Opens ``path``, which is created if it does not exist, for unbuffered appending.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or lies behind a link.
+    """
+    try:
+        descriptor = _descriptor(path, below, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except DamagedFile as error:
+        raise OSError(errno.EINVAL, error.what) from None
+    return os.fdopen(descriptor, "ab", buffering=0)
+
+
+def read_file(path: Path, below: Path, largest: int = SMALL) -> bytes:
+    """Returns the content of ``path``; the arguments and errors are those of ``open_file``."""
+    with open_file(path, below, largest) as file:
+        return file.read(largest)
+
+
+def read_tail(path: Path, below: Path, size: int) -> str:
+    """Returns the last ``size`` bytes of ``path`` as text; the errors are those of ``open_file``."""
+    with open_file(path, below) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        return file.read(size).decode(errors="replace")
+
+
+def resolved_below(path: Path, folders: Sequence[Path]) -> tuple[Path, Path] | None:
+    """Returns ``path`` and the one of ``folders`` that contains it; None if none does.
+
+    Both are resolved where the names alone do not show it: a file names the path, and its directories may have been
+    renamed and linked since.
+    """
+    for folder in folders:
+        if path.is_relative_to(folder) and path != folder:
+            return path, folder
+    found = Path(os.path.realpath(path))
+    resolved = (Path(os.path.realpath(folder)) for folder in folders)
+    return next(((found, folder) for folder in resolved if found.is_relative_to(folder) and found != folder), None)
+
+
+@cache
+def tell_once(note: str) -> None:
+    """Prints ``note`` on standard error, once per process."""
+    print(note, file=sys.stderr)
+
+
+def _descriptor(path: Path, below: Path, flags: int) -> int:
+    """Returns a descriptor of the regular file ``path`` below the directory ``below``."""
+    names = path.relative_to(below).parts if path.is_relative_to(below) else ()
+    if not names or ".." in names:
+        raise _damaged(path, f"is not a file below {below}")
+    folder = os.open(below, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names[:-1]:
+            inner = _opened(name, folder, os.O_PATH | os.O_DIRECTORY)
+            os.close(folder)
+            folder = inner
+        descriptor = _opened(names[-1], folder, flags | os.O_NONBLOCK)
+    except OSError as error:
+        error.filename = str(path)
+        if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and _has_link(below, names)):
+            raise _damaged(path, "is a symbolic link of another user, or lies behind one") from None
+        if error.errno == errno.ENXIO:
+            raise _damaged(path, "is a socket or a pipe instead of a regular file") from None
+        raise
+    finally:
+        os.close(folder)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise _damaged(path, f"is {_KINDS.get(kind, 'a special file')} instead of a regular file")
+    return descriptor
+
+
+def _opened(name: str, folder: int, flags: int) -> int:
+    """Returns a descriptor of the entry ``name`` in the directory with the descriptor ``folder``."""
+    flags |= os.O_CLOEXEC
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR) or (target := _target(name, folder)) is None:
+            raise
+    return os.open(target, flags, 0o666, dir_fd=folder)
+
+
+def _target(name: str, folder: int) -> str | None:
+    """Returns where the link ``name`` leads if this user or root has made it; None for another one, and without one."""
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        status = os.fstat(link)
+        trusted = stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0)
+        return os.readlink("", dir_fd=link) if trusted else None
+    finally:
+        os.close(link)
+
+
+def _has_link(below: Path, names: Iterable[str]) -> bool:
+    path = below
+    for name in names:
+        path /= name
+        if path.is_symlink():
+            return True
+    return False
+
+
+def _damaged(path: Path, problem: str) -> DamagedFile:
+    return DamagedFile(f"{path} {problem}", where=str(path), fix="restore the file, or remove it")

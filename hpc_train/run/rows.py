@@ -1,0 +1,276 @@
+"""Checks the types of what a run directory says: lines of metrics, events, the record and other small records.
+
+Anybody may have written them. A line that lacks what all of its kind have is left out, and any other field of a wrong
+type counts as absent, so that their readers need no checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Row = dict[str, Any]
+Check = Callable[[Any], bool]
+
+LATEST = 1e11  # seconds since 1970; a date can still be made of it
+HIGHEST = 1e100  # of a number: the product of two is still finite
+MOST = 1 << 53  # of a count
+
+
+def number(value: Any) -> bool:
+    return type(value) in (int, float) and -HIGHEST < value < HIGHEST
+
+
+def at_least_0(value: Any) -> bool:
+    return number(value) and value >= 0
+
+
+def seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < LATEST
+
+
+def count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def text(value: Any) -> bool:
+    return type(value) is str
+
+
+def flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def group(value: Any) -> bool:
+    return type(value) is dict
+
+
+def or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def list_of(check: Check) -> Check:
+    return lambda value: type(value) is list and all(map(check, value))
+
+
+def dict_of(check: Check) -> Check:
+    return lambda value: type(value) is dict and all(map(check, value.values()))
+
+
+def record_of(**checks: Check) -> Check:
+    """Returns the check of an object that has all of these fields."""
+    return lambda value: (
+        type(value) is dict and all(name in value and check(value[name]) for name, check in checks.items())
+    )
+
+
+def _plain(value: Any) -> bool:
+    return value is None or type(value) in (str, bool) or number(value)
+
+
+def _chunk(value: Any) -> bool:
+    """Returns whether ``value`` is the kind, stage, beginning and end of a part of a pipeline step."""
+    return (
+        type(value) is list
+        and len(value) == 4
+        and value[0] in ("forward", "backward", "weight")
+        and type(value[1]) is int
+        and 0 <= value[1] < 1 << 16
+        and seconds(value[2])
+        and seconds(value[3])
+    )
+
+
+def typed(row: Row, checks: Mapping[str, Check], required: tuple[str, ...] = ()) -> Row | None:
+    """Returns ``row`` without the fields that fail their check, or ``row`` itself if all is right.
+
+    None if a ``required`` field is among them, null or absent.
+    """
+    wrong = {name for name in checks.keys() & row.keys() if not checks[name](row[name])}
+    if any(name in wrong or row.get(name) is None for name in required):
+        return None
+    return {name: value for name, value in row.items() if name not in wrong} if wrong else row
+
+
+NAMED = {"time": seconds, "step": count, "attempt": count, "world_size": count, "loss": or_none(number)}
+IN_SECONDS = ("step_s", "save_s", "eval_s")
+RATES = ("samples_per_s", "tokens_per_s", "samples", "tokens", "peak_memory_bytes")
+METRICS: dict[str, Check] = {
+    **NAMED,
+    **dict.fromkeys(IN_SECONDS, or_none(seconds)),
+    **dict.fromkeys(RATES, or_none(at_least_0)),
+    **dict.fromkeys(("mfu", "hfu", "gpu_util", "host_share", "data_wait_share", "comm_share"), or_none(number)),
+    **dict.fromkeys(("bubble_share", "val_loss", "val_accuracy", "loss_scale"), or_none(number)),
+}
+
+
+def metrics_row(row: Row) -> Row | None:
+    """Returns a line of metrics: numbers, texts or null by name, of an attempt's ``step``; None for another line."""
+    wrong = {key for key, value in row.items() if not METRICS.get(key, _plain)(value)}
+    if "step" in wrong or "step" not in row:
+        return None
+    return {key: value for key, value in row.items() if key not in wrong} if wrong else row
+
+
+EVENT_FIELDS: dict[str, Check] = {
+    "time": seconds,
+    "attempt": count,
+    "event": text,
+    "rank": or_none(count),
+    "node": or_none(text),
+    "step": or_none(count),
+    **dict.fromkeys(("class", "message", "reason", "traceback", "launch", "layout", "path", "schedule"), text),
+    **dict.fromkeys(("kind", "text", "problem", "name"), text),
+    **dict.fromkeys(("job_id", "stacks"), or_none(text)),
+    **dict.fromkeys(("seconds", "until", "began", "save_s", "step_s", "eval_s"), seconds),
+    **dict.fromkeys(("exit_code", "world_size", "to_step", "steps", "micro_batches", "times", "bytes"), count),
+    "gpu": count,
+    "nodes": list_of(text),
+    "partners": list_of(text),
+    "record": or_none(group),
+}
+OF_EVENT: dict[str, dict[str, Check]] = {  # fields that have another type in one event
+    "started": {"gpus": count},
+    "worker_failed": {"gpus": list_of(text)},
+    "node_lost": {"gpus": list_of(text)},
+    "hang_detected": {"gpus": list_of(text)},
+    "failed": {"gpus": list_of(text)},
+    "shrunk": {"nodes": count},
+    "pipeline_step": {
+        "ranks": list_of(record_of(rank=count, chunks=list_of(_chunk))),
+        "seconds": lambda value: seconds(value) and value > 0,
+    },
+    "preflight": {
+        "bus_gb_per_s": record_of(nodes=dict_of(or_none(number)), rails=list_of(or_none(number)), world=or_none(number))
+    },
+}
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "checkpoint_saved": ("step",),
+    "resumed": ("step",),
+    "rolled_back": ("to_step",),
+    "suspended": ("seconds", "until"),
+    "paused": ("seconds", "until"),
+    "slow_node": ("partners", "node"),
+    "slow_gpu": ("gpu", "node"),
+    "unfit_node": ("reason", "node"),
+    "preflight": ("launch", "nodes"),
+    "pipeline_step": ("ranks", "seconds", "schedule", "micro_batches"),
+    "message_not_sent": ("kind", "text"),
+    "warning": ("message",),
+    "advice": ("message",),
+    "checkpoint_failed": ("message",),
+    "archive_failed": ("message",),
+    "save_deferred": ("message", "path", "seconds"),
+    "checkpoint_set_aside": ("message", "path"),
+}
+HEAD = ("time", "attempt", "event")
+_BY_EVENT = {name: EVENT_FIELDS | fields for name, fields in OF_EVENT.items()}
+_BY_EVENT["loop"] = {name: EVENT_FIELDS[name] for name in ("time", "attempt", "rank", "node", "step")}  # the user's
+
+
+def event_row(row: Row) -> Row | None:
+    """Returns an event, which has ``time``, ``attempt``, ``event``, ``rank``, ``node`` and ``step``, of which the last
+    three may be None; None for another line.
+    """
+    name = row.get("event")
+    if type(name) is not str:
+        return None
+    found = typed(row, _BY_EVENT.get(name, EVENT_FIELDS), (*HEAD, *REQUIRED.get(name, ())))
+    if found is None or ("rank" in found and "node" in found and "step" in found):
+        return found
+    return {"rank": None, "node": None, "step": None} | found
+
+
+def failure_row(row: Row) -> Row | None:
+    """Returns a line of ``attempts/node-failures.jsonl``; None for another line."""
+    return typed(row, {"time": seconds, "node": text, "class": text, "times": _times}, ("time", "node", "class"))
+
+
+def _times(value: Any) -> bool:
+    return count(value) and 0 < value < 1000
+
+
+def text_row(row: Row) -> Row | None:
+    """Returns a line of ``texts/``; None for another line."""
+    return typed(row, {"step": count, "name": text, "text": text}, ("step", "name", "text"))
+
+
+CLAIM: dict[str, Check] = {  # of a submission, or of a process that works on the run
+    **dict.fromkeys(("job_id", "clusters", "output", "host", "executor", "pid_started"), or_none(text)),
+    "time": seconds,
+    "pid": or_none(lambda value: count(value) and 0 < value < 1 << 31),
+    "first_attempt": count,
+    "chain": list_of(text),
+}
+RESULT: dict[str, Check] = METRICS | {
+    "steps": count,
+    "seconds": seconds,
+    "evaluated": text,
+    "ended_early": or_none(text),
+}
+_MEMORY_RANK = record_of(
+    peak=at_least_0, parameters=at_least_0, gradients=at_least_0, optimizer=at_least_0, activations=at_least_0
+)
+RECORD: dict[str, Check] = {
+    **dict.fromkeys(("run_id", "config_hash", "next_config_hash", "forked_from", "own_code"), or_none(text)),
+    **dict.fromkeys(("loss_warning", "archived_from"), text),
+    **dict.fromkeys(("created", "stop_requested"), seconds),
+    **dict.fromkeys(("total_steps", "stream_ended"), or_none(count)),
+    "overrides": or_none(list_of(text)),
+    "versions": dict_of(text),
+    "memory": record_of(ranks=list_of(_MEMORY_RANK)),
+    "prediction": record_of(predicted=dict_of(or_none(number)), measured=dict_of(or_none(number)), machine=text),
+    **dict.fromkeys(("claimed_by", "code", "utilization", "wandb", "result"), group),
+    "snapshot": or_none(group),
+    "submissions": list_of(group),
+}
+INSIDE: dict[str, dict[str, Check]] = {  # of the objects in a record, whose wrong fields count as absent
+    "claimed_by": CLAIM,
+    "code": {"commit": or_none(text), "dirty": or_none(flag)},
+    "wandb": dict.fromkeys(("url", "problem", "mode", "id"), or_none(text)),
+    "result": RESULT,
+}
+
+
+def record_of_run(record: Row) -> Row:
+    """Returns the content of ``run.json`` without the fields of a wrong type; it is ``record`` if all is right."""
+    found = typed(record, RECORD) or {}
+    for name, checks in INSIDE.items():
+        inner = found.get(name)
+        if inner and (right := typed(inner, checks)) is not inner:
+            found = found | {name: right}
+    submissions = found.get("submissions") or []
+    claims = [typed(each, CLAIM) for each in submissions]
+    if any(after is not before for after, before in zip(claims, submissions, strict=True)):
+        found = found | {"submissions": claims}
+    return found
+
+
+ATTEMPT: dict[str, Check] = {
+    **dict.fromkeys(("attempt", "nodes", "gpus_per_node", "workers_per_node", "port", "pid"), count),
+    **dict.fromkeys(("launch_id", "node", "address"), text),
+    "job_id": or_none(text),
+    "layout": group,
+}
+
+_PRICE = {"currency": text} | dict.fromkeys(
+    ("per_gpu_hour", "purchase", "years", "use", "upkeep", "spot", "preemptions_per_day"), or_none(number)
+)
+CONFIG: dict[str, dict[str, Check]] = {  # by section: what is read of a config without converting it to the schema
+    "elastic": {"exclude_hours": seconds},
+    "strategy": {"name": text},
+    "model": {"kind": text},
+    "checkpoint": {"keep_best": or_none(text), "best_mode": text},
+    "cluster": {
+        "nodes": _plain,
+        "price": lambda value: value is None or (group(value) and typed(value, _PRICE) is value),
+        "env": or_none(group),
+        **dict.fromkeys(("setup", "teardown"), or_none(list_of(text))),
+    },
+}
+
+
+def config_sections(config: Row) -> Row:
+    """Returns a plain config without the sections and fields of ``CONFIG`` that have a wrong type."""
+    found = {name: value for name, value in config.items() if name not in CONFIG or group(value)}
+    return {name: typed(value, CONFIG[name]) if name in CONFIG else value for name, value in found.items()}
