@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
             print(line)
     for line in [] if overview is None else _notes(overview):
         print(line, file=sys.stderr)
-    for item, error in errors:
-        print(f"{item.run.path}: {error}", file=sys.stderr)
+    for item, problem in errors:
+        print(f"{item.run.path}: {problem}", file=sys.stderr)
     return Exit.DONE if readable or not found else Exit.REFUSED
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.files import read_json
 
 KILLED = "agents_killed"  # the event
 TAIL_BYTES = 1 << 16
@@ -58,8 +57,8 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
     path = run.attempts / f"{attempt:03d}.json"
     if attempt < 0 or launch_id.count(".") != 2 or not path.exists() or not path.stat().st_size:
         return None
-    spec = read_json(path)
-    earlier = str(spec["launch_id"])
+    spec = run.attempt_record(attempt)
+    earlier = str(spec.get("launch_id"))
     if earlier.count(".") != 2:
         return None
     job, step, restart = earlier.split(".")
@@ -68,7 +67,7 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
         return None
     if any("exit_code" in event for event in _events(run, attempt)):
         return None
-    return KilledStep(attempt, f"{job}.{step}", str(spec["node"]), _memory_line(run, f"{job}.{step}"))
+    return KilledStep(attempt, f"{job}.{step}", str(spec.get("node")), _memory_line(run, f"{job}.{step}"))
 
 
 def refuse_third_kill(run: RunDirectory, killed: KilledStep | None, mem: str | None) -> None:

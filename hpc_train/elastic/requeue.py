@@ -207,6 +207,10 @@ class JobEnd:
         """
         return self.run.attempts / f"{self._name}.exclude"
 
+    def excluded(self) -> str:
+        """Returns the content of ``exclude_file``."""
+        return self.run.read(self.exclude_file).decode()
+
     def requeues(self) -> list[dict[str, Any]]:
         """Returns the progress recorded by earlier requeues of this job, or by earlier jobs of its chain."""
         chain = [str(job) for job in self.run.record().get("submissions", [{}])[-1].get("chain", [])]

@@ -253,6 +253,8 @@ ATTEMPT: dict[str, Check] = {
     "layout": group,
 }
 
+is_profile = record_of(first=count, last=count, ranks=dict_of(dict_of(number)))  # profile/summary.json
+
 _PRICE = {"currency": text} | dict.fromkeys(
     ("per_gpu_hour", "purchase", "years", "use", "upkeep", "spot", "preemptions_per_day"), or_none(number)
 )

@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_train.opening import DamagedFile
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import ARCHIVE
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
+from hpc_train.run.rows import is_profile
 from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
 from hpc_train.telemetry.notices import Event, Notices, saves
 from hpc_train.telemetry.sinks.tracking import TRACKING
@@ -265,9 +267,15 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
 
 def _profiled(run: RunDirectory) -> str:
     """Returns the time breakdown of the profiled steps, averaged over their ranks."""
-    found = run.json(run.profile / "summary.json")
+    try:
+        found = run.json(run.profile / "summary.json")
+    except (OSError, DamagedFile) as error:
+        return f"the summary cannot be read: {error}"
+    if not is_profile(found):
+        return "the summary is damaged"
     ranks = list(found["ranks"].values())
-    shares = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
+    names = ranks[0] if ranks else {}
+    shares = {name: sum(rank.get(name, 0.0) for rank in ranks) / len(ranks) for name in names}
     breakdown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     return f"steps {found['first']} to {found['last']}: {breakdown}; traces in {run.profile}"
 

@@ -37,7 +37,7 @@ def command(*words: str) -> Callable[[RunDirectory], None]:
 
 
 def live(run: RunDirectory) -> None:
-    found = find_run(str(run.path))
+    found = find_run(str(run.path), "top")
     view = found.view({})
     Row(found, "name", view).cells()
     details = Details(found)
@@ -70,7 +70,7 @@ def monitoring(run: RunDirectory) -> None:
 
 def plotted(run: RunDirectory) -> None:
     curves = _curves([run.path])
-    _results(find_runs(str(run.path)), curves, None)
+    _results(find_runs(str(run.path), "plot"), curves, None)
     _figure(curves, "hours", None)
 
 

@@ -294,7 +294,7 @@ def requeue_after_server_loss(
     events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
-        query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"], PATIENT_S)
+        query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.excluded()}"], PATIENT_S)
     with suppress(OSError):
         in_time(lambda: end.record(code))  # last, because the batch script kills the step soon after that
     return code

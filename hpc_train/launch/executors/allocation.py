@@ -24,6 +24,7 @@ from hpc_train.launch.job_status import final_code, how_stopped, resume_command
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
 from hpc_train.launch.storage import check_room
+from hpc_train.opening import open_to_append
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
@@ -79,7 +80,7 @@ class AllocationExecutor(ProcessExecutor):
         for job in jobs:
             output = self.output(job, "")
             output.parent.mkdir(parents=True, exist_ok=True)
-            with output.open("ab") as file:
+            with open_to_append(output, job.run.path) as file:
                 step = subprocess.Popen(
                     self._command(job),
                     stdin=subprocess.DEVNULL,

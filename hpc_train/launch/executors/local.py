@@ -25,6 +25,7 @@ from hpc_train.launch.executors.executor import Job, RunAgent, Share, local_shap
 from hpc_train.launch.gpus import gpu_types_here
 from hpc_train.launch.job_status import PRESENT, JobStatus
 from hpc_train.launch.storage import check_room
+from hpc_train.opening import open_to_append
 from hpc_train.run.code import frozen_code
 from hpc_train.units import counted
 
@@ -81,7 +82,7 @@ class SessionExecutor(LocalExecutor):
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        with (self.folder / "controller.log").open("ab") as log, _sigterm_blocked():
+        with open_to_append(self.folder / "controller.log", self.folder) as log, _sigterm_blocked():
             process = subprocess.Popen(
                 [sys.executable, "-P", str(CONTROLLER), str(self.folder)],  # not the one of frozen code
                 env=os.environ | settings | self.variables,

@@ -21,6 +21,7 @@ from hpc_train.planner.gpu_types import recognized
 from hpc_train.planner.machine import Machine, read_machine
 from hpc_train.planner.prediction import predict_step
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.field_types import check_fields
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import load
@@ -51,11 +52,15 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
     meeting = run.attempt_record(attempt)
     config = load(run)
     machine = machine or _machine_of(run, config, meeting)
-    if machine is None or not meeting["layout"].get("micro_batches"):  # code of the user's own has no layout
+    if machine is None or not meeting.get("layout", {}).get("micro_batches"):  # code of the user's own has no layout
         return None
-    layout = Layout(**meeting["layout"] | {"notes": ()})
+    try:
+        layout = Layout(**meeting["layout"] | {"notes": ()})
+        check_fields(layout)
+    except TypeError:  # that of another version, or damaged
+        return None
     lines = [line for line in run.read_all_metrics() if line.get("attempt") == attempt]
-    measured = measured_values(lines, layout.cp * layout.tp, on_gpu=meeting["gpus_per_node"] > 0)
+    measured = measured_values(lines, layout.cp * layout.tp, on_gpu=meeting.get("gpus_per_node", 0) > 0)
     predicted = _predicted(config, layout, machine, meeting)
     if measured is None or predicted is None:
         return None
@@ -83,7 +88,7 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
     """
     if config.cluster.machine != "auto":
         return read_machine(config.cluster.machine)
-    if not meeting["gpus_per_node"]:
+    if not meeting.get("gpus_per_node"):
         return None
     machines = run.json(run.fabric)["machines"]
     models = {gpu.get("model") for machine in machines for gpu in machine["facts"]["gpus"]}
@@ -93,7 +98,7 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
 def _predicted(config: Config, layout: Layout, machine: Machine, meeting: Mapping[str, Any]) -> Values | None:
     """Returns the prediction for as many devices per node as the run had; None for a model of unknown size."""
     try:
-        return predicted_values(predict_step(config, layout, machine.with_devices(meeting["workers_per_node"])))
+        return predicted_values(predict_step(config, layout, machine.with_devices(meeting.get("workers_per_node", 1))))
     except UserError:
         return None
 
