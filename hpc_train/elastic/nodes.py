@@ -158,8 +158,10 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
 
 def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
     """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
-    checks = [line for line in run.events_of("rank-0000") if line["event"] == "preflight" and line["launch"] == launch]
-    return any(set(nodes) <= set(line["nodes"]) for line in checks)
+    checks = [
+        line for line in run.events_of("rank-0000") if line["event"] == "preflight" and line.get("launch") == launch
+    ]
+    return any(set(nodes) <= set(line.get("nodes", ())) for line in checks)
 
 
 READ_S = 4.0  # the rendezvous server waits meanwhile

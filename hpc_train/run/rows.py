@@ -153,7 +153,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "slow_node": ("partners", "node"),
     "slow_gpu": ("gpu", "node"),
     "unfit_node": ("reason", "node"),
-    "preflight": ("launch", "nodes"),
     "pipeline_step": ("ranks", "seconds", "schedule", "micro_batches"),
     "message_not_sent": ("kind", "text"),
     "warning": ("message",),

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunDirectory:
     """A run whose first attempt was made by step 0 of job 7."""
     run = RunDirectory(tmp_path / "run")
     run.create()
-    run.update_record(run_id="abc", submissions=[{"job_id": "7", "output": str(tmp_path / "7.out")}])
+    run.update_record(run_id="abc", submissions=[{"job_id": "7", "output": str(run.logs / "7.out")}])
     (tmp_path / "7.out").write_text("srun: error: n1: task 0: Killed\n")
     attempt(run, "7.0.0")
     return run
@@ -58,7 +58,7 @@ def test_a_step_that_has_recorded_its_end_was_not_killed(run: RunDirectory) -> N
 
 @pytest.mark.parametrize("line", [OVER, CGROUP, "slurmstepd: error: Exceeded job memory limit"])
 def test_too_little_memory_is_told_with_more_and_not_tried_a_third_time(run: RunDirectory, line: str) -> None:
-    output = run.path.parent / "7.out"
+    output = run.logs / "7.out"
     output.write_text(f"{line}\nsrun: error: n1: task 0: Killed\n")
     killed = find_killed_step(run, "7.1.0", 0)
     assert killed is not None and killed.for_memory == line
@@ -79,7 +79,7 @@ def test_the_lines_of_one_step_are_not_taken_for_those_of_another(run: RunDirect
     """The output is that of Slurm 22.05: the second step was killed by a signal, after the first for its memory."""
     over = "slurmstepd-n1: error: StepId=7.0 exceeded memory limit (582123520 > 419430400), being killed"
     extra = "slurmstepd-n1: error: Exceeded job memory limit"
-    (run.path.parent / "7.out").write_text(f"{over}\n{extra}\nsrun: error: n1: task 0: Killed\n")
+    (run.logs / "7.out").write_text(f"{over}\n{extra}\nsrun: error: n1: task 0: Killed\n")
     first = find_killed_step(run, "7.1.0", 0)
     assert first is not None and first.for_memory == over
     attempt(run, "7.1.0")
