@@ -102,6 +102,8 @@ def export_pt(
 ) -> None:
     """Writes the file ``to``: a dict of parameter name -> tensor for ``torch.load`` and ``load_state_dict``.
 
+    It also has the other entries of the module's state dict, such as those of ``get_extra_state``.
+
     The tensors are first written to temporary files, which ``torch.save`` then reads through the page cache. This
     needs twice the disk space for a while, but no memory.
 
@@ -116,7 +118,7 @@ def export_pt(
             state = {name: _mapped(stored, name, folder, dtype, advance) for name in stored.model()}
             tied = {**_tied(model), **stored.aliases}
             aliases = {alias: state[name] for alias, name in tied.items() if name in state}
-            torch.save(state | aliases, file)
+            torch.save(state | aliases | stored.extra_state(), file)
         finally:
             shutil.rmtree(folder)
 

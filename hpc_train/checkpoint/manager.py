@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.agreement import lowest, on_first
+from hpc_train.checkpoint.agreement import from_rank, lowest, on_first
 from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
+from hpc_train.checkpoint.extra_state import check_extra_state, digests, extra_state
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, is_on_host
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.checkpoint.removals import Removals
@@ -27,6 +28,7 @@ from hpc_train.checkpoint.restoring import LoadHook, RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     ALIASES,
+    SHOWN,
     ModelState,
     OptimizerState,
     kept_until_update,
@@ -43,6 +45,7 @@ from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
+from hpc_train.errors import UserError
 from hpc_train.models.hf.lora import BASE, base_identity, check_base
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
@@ -101,6 +104,7 @@ class CheckpointManager:
     _archiver: Archiver = field(init=False)
     _asynchronous: bool = field(init=False)
     _copies: HostCopies = field(init=False)
+    _has_extra: bool | None = field(default=None, init=False)  # whether any rank has extra state; None before a save
     _lacked: bool | None = field(default=None, init=False)  # whether host memory was short at the last save
     _load_hook: LoadHook | None = field(default=None, init=False)
     _group: dist.ProcessGroup = field(init=False)
@@ -160,7 +164,7 @@ class CheckpointManager:
         self.wait()
         if self._saved_step != step:
             began = time.monotonic()
-            state = saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {})
+            state = saved_state(self.engine, self.optimizer, self.mesh) | dict(tensors or {}) | self._extra_state(step)
             snapshot = self._snapshot(step, state) if self._asynchronous and not final else None
             save = _Save(step, extra, metrics or {}, began, state, snapshot, final, again)
             if snapshot is not None:
@@ -170,6 +174,34 @@ class CheckpointManager:
             self._surface(final)
         if final:
             self._copies.release()
+
+    def _extra_state(self, step: int) -> dict[str, Tensor]:
+        """Returns the extra state that this rank saves. Collective.
+
+        The first save compares the replicas, since the state may depend on the samples that a rank has seen.
+        """
+        if self._has_extra is None:
+            self._has_extra = self._anywhere(bool(digests(self.engine.parts)))
+            if self._has_extra:
+                self._compare_replicas(step)
+        is_first = self.mesh.dp_cp_rank == 0 and self.mesh.tp_rank == 0
+        return extra_state(self.engine.parts, self.mesh) if self._has_extra and is_first else {}
+
+    def _compare_replicas(self, step: int) -> None:
+        layout, mine = self.mesh.layout, digests(self.engine.parts)
+        first = from_rank(0, mine, self._group)
+        for stage in range(1, layout.pp):
+            found = from_rank(stage * layout.stage_ranks, mine, self._group)
+            first = found if stage == self.mesh.pp_rank else first
+        differing = sorted(key for key in mine if first.get(key) != mine[key])
+        found = lowest(differing or None, self._group)
+        if found and self.mesh.rank == 0:
+            message = (
+                f"the state {', '.join(found[:SHOWN])} of the model differs between ranks; checkpoints hold that of "
+                "the first data-parallel rank, and all ranks continue with it after a restart"
+            )
+            self._event("warning", step=step, message=message)
+            print(message, flush=True)
 
     def _start(self, save: _Save) -> None:
         self._thread = threading.Thread(target=self._perform, args=(save,), name=f"checkpoint-{save.step}", daemon=True)
@@ -251,17 +283,41 @@ class CheckpointManager:
             UserError: the checkpoint does not match the model or optimizer, or a reason of ``CheckpointChoice``.
         """
         on_first(self._revoke, self._group)
+        self._check_extra_state()
         choice = CheckpointChoice(self.run, self.config, self.store, self._group, self.mesh.rank, self.events)
         found, forked = choice.newest()
         if found is None:
             return None
         check_base(self.config.model, found.manifest.extra, str(found.checkpoint.path))
         restored, self._load_hook = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
+        if restored.missing and self.mesh.rank == 0:
+            message = (
+                f"the checkpoint has no state {', '.join(restored.missing[:SHOWN])} of the model, which continues with "
+                "its initial value"
+            )
+            self._event("warning", step=restored.step, message=message)
+            print(message, flush=True)
         if restored.path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
             self._archiver.wake()
         return restored
+
+    def _check_extra_state(self) -> None:
+        """Checks on all ranks that checkpoints can hold the state dicts of the modules. Collective."""
+        refused: UserError | None = None
+        warnings: list[str] = []
+        try:
+            warnings = check_extra_state(self.engine.parts)
+        except UserError as error:
+            refused = error
+        refused = lowest(refused, self._group)
+        if refused is not None:
+            raise refused
+        for message in lowest(warnings or None, self._group) or ():
+            if self.mesh.rank == 0:
+                self._event("warning", step=0, message=message)
+                print(message, flush=True)
 
     def load_hook(self, tensors: Mapping[str, Tensor]) -> str | None:
         """Loads tensors of a hook by their names from the checkpoint that was restored last. Collective.

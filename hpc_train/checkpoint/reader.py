@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from hpc_train.checkpoint.agreement import broadcast_bytes, lowest, on_first
+from hpc_train.checkpoint.extra_state import keys, names_of, read_entry
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 from hpc_train.checkpoint.state import ALIASES, TensorShape, stored_shapes, weights_of_hook
 from hpc_train.checkpoint.writer import quiet
@@ -259,6 +260,13 @@ class StoredTensors:
     def model(self) -> dict[str, TensorShape]:
         """Returns the model's names of its tensors -> their shapes."""
         return {name.removeprefix(MODEL): shape for name, shape in self.shapes.items() if name.startswith(MODEL)}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Returns the entries of the model's state dict that are neither parameters nor buffers."""
+        return {
+            key: read_entry(key, {name: self.read(name) for name in names_of(key, self.shapes)})
+            for key in keys(self.shapes)
+        }
 
     def read(self, name: str, into: Tensor | None = None) -> Tensor:
         """Returns the full tensor ``name``, assembled from its shards.

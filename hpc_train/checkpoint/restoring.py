@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hpc_train.checkpoint.agreement import lowest, on_first
+from hpc_train.checkpoint.extra_state import ExtraLoad
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.state import (
@@ -55,6 +56,7 @@ class RestoredState:
         with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
         forked: whether the checkpoint is that of the run that this one was forked from.
         drops_residuals: whether residuals of compressed gradients are left out, since this layout has none.
+        missing: entries of the model's state dict that the checkpoint lacks, which keep their initial values.
     """
 
     step: int
@@ -63,6 +65,7 @@ class RestoredState:
     with_optimizer: bool = True
     forked: bool = False
     drops_residuals: bool = False
+    missing: tuple[str, ...] = ()
 
 
 def restore(
@@ -96,12 +99,15 @@ def restore(
         state = {name: tensor for name, tensor in state.items() if name in wanted}
     compression = CompressionLoad(engine, stored if with_optimizer else {})
     check_match(required(stored), wanted, where=str(path))
-    _load(state | compression.targets, reader, group)
+    extra_state = ExtraLoad(engine.parts, in_checkpoint)
+    _load(state | compression.targets | extra_state.targets, reader, group)
     compression.finish()
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
+    extra_state.finish()
     step, extra = found.checkpoint.step, found.manifest.extra
-    restored = RestoredState(step, extra, path, with_optimizer, forked, compression.drops)
+    missing = tuple(lowest(extra_state.missing or None, group) or ())
+    restored = RestoredState(step, extra, path, with_optimizer, forked, compression.drops, missing)
     return restored, partial(_load_hook, reader, in_checkpoint, group)
 
 
@@ -136,8 +142,11 @@ def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint, hook: s
     stored = _stored_shapes(reader, group)
     check_match(model_part(stored), gather_shapes(shapes(state), mesh, group), where=str(checkpoint.path))
     replaced = {} if hook is None else weights_of_hook(stored, hook)
-    _load({replaced.get(name, name): tensor for name, tensor in state.items()}, reader, group)
+    extra_state = ExtraLoad(engine.parts, stored)
+    weights = {replaced.get(name, name): tensor for name, tensor in state.items()}
+    _load(weights | extra_state.targets, reader, group)
     round_to_weights(engine.named_parameters().values())
+    extra_state.finish()
     return manifest
 
 

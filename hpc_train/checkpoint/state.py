@@ -7,7 +7,8 @@ canonical name in the unsplit model. A rank holds a part of the names, and of ea
 the slots matters: under another layout the old slot s is added to the new slot (s modulo their number), so no gradient
 is lost or counted twice. ``compression.NAME.basis`` is shared by all replicas.
 
-``hooks.HOOK.KEY`` is a tensor of a hook's state.
+``hooks.HOOK.KEY`` is a tensor of a hook's state. ``extra.KEY`` and ``extra_tensor.KEY.PATH`` are further entries of the
+model's state dict; see ``extra_state.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hpc_train.checkpoint.agreement import from_rank
@@ -34,6 +35,10 @@ ALIASES = "aliases"  # key in the manifest: further names of tied tensors -> the
 
 class ModelState(Protocol):
     """Interface of a model whose state is saved in checkpoints; an ``Engine`` has it."""
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Returns the modules that this rank holds, whose state dicts may have more than parameters and buffers."""
 
     def named_parameters(self) -> Mapping[str, Tensor]:
         """Returns canonical global name -> parameter of this rank."""
@@ -175,6 +180,7 @@ def _problem(kind: str, names: Iterable[str]) -> list[str]:
 
 PREFIX = "compression."
 HOOKS = "hooks."
+EXTRA = ("extra.", "extra_tensor.")
 _SLOT = re.compile(r"(.+)\.(\d+)")
 _Value = TypeVar("_Value")
 
@@ -190,8 +196,9 @@ def compression_state(engine: ModelState) -> dict[str, Tensor]:
 
 
 def required(stored: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Returns what a run with this model and optimizer must load; compression and hooks may have changed."""
-    return {name: value for name, value in stored.items() if not name.startswith((PREFIX, HOOKS))}
+    """Returns what a run with this model and optimizer must load; compression, hooks and extra state may have
+    changed."""
+    return {name: value for name, value in stored.items() if not name.startswith((PREFIX, HOOKS, *EXTRA))}
 
 
 def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.checkpoint.plain_values import decoded, encoded, tensors_in
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.errors import UserError
 
@@ -78,12 +80,25 @@ class LoopState:
         """Returns whether anything is registered."""
         return bool(self._modules or self._optimizers or self._tensors or self._others)
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Returns the registered modules in one module, under their names.
+
+        The first version of FSDP gathers its parameters for a state dict, so such modules are left out.
+        """
+        found = nn.Module()
+        modules = {name: _without_ddp(module) for name, module in self._modules.items()}
+        for name, module in modules.items():
+            if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+                found._modules[name] = module
+        return (found,)
+
     def named_parameters(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {f"{name}.{inner}": value for name, inner, value in self._named(_own_parameters)}
         found |= self._tensors
         for name, other in self._others.items():
             state = self._loading.setdefault(name, dict(other.state_dict())) if self.stored else other.state_dict()
-            found |= {f"{name}.{path}": tensor for path, tensor in _tensors(state)}
+            found |= {f"{name}.{path}": tensor for path, tensor in tensors_in(state)}
         return found
 
     def named_buffers(self) -> dict[str, Tensor]:
@@ -137,16 +152,16 @@ class LoopState:
         return {
             "optimizers": {
                 name: {
-                    "groups": [_encoded(_options(group), name) for group in optimizer.param_groups],
+                    "groups": [encoded(_options(group), name, WHERE) for group in optimizer.param_groups],
                     "state": {
-                        names[parameter]: _encoded(rest, name)
+                        names[parameter]: encoded(rest, name, WHERE)
                         for parameter in _parameters(optimizer)
                         if (rest := _plain_values(optimizer.state.get(parameter, {})))
                     },
                 }
                 for name, optimizer in self._optimizers.items()
             },
-            "objects": {name: _encoded(other.state_dict(), name) for name, other in self._others.items()},
+            "objects": {name: encoded(other.state_dict(), name, WHERE) for name, other in self._others.items()},
         }
 
     def load_values(self, values: Mapping[str, Any], with_optimizers: bool, forked: bool) -> list[str]:
@@ -172,13 +187,13 @@ class LoopState:
                 continue
             if len(optimizer.param_groups) == len(saved["groups"]):
                 for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-                    _set_options(group, _decoded(options, {}))
+                    _set_options(group, decoded(options, {}))
             for parameter, rest in saved["state"].items():
-                optimizer.state[by_name[parameter]].update(_decoded(rest, {}))
+                optimizer.state[by_name[parameter]].update(decoded(rest, {}))
         for name, saved in values["objects"].items():
             if name in self._others:
-                tensors = dict(_tensors(self._loading.pop(name, {})))
-                self._others[name].load_state_dict(_decoded(saved, tensors))
+                tensors = dict(tensors_in(self._loading.pop(name, {})))
+                self._others[name].load_state_dict(decoded(saved, tensors))
         self.stored = None
         return changes
 
@@ -199,8 +214,7 @@ class LoopState:
 
     def _named(self, parts: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, str, Tensor]]:
         for name, module in self._modules.items():
-            inner = module.module if isinstance(module, DistributedDataParallel) else module
-            for path, value in parts(inner):
+            for path, value in parts(_without_ddp(module)):
                 yield name, _without_wrappers(path), value
 
     def _names(self) -> dict[Tensor, str]:
@@ -219,6 +233,11 @@ class LoopState:
         for parameter, prefix in stored.items():
             if not any(each.startswith(prefix) for each in self.stored):
                 optimizer.state.pop(parameter, None)
+
+
+def _without_ddp(module: nn.Module) -> nn.Module:
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -259,53 +278,3 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the dotted path of each tensor in nested dicts, lists and tuples."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, item in items:
-        inner = f"{path}.{key}".lstrip(".")
-        if isinstance(item, Tensor):
-            yield inner, item
-        else:
-            yield from _tensors(item, inner)
-
-
-# JSON has no dictionaries with other keys than text and no tuples; these are objects with one of these keys.
-DICT, TUPLE, TENSOR = "__dict__", "__tuple__", "__tensor__"
-
-
-def _encoded(value: Any, owner: str, path: str = "") -> Any:
-    """Returns JSON for ``value``, in which a tensor is only the path under which the checkpoint holds it.
-
-    Raises:
-        UserError: a part of the value is not of a plain type.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        if path:
-            return {TENSOR: path}
-    elif isinstance(value, Mapping):
-        return {DICT: [[key, _encoded(item, owner, f"{path}.{key}".lstrip("."))] for key, item in value.items()]}
-    elif isinstance(value, list | tuple):
-        items = [_encoded(item, owner, f"{path}.{number}".lstrip(".")) for number, item in enumerate(value)]
-        return items if isinstance(value, list) else {TUPLE: items}
-    raise UserError(
-        f"the state of {owner} has a {type(value).__name__}{f' at {path}' if path else ''}, which no checkpoint holds",
-        where=WHERE,
-        fix="numbers, text, tensors, and lists, tuples and dicts of them",
-    )
-
-
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if TENSOR in value:
-        return tensors[value[TENSOR]]
-    if TUPLE in value:
-        return tuple(_decoded(item, tensors) for item in value[TUPLE])
-    return {key: _decoded(item, tensors) for key, item in value[DICT]}

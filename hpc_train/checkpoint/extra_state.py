@@ -1,0 +1,214 @@
+"""Keeps what the state dict of a module has beyond parameters and buffers.
+
+torch's modules keep such state by ``get_extra_state`` and ``set_extra_state``, by overrides of ``_save_to_state_dict``
+and ``_load_from_state_dict``, or by hooks. ``extra.KEY`` in a checkpoint is the entry KEY of the state dict as JSON,
+and ``extra_tensor.KEY.PATH`` a tensor in it, so that loading runs no code. The entries may change their size with each
+save, and may differ between replicas, of which the first one saves them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.checkpoint.plain_values import decoded, encoded, tensors_in
+from hpc_train.checkpoint.state import SHOWN, TensorShape
+from hpc_train.errors import UserError
+from hpc_train.models.model import Model, canonical_name
+from hpc_train.parallel.mesh import Mesh
+
+ENTRY, TENSOR = "extra.", "extra_tensor."
+_WHERE = "the state dict of the model"
+_BLOCK = 256  # bytes; JSON is filled up with spaces, so that few saves differ in their plan
+_SPLIT = ("stem", "layers", "head")  # parts of a ``Model`` that only one pipeline stage has
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Holds what one module has beyond parameters and buffers.
+
+    Attributes:
+        values: canonical key -> value.
+        keys: canonical key -> key in the module's state dict.
+        renamed: names of parameters and buffers -> the keys under which the state dict has them instead.
+        metadata: that of the state dict.
+        error: why there is no state dict; empty if there is one.
+    """
+
+    root: nn.Module
+    values: Mapping[str, Any]
+    keys: Mapping[str, str]
+    renamed: Mapping[str, str]
+    metadata: Any = None
+    error: str = ""
+
+
+def _entries(part: nn.Module) -> _Entries:
+    root: nn.Module = getattr(part, "bare", part)  # a wrapper shares parameters with the module that has the state
+    tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+    name_of = {id(tensor): canonical_name(name) for name, tensor in tensors}
+    names = {canonical_name(name) for name, _ in tensors}
+    try:
+        state = root.state_dict(keep_vars=True)
+    except Exception as error:
+        return _Entries(root, {}, {}, {}, error=f"{type(error).__name__}: {error}")
+    others = {key: value for key, value in state.items() if canonical_name(key) not in names}
+    extra = {key: value for key, value in others.items() if id(value) not in name_of}
+    return _Entries(
+        root,
+        {canonical_name(key): value for key, value in extra.items()},
+        {canonical_name(key): key for key in extra},
+        {name_of[id(value)]: key for key, value in others.items() if id(value) in name_of},
+        getattr(state, "_metadata", None),
+    )
+
+
+def check_extra_state(parts: Sequence[nn.Module]) -> list[str]:
+    """Checks that checkpoints can hold the state dicts of ``parts``.
+
+    Returns:
+        Warnings about what they cannot restore.
+
+    Raises:
+        UserError: an entry is of a type that no checkpoint holds.
+    """
+    warnings = []
+    for entries in map(_entries, parts):
+        for key, value in entries.values.items():
+            _encoded(key, value)
+        if entries.error:
+            warnings.append(
+                f"state_dict of {type(entries.root).__name__} fails ({entries.error}); checkpoints have its parameters "
+                "and buffers and nothing else"
+            )
+        if entries.renamed:
+            shown = ", ".join(f"{name} as {key}" for name, key in [*entries.renamed.items()][:SHOWN])
+            warnings.append(
+                f"{type(entries.root).__name__} renames tensors in its state dict ({shown}); checkpoints and exports "
+                "have them under the names of the parameters and buffers"
+            )
+    return warnings
+
+
+def extra_state(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
+    """Returns the entries that this rank saves, by their names in a checkpoint.
+
+    Parts that all pipeline stages have are saved by the first one.
+    """
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for key, value in _entries(part).values.items():
+            if mesh.pp_rank > 0 and isinstance(part, Model) and key.partition(".")[0] not in _SPLIT:
+                continue
+            text, tensors = _encoded(key, value)
+            found[f"{ENTRY}{key}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            found |= {f"{TENSOR}{key}.{path}": tensor.detach() for path, tensor in tensors.items()}
+    return found
+
+
+def digests(parts: Sequence[nn.Module]) -> dict[str, str]:
+    """Returns canonical key -> a hash of the entry, to compare ranks. Waits for the device."""
+    found = {}
+    for entries in map(_entries, parts):
+        for key, value in entries.values.items():
+            text, tensors = _encoded(key, value)
+            digest = hashlib.blake2b(text, digest_size=16)
+            for tensor in tensors.values():
+                digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            found[key] = digest.hexdigest()
+    return found
+
+
+def _encoded(key: str, value: Any) -> tuple[bytes, dict[str, Tensor]]:
+    """Returns the JSON of an entry, and its tensors by their paths."""
+    wrapped = {"state": value}
+    tensors = dict(tensors_in(wrapped))
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise UserError(
+            f"the entry {key} of the state dict of the model has a tensor without values, since a model with parts is "
+            "built on the meta device",
+            where=_WHERE,
+            fix="create the tensor with device='cpu', or as a buffer that init_buffers fills",
+        )
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise UserError(
+            f"the entry {key} of the state dict of the model is computed from sharded parameters",
+            where=_WHERE,
+            fix="a buffer or get_extra_state that holds the value, or a strategy without ZeRO",
+        )
+    text = json.dumps(encoded(wrapped, f"the model, {key},", _WHERE)).encode()
+    return text + b" " * (-len(text) % _BLOCK), tensors
+
+
+class ExtraLoad:
+    """Loads the entries of ``parts`` from a checkpoint.
+
+    Attributes:
+        targets: name -> tensor to load into. Call ``finish`` after the load.
+        missing: the keys of the entries that the checkpoint lacks.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], stored: Mapping[str, TensorShape]) -> None:
+        self.targets: dict[str, Tensor] = {}
+        self.missing: list[str] = []
+        self._entries = [entries for part in parts if (entries := _entries(part)).values]
+        for entries in self._entries:
+            for key, value in entries.values.items():
+                if f"{ENTRY}{key}" not in stored:
+                    self.missing.append(key)
+                    continue
+                device = next((tensor.device for _, tensor in tensors_in({"state": value})), torch.device("cpu"))
+                for name in names_of(key, stored):
+                    place = torch.device("cpu") if name.startswith(ENTRY) else device
+                    self.targets[name] = torch.empty(stored[name].shape, dtype=stored[name].dtype, device=place)
+
+    def finish(self) -> None:
+        """Gives the loaded entries to the modules.
+
+        Raises:
+            UserError: an entry is not what ``extra_state`` writes.
+        """
+        for entries in self._entries:
+            state: OrderedDict[str, Any] = OrderedDict()
+            state._metadata = entries.metadata  # type: ignore[attr-defined]
+            for key, raw in entries.keys.items():
+                if key not in self.missing:
+                    state[raw] = read_entry(key, {name: self.targets[name] for name in names_of(key, self.targets)})
+            entries.root.load_state_dict(state, strict=False)
+
+
+def keys(stored: Mapping[str, object]) -> list[str]:
+    """Returns the keys of the entries in a checkpoint."""
+    return [name.removeprefix(ENTRY) for name in stored if name.startswith(ENTRY)]
+
+
+def read_entry(key: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the value of an entry from its tensors in a checkpoint.
+
+    Raises:
+        UserError: they are not what ``extra_state`` writes.
+    """
+    prefix = f"{TENSOR}{key}."
+    inner = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    try:
+        return decoded(json.loads(tensors[f"{ENTRY}{key}"].numpy().tobytes()), inner)["state"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"refusing to load the checkpoint: {ENTRY}{key} is not readable ({type(error).__name__}: {error})",
+            where=_WHERE,
+            fix="load one that hpc_train saved",
+        ) from None
+
+
+def names_of(key: str, stored: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of the tensors of an entry among ``stored``."""
+    yield f"{ENTRY}{key}"
+    yield from (name for name in stored if name.startswith(f"{TENSOR}{key}."))
