@@ -8,13 +8,14 @@ saves, evaluation and logging.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio, write_progress, write_result
@@ -105,7 +106,7 @@ class StepBench:
         if getattr(self.config.data, "collate", None) is None:
             return self._dataset.inputs_shape()
         inputs = self.example.micro_batches[0].inputs
-        return None if isinstance(inputs, Mapping) else tuple(inputs.shape[1:])
+        return tuple(inputs.shape[1:]) if isinstance(inputs, Tensor) else None
 
     def step(self) -> StepOutcome:
         """Runs one iteration of the loop in ``Trainer.run``."""
@@ -222,7 +223,9 @@ def _rates(seconds: Sequence[float], bench: StepBench) -> dict[str, Any]:
     """Returns time and throughput; ``tokens_per_s`` counts targets and is None for inputs other than tokens."""
     samples = bench.config.batch.global_size
     first = bench.example
-    tokens = None if first.micro_batches[0].inputs.is_floating_point() else first.target_count
+    inputs = first.micro_batches[0].inputs
+    has_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    tokens = first.target_count if has_tokens else None
     return {
         "step_s": _spread([*seconds]),
         "samples_per_s": _spread([samples / value for value in seconds]),

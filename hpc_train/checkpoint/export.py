@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.checkpoint.extra_state import keys
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.extensions import family_of
@@ -66,6 +67,14 @@ def export_hf(
             f"model kind {model.kind} has no Hugging Face format",
             where="--format",
             fix="--format pt, which exports any model",
+        )
+    extra = keys(stored.shapes)
+    if extra:
+        raise UserError(
+            f"the model has the state {extra[0]}, which is neither a parameter nor a buffer, and Hugging Face's format "
+            "has no place for it",
+            where="--format",
+            fix="--format pt",
         )
     kind = dtype or next(iter(stored.model().values())).dtype
     config = hugging_face.config(model, positions, str(kind).removeprefix("torch."))

@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -118,11 +118,12 @@ class Parameters:
         return [*self.positional[positional:], *self.keyword_only]
 
 
-def find_definition(path: str, where: str) -> Definition:
+def find_definition(path: str, where: str, follow: int = 8) -> Definition:
     """Finds the definition of ``package.module.Name`` or ``package.module:Name`` in the source file.
 
     Args:
         where: the config key that holds ``path``, for messages.
+        follow: how many imports from one file of the name in another one are followed.
 
     Raises:
         UserError: there is no such module, or its file does not define the name.
@@ -144,7 +145,23 @@ def find_definition(path: str, where: str) -> Definition:
         raise not_imported(path, f"{spec.origin} defines no {parts[cut]}", where)
     if found is None or len(parts) > cut + 1:
         return Definition(path)
+    if isinstance(found, ast.ImportFrom):
+        return _imported_from(found, path, ".".join(parts[:cut]), spec.origin, parts[cut], follow)
     return Definition(path, f"{spec.origin}:{found.lineno}", found, tree)
+
+
+def _imported_from(found: ast.ImportFrom, path: str, module: str, file: str, name: str, follow: int) -> Definition:
+    """Returns the definition of a name that ``module`` imports from another one, such as a package from its modules."""
+    source = next((each.name for each in found.names if (each.asname or each.name) == name), None)
+    package = module if Path(file).name == "__init__.py" else module.rpartition(".")[0]
+    above = package.split(".")[: len(package.split(".")) - found.level + 1] if found.level else []
+    origin = ".".join([*above, *filter(None, [found.module])])
+    if source is None or not follow:
+        return Definition(path)
+    try:
+        return replace(find_definition(f"{origin}:{source}", "", follow - 1), path=path)
+    except UserError:  # only an import can tell
+        return Definition(path)
 
 
 def _parsed(file: str, path: str, where: str) -> ast.Module:
@@ -242,6 +259,9 @@ def check_call(
         what = f"{path} has no parameter {', '.join(undeclared)}"
         parameter = "the parameter" if len(undeclared) == 1 else "the parameters"
         fix = f"declare {parameter} {', '.join(undeclared)}: {found.declaration(undeclared)}"
+        if "site-packages" in found.place:
+            added = ", ".join(undeclared)
+            fix = f"set {where} to a function of yours that calls it: def make({added}, **values): ..."
         raise UserError(what, where=f"{where}, {found.place}", fix=fix)
     if missing:
         fix = " ".join(f"+{arguments_key}.{name}=VALUE" for name in missing) if arguments_key else "defaults for them"

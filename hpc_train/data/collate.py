@@ -10,15 +10,17 @@ function is called twice, and results that differ are refused, since they would 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpc_train.config.schema import DataConfig
 from hpc_train.data.custom import FORMS, as_array, described, parts_of, seeded_generators
-from hpc_train.data.dataset import IGNORED, Batch, Dataset, Nested, leaves, map_leaves
+from hpc_train.data.dataset import IGNORED, Batch, Dataset, Nested, Ragged, leaves, map_leaves
 from hpc_train.data.images import generator
 from hpc_train.errors import UserCodeError, UserError
 
@@ -86,6 +88,9 @@ class Collate:
                     fix="use the items alone, and draw random numbers from a parameter `random`, which holds one numpy "
                     "generator per item",
                 )
+        if isinstance(batch.inputs, Ragged):
+            ragged = replace(batch.inputs, items=len(indices))
+            return Batch(ragged, ragged)
         return _padded(batch, len(indices), size)
 
     def _built(self, items: Sequence[Any], indices: Sequence[int], epoch: int, which: str) -> Batch:
@@ -99,6 +104,9 @@ class Collate:
                 raise
             except Exception as error:
                 raise UserCodeError.of(which + " failed", error) from None
+        if isinstance(built, Ragged):
+            same = built if built.targets is not None else replace(built, targets=built.inputs)
+            return Batch(same, same)
         if isinstance(built, Batch):
             parts: tuple[Any, Any, Mapping[str, Any]] = (built.inputs, built.targets, built.context)
         elif isinstance(built, tuple | list | Mapping):
@@ -126,7 +134,8 @@ class Collate:
         raise UserError(
             f"{which} returned {described(value)}{f' at {path}' if path else ''}: {problem}",
             where="data.collate",
-            fix=f"return tensors or arrays of shape [{items}, ...], in dicts or not",
+            fix=f"return tensors or arrays of shape [{items}, ...], in dicts or not; or, for batches without one row "
+            "per item, hpc_train.data.dataset.Ragged(inputs, targets)",
         )
 
 
@@ -143,11 +152,24 @@ def _listed(dataset: Dataset, indices: Sequence[int]) -> str:
 
 
 def _equal(one: Batch, other: Batch) -> bool:
-    mine, others = list(one.tensors), list(other.tensors)
+    mine, others = ([*_contents((batch.inputs, batch.targets, batch.context), set())] for batch in (one, other))
     return len(mine) == len(others) and all(
         first.shape == second.shape and first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
         for first, second in zip(mine, others, strict=True)
     )
+
+
+def _contents(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yields the tensors and arrays in ``value``, also those that objects have as attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        yield torch.from_numpy(np.ascontiguousarray(value))
+    elif id(value) not in seen and not isinstance(value, type | str | bytes):
+        seen.add(id(value))
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+        for each in (*inner, *getattr(value, "__dict__", {}).values()):
+            yield from _contents(each, seen)
 
 
 def _bits(value: Tensor) -> Tensor:
@@ -175,5 +197,8 @@ def _padded(batch: Batch, count: int, size: int) -> Batch:
 
 
 def target_count(targets: Nested) -> int:
-    """Returns the number of targets that count; of several tensors of targets, those of the first."""
+    """Returns the number of targets that count; of several tensors of targets, those of the first; of a ``Ragged`` its
+    items."""
+    if isinstance(targets, Ragged):
+        return targets.items
     return int((next(leaves(targets)) != IGNORED).sum())

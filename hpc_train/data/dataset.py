@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -129,11 +129,56 @@ def next_token_sample(window: Array) -> Sample:
 
 
 IGNORED = -100  # marks a target that does not count, e.g. padding
-Nested = Any  # a Tensor, or a dict of names to Nested, which only a ``collate`` of the user returns
+Nested = Any  # a Tensor, a Ragged, or a dict of names to Nested, which only a ``collate`` of the user returns
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A micro-batch whose tensors do not have one row per item: graphs, boxes, packed sequences.
+
+    A collate function returns it for the items of one micro-batch of one rank. The model is called with ``inputs``, and
+    its method ``loss`` with the outputs and ``targets``. An item is a sample: items are divided among ranks and
+    micro-batches like rows, and padding is left out. The sum and the count that the loss returns weight the items.
+
+    Attributes:
+        inputs: any object. Tensors in it are moved to the device: those in lists, tuples, dicts and dataclasses, and
+            objects with a method ``to``.
+        targets: the same; None: the same object as ``inputs``.
+        items: the number of items, which the collate function does not set. 0 marks a micro-batch without samples: it
+            is made of another item, and its loss does not count.
+    """
+
+    inputs: Any
+    targets: Any = None
+    items: int = -1
+
+    def to(self, device: torch.device) -> Ragged:
+        """Returns the micro-batch with its tensors on ``device``."""
+        inputs = moved(self.inputs, device)
+        same = self.targets is None or self.targets is self.inputs
+        return replace(self, inputs=inputs, targets=inputs if same else moved(self.targets, device))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns ``value`` with the tensors in it on ``device``; see ``Ragged``."""
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(each, device) for each in value))
+    if isinstance(value, tuple | list):
+        return type(value)(moved(each, device) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {each.name: moved(getattr(value, each.name), device) for each in fields(value) if each.init}
+        return replace(value, **values)
+    return value
 
 
 def leaves(value: Nested) -> Iterator[Tensor]:
-    """Yields the tensors of ``value`` in the order of its dicts."""
+    """Yields the tensors of ``value`` in the order of its dicts; none of a ``Ragged``, which has no rows."""
+    if isinstance(value, Ragged):
+        return
     if isinstance(value, Mapping):
         for each in value.values():
             yield from leaves(each)
@@ -142,7 +187,9 @@ def leaves(value: Nested) -> Iterator[Tensor]:
 
 
 def map_leaves(function: Callable[[Tensor], Tensor], value: Nested) -> Nested:
-    """Returns ``value`` with ``function`` applied to each tensor."""
+    """Returns ``value`` with ``function`` applied to each tensor; a ``Ragged`` is returned as it is."""
+    if isinstance(value, Ragged):
+        return value
     if isinstance(value, Mapping):
         return {name: map_leaves(function, each) for name, each in value.items()}
     return function(value)
@@ -154,9 +201,9 @@ class Batch:
 
     Attributes:
         inputs: ``[micro, seq]`` token ids (int64) or ``[micro, channels, height, width]`` pixels (float32). A model
-            without parts may get a dict of tensors from ``data.collate``.
+            without parts may get a dict of tensors, or a ``Ragged``, from ``data.collate``.
         targets: ``[micro, seq]`` or ``[micro]`` int64; ``IGNORED`` at positions without a target. May be a dict like
-            ``inputs``.
+            ``inputs``; the same object if that is a ``Ragged``.
         context: tensors with a leading micro dim that every stage and layer gets (positions, document ids).
         samples: the index of each row in the dataset, for messages; empty if the rows are not samples of a dataset.
     """

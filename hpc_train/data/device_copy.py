@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hpc_train.data.dataset import Batch, PixelScale
+from hpc_train.data.dataset import Batch, PixelScale, Ragged
 from hpc_train.data.document_ends import with_document_ends
 
 
@@ -25,17 +25,25 @@ class SentBatches:
     """
 
     micro_batches: tuple[Batch, ...]
+    device: torch.device
     copied: torch.cuda.Event | None = None
 
     def receive(self) -> tuple[Batch, ...]:
         """Returns the micro-batches for use in the current stream, which waits for the copy; the host does not."""
         if self.copied is not None:
-            stream = torch.cuda.current_stream(next(self.micro_batches[0].tensors).device)
+            stream = torch.cuda.current_stream(self.device)
             stream.wait_event(self.copied)
             for batch in self.micro_batches:
                 for value in batch.tensors:
                     value.record_stream(stream)  # its memory is not reused before this stream has used it
-        return self.micro_batches
+        return tuple(map(self._with_ragged, self.micro_batches))
+
+    def _with_ragged(self, batch: Batch) -> Batch:
+        """Copies a ragged micro-batch in the current stream: its tensors are not known, so none could be recorded."""
+        if not isinstance(batch.inputs, Ragged):
+            return batch
+        ragged = batch.inputs.to(self.device)
+        return replace(batch, inputs=ragged, targets=ragged)
 
 
 class DeviceCopy:
@@ -55,12 +63,12 @@ class DeviceCopy:
     def send(self, batches: Iterable[Batch]) -> SentBatches:
         """Starts to copy ``batches``; the host does not wait if their memory is page-locked."""
         if self._stream is None:
-            return SentBatches(tuple(map(self._copy, batches)))
+            return SentBatches(tuple(map(self._copy, batches)), self._device)
         with torch.cuda.stream(self._stream):
             sent = tuple(map(self._copy, batches))
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        return SentBatches(sent, copied)
+        return SentBatches(sent, self._device, copied)
 
     def _copy(self, batch: Batch) -> Batch:
         moved = with_document_ends(batch, pin=self._stream is not None).to(self._device)

@@ -64,9 +64,9 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
     return chosen
 
 
-def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) -> Batch:
-    """Returns a micro-batch of the first samples, for measurements before the first step."""
-    slots = tuple(index % len(dataset) for index in range(layout.micro_size))
+def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device, first: int = 0) -> Batch:
+    """Returns a micro-batch of the samples from ``first`` on, for measurements before the first step."""
+    slots = tuple((first + index) % len(dataset) for index in range(layout.micro_size))
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
     found = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))

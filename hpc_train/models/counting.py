@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import Batch, map_leaves
+from hpc_train.data.dataset import Batch, Ragged, map_leaves
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
@@ -104,7 +104,14 @@ def _batch(config: Config) -> Batch:
     if has_own_samples(config.data):
         layout = Layout(1, 1, 1, 1, "ddp", "sequential", 1, 1, SAMPLES)
         dataset = build_dataset(config.data, "train", config.train.seed)
-        return example_micro_batch(dataset, layout, torch.device("cpu"))
+        example = example_micro_batch(dataset, layout, torch.device("cpu"))
+        if isinstance(example.inputs, Ragged):
+            raise UserError(
+                "data.collate returns Ragged, so the size of a sample is not known, and the model is not counted",
+                where="data.collate",
+                fix="train without an estimate, and measure (train.steps=10)",
+            )
+        return example
     shape = (SAMPLES, *sample_shape(config.data))
     if len(shape) > 2:
         return Batch(torch.zeros(shape), torch.zeros(SAMPLES, dtype=torch.int64))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.data.dataset import Batch
+from hpc_train.data.dataset import Batch, Ragged
+from hpc_train.errors import UserError
 from hpc_train.models.own_loss import Gather, alone, call_loss, mixes_samples
 
 
@@ -208,6 +209,18 @@ class Model(nn.Module):
             dtype: the dtype of queries, keys and values.
         """
         return {}
+
+
+def refuse_ragged(batch: Batch) -> None:
+    """Raises UserError if the micro-batch does not have one row per item, which the parts of a model need."""
+    if isinstance(batch.inputs, Ragged):
+        raise UserError(
+            "data.collate returns Ragged, which models with a stem, layers and a head do not take, and so neither do "
+            "pipelines, tensor and context parallelism",
+            where="data.collate, model",
+            fix="an nn.Module without these parts under strategy=single, dp, zero1, zero2, zero3 or hsdp; or pad to "
+            "one row per item",
+        )
 
 
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, torch.compile, activation checkpointing

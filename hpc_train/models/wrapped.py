@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hpc_train.data.dataset import Ragged
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.blocks import find_blocks
@@ -85,6 +86,8 @@ class WrappedModel(nn.Module):
         self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         """Runs the module like ``Model.forward`` with all parts; ``context`` becomes keyword arguments."""
+        if isinstance(inputs, Ragged):
+            return self._ragged(inputs, with_loss=targets is not None)
         outputs = self._module[0](inputs, **self._arguments(context))
         if isinstance(outputs, Mapping) and "logits" in outputs and (self._classifies or targets is None):
             outputs = outputs["logits"]
@@ -100,6 +103,27 @@ class WrappedModel(nn.Module):
         if self.observe is not None:
             self.observe(outputs, targets)
         return (total, count, count_correct(outputs, targets) if self._classifies else None)
+
+    def _ragged(self, batch: Ragged, with_loss: bool) -> Any:
+        """Runs the module and its loss for a ragged micro-batch; one without samples counts nothing."""
+        if not self.own_count:
+            raise UserError(
+                f"data.collate returns Ragged, but {type(self._module[0]).__name__} has no method loss, and the losses "
+                "of hpc_train need one row per item",
+                where="data.collate, model",
+                fix="give the model a method loss(outputs, targets) -> (sum, count)",
+            )
+        outputs = self._module[0](batch.inputs)
+        if not with_loss:
+            return outputs
+        total, count = call_loss(self.loss, self.mixes_samples, outputs, batch.targets, self.gather)
+        if batch.items == 0:  # all ranks run the same passes, so this one ran on an item of another rank
+            total, count = 0 * total, 0 * count
+        if self.training:
+            return total, count
+        if self.observe is not None and batch.items:
+            self.observe(outputs, batch.targets)
+        return total, count, None
 
     def _not_a_tensor(self, outputs: Any) -> UserError:
         found = "None" if outputs is None else f"a {type(outputs).__name__}"

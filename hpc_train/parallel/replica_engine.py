@@ -11,7 +11,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
-from hpc_train.models.model import Model, aliases, named_buffers, named_parameters
+from hpc_train.models.model import Model, aliases, named_buffers, named_parameters, refuse_ragged
 from hpc_train.models.modes import evaluating
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
@@ -166,6 +166,7 @@ class ReplicaEngine:
         """Returns the tokens of ``micro`` that this rank computes."""
         if not isinstance(self._model, Model):
             return micro
+        refuse_ragged(micro)
         own = own_tokens(micro, self._model, self._mesh)
         check_sequence(self._model, own.inputs)
         return own

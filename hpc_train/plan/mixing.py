@@ -41,9 +41,10 @@ def check_declared_balancing(config: Config, layout: Layout) -> None:
     model = config.model
     if not isinstance(model, HFModelConfig):
         return
+    accepted = model.split_dependent_loss
     values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
     if hf_loss.balances_experts(values, model.task):
-        check_balancing(layout, model.split_dependent_loss)
+        check_balancing(layout, accepted)
 
 
 def check_balancing(layout: Layout, accepted: bool) -> str | None:

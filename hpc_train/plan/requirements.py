@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from hpc_train.config.schema import (
@@ -12,7 +13,14 @@ from hpc_train.config.schema import (
     ShardsDataConfig,
     StreamDataConfig,
 )
-from hpc_train.config.source_check import check_call, check_imports, how_to_install, module_spec
+from hpc_train.config.source_check import (
+    Definition,
+    check_call,
+    check_imports,
+    find_definition,
+    how_to_install,
+    module_spec,
+)
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.plan.optimizers import own_targets, parse_schedule
 
@@ -29,6 +37,7 @@ def check_own_model(config: Config, stages: int) -> None:
     if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
         return
     where = "model._target_"
+    _refuse_object(find_definition(model._target_, where), list(model.args), where)
     bases = check_call(model._target_, where, arguments=model.args, arguments_key="model.args").bases
     if stages > 1 and bases and all(base.startswith("torch.nn.") for base in bases):
         raise UserError(
@@ -38,6 +47,29 @@ def check_own_model(config: Config, stages: int) -> None:
             fix="strategy=single, dp, zero1, zero2, zero3 or hsdp, or derive the class from Model, as "
             "examples/own_pipeline_model.py does",
         )
+
+
+OBJECTS = ("args", "cfg", "conf", "config", "hparams", "options", "opt", "params")  # names of parameters for an object
+
+
+def _refuse_object(found: Definition, arguments: list[str], where: str) -> None:
+    """Raises UserError if a constructor takes one object with all values, which no config can hold."""
+    known, defined = found.parameters, found.statement
+    required = () if known is None else tuple(known.required)
+    if not isinstance(defined, ast.ClassDef) or found.tree is None or len(required) != 1:
+        return
+    (name,) = required
+    if name not in OBJECTS or name in arguments:
+        return
+    kinds = [each.name for each in found.tree.body if isinstance(each, ast.ClassDef) and each.name.endswith("Config")]
+    kind = next((each for each in kinds if each.startswith(defined.name)), kinds[0] if kinds else "SimpleNamespace")
+    raise UserError(
+        f"{found.path} takes one object, {name}, and model.args holds only values",
+        where=f"{where}, {found.place}",
+        fix=f"write a subclass and name it in {where}: class Own{defined.name}({defined.name}): "
+        f'def __init__(self, **values): super().__init__({kind}(**values)); the section "A constructor that takes a '
+        'config object" of docs/howto/model.md shows one',
+    )
 
 
 def check_packages(config: Config) -> None:

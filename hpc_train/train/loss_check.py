@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.agreement import lowest
-from hpc_train.data.dataset import Batch, Dataset, Nested, StepBatch, map_leaves
+from hpc_train.data.dataset import Batch, Dataset, Nested, Ragged, StepBatch, map_leaves
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.wrapped import WrappedModel
@@ -41,7 +41,8 @@ def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> 
     Raises:
         UserError: the count is NaN or negative, or it is 0 while the sum is not 0.
     """
-    batch = example_micro_batch(dataset, replace(mesh.layout, micro_size=max(2, mesh.layout.micro_size)), mesh.device)
+    size = max(2, mesh.layout.micro_size)
+    batch = example_micro_batch(dataset, replace(mesh.layout, micro_size=size), mesh.device)
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _restored(engine.parts), torch.compiler.set_stance("force_eager"):
         whole, again = _sums(engine, batch), _sums(engine, batch)
@@ -54,10 +55,10 @@ def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> 
         tolerance = TOLERANCE.get(precision, ROUGH)
         if not _equal(whole, again, tolerance):
             return None
-        halves, problem = _sums_of_halves(engine, batch, mesh)
+        halves, problem = _sums_of_halves(engine, dataset, batch, size, mesh)
     if problem is not None:
         return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch fails: {problem}"
-    return None if _equal(whole, halves, tolerance) else _warning(_rows(batch), whole, halves, mesh.layout.dp)
+    return None if _equal(whole, halves, tolerance) else _warning(size, whole, halves, mesh.layout.dp)
 
 
 TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
@@ -92,13 +93,18 @@ def _global(engine: Engine, result: StepResult) -> Sums:
     return numbers.loss * (numbers.target_count or 1.0), numbers.target_count
 
 
-def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str | None]:
+def _sums_of_halves(engine: Engine, dataset: Dataset, batch: Batch, size: int, mesh: Mesh) -> tuple[Sums, str | None]:
     """Returns the sums of the two halves, or the error if the model does not accept half a micro-batch."""
-    size = _rows(batch)
     middle = size // 2 // 2 * 2 or 1  # even, because samples may belong together in pairs
     problem = result = None
     try:
-        result = engine.eval_step(StepBatch((_part(batch, 0, middle), _part(batch, middle, size)), 1))
+        if isinstance(batch.inputs, Ragged):  # its halves are built from their items
+            parts = [(0, middle), (middle, size - middle)]
+            layouts = [(first, replace(mesh.layout, micro_size=count)) for first, count in parts]
+            halves = [example_micro_batch(dataset, layout, mesh.device, first) for first, layout in layouts]
+        else:
+            halves = [_part(batch, 0, middle), _part(batch, middle, size)]
+        result = engine.eval_step(StepBatch(tuple(halves), 1))
     except Exception as error:
         if classify(error) not in (Failure.USER_ERROR, Failure.REFUSED):
             raise  # such as an error of the GPU, which no batch size cures
@@ -108,10 +114,6 @@ def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str
     if problem is not None or result is None:
         return (math.nan, math.nan), problem
     return _global(engine, result), None
-
-
-def _rows(batch: Batch) -> int:
-    return len(next(batch.tensors))
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:

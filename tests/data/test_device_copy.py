@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data import cifar100, images
-from hpc_train.data.dataset import Batch, Dataset, Sample
+from hpc_train.data.dataset import Batch, Dataset, Ragged, Sample
 from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.feed import EvalFeed, TrainFeed
 from tests.data.layouts import replicas
@@ -55,7 +55,7 @@ class Streams:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.now = "compute"
-        self.copied: list[torch.dtype] = []
+        self.copied: list[torch.dtype | None] = []
         streams = self
 
         class Stream:
@@ -81,7 +81,7 @@ class Streams:
         return self.Stream()
 
     def to(self, batch: Batch, device: torch.device) -> Batch:
-        self.copied.append(batch.inputs.dtype)
+        self.copied.append(getattr(batch.inputs, "dtype", None))
         self.log.append(f"copy in {self.now}")
         return batch
 
@@ -122,6 +122,26 @@ def test_evaluation_copies_one_step_ahead_too(streams: Streams) -> None:
     next(batches)
     assert streams.log == [*SENT, *SENT, *RECEIVED]
     assert sum(1 for _ in batches) == 3
+
+
+class Graphs:
+    """Records in which stream it is moved."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    def to(self, device: torch.device) -> str:
+        self.streams.log.append(f"moved in {self.streams.now}")
+        return f"on {device}"
+
+
+def test_a_ragged_batch_is_copied_in_the_stream_that_uses_it(streams: Streams) -> None:
+    """Its tensors are not known, so that their memory could not be kept for another stream."""
+    ragged = Ragged(Graphs(streams), items=2)
+    sent = DeviceCopy(GPU, None).send([Batch(ragged, ragged)])
+    (batch,) = sent.receive()
+    assert streams.log[-2:] == ["compute waits", "moved in compute"]
+    assert batch.inputs is batch.targets and batch.inputs.targets == "on cuda:0" and batch.inputs.items == 2
 
 
 class WithoutCuda(Numbers):

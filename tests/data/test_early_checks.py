@@ -55,6 +55,13 @@ def collate(items, random): ...
 def nothing(): ...
 def two(items, width): ...
 """
+PACKAGE = {
+    "__init__.py": "raise RuntimeError\nfrom .sets import Fake as FakeSet\nfrom .inner import GPT, loop\n",
+    "sets.py": "class Fake:\n    def __init__(self, size=3): ...\n    def __len__(self): ...\n"
+    "    def __getitem__(self, index): ...\n",
+    "inner/__init__.py": "from ..net import *\nfrom ownpkg.net import GPT\nfrom ownpkg import loop\n",
+    "net.py": "class OtherConfig: ...\nclass GPTConfig: ...\nclass GPT:\n    def __init__(self, config): ...\n",
+}
 CUSTOM = ("data=custom", "model=custom", "model._target_=hpc_train.models.resnet.resnet18")
 STREAM = ("data=stream", "data.shards=4", *CUSTOM[1:])
 MIXTURE = ("data=mixture", "+data@data.sources.one=text", "data.sources.one.path=.", "data.sources.one.pattern=*.py")
@@ -63,6 +70,9 @@ MIXTURE = ("data=mixture", "+data@data.sources.one=text", "data.sources.one.path
 @pytest.fixture(autouse=True)
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ownlab.py").write_text(FILE)
+    (tmp_path / "ownpkg" / "inner").mkdir(parents=True)
+    for name, content in PACKAGE.items():
+        (tmp_path / "ownpkg" / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -83,6 +93,7 @@ def checked(*arguments: str) -> Config:
         (*CUSTOM, "data._target_=ownlab.Other2"),
         (*STREAM, "data._target_=ownlab.Stream"),
         (*STREAM, "data._target_=ownlab.factory", "data.repeat=false"),
+        (*CUSTOM, "data._target_=ownpkg.loop"),
     ],
 )
 def test_what_fits_is_accepted_without_an_import(arguments: tuple[str, ...]) -> None:
@@ -103,6 +114,12 @@ def test_what_fits_is_accepted_without_an_import(arguments: tuple[str, ...]) -> 
         ((*CUSTOM, "data._target_=ownlab.NoLength"), "the class ownlab.NoLength has no __len__"),
         ((*CUSTOM, "data._target_=ownlab.Stream"), "ownlab.Stream requires shard, shards"),
         ((*STREAM, "data._target_=ownlab.Good"), "ownlab.Good has no parameter shard, shards"),
+        ((*CUSTOM, "data._target_=ownpkg.FakeSet", "+data.args.size=8"), "ownpkg.FakeSet has no parameter split"),
+        (
+            ("data=synthetic", "model=custom", "model._target_=ownpkg.GPT", "+model.args.n_layer=2"),
+            "ownpkg.GPT takes one object, config, and model.args holds only values",
+        ),
+        (("data=synthetic", "model=custom", "model._target_=ownpkg.inner.GPT"), "GPT takes one object, config"),
         (
             (*CUSTOM, "data._target_=ownlab.Good", "data.collate=ownlab.nothing"),
             "ownlab.nothing does not take 1 positional argument",
@@ -171,3 +188,13 @@ def test_a_wrong_mixture_names_the_source(arguments: tuple[str, ...], message: s
     with pytest.raises(UserError, match=message) as error:
         checked(*arguments)
     assert where in error.value.where and error.value.fix
+
+
+def test_a_subclass_of_a_model_that_takes_an_object_is_shown() -> None:
+    with pytest.raises(UserError) as error:
+        checked("data=synthetic", "model=custom", "model._target_=ownpkg.GPT", "+model.args.n_layer=2")
+    line = "class OwnGPT(GPT): def __init__(self, **values): super().__init__(GPTConfig(**values))"
+    assert line in error.value.fix and "net.py:3" in error.value.where
+    heading = "A constructor that takes a config object"
+    page = Path(__file__).parents[2] / "docs" / "howto" / "model.md"
+    assert heading in error.value.fix and f"## {heading}" in page.read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.schema import HFModelConfig
+from hpc_train.data.dataset import Ragged
 from hpc_train.models.hf.loss import ConfiguredLoss
 from hpc_train.models.hf.values import FirstValues
 from hpc_train.models.wrapped import WrappedModel
@@ -38,6 +39,8 @@ class HFWhole(WrappedModel):
 
         An evaluation leaves the load-balancing loss out, so that its loss does not depend on the split.
         """
+        if isinstance(inputs, Ragged):
+            return super().forward(inputs, context, targets)
         outputs = self.bare(inputs, **self._arguments(context))
         if targets is None:
             return outputs["logits"]

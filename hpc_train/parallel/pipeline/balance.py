@@ -27,7 +27,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead
-from hpc_train.models.model import Model
+from hpc_train.models.model import Model, refuse_ragged
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.mesh import Mesh, synchronize
@@ -107,6 +107,7 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
     if known is not None:
         return _plan(how, known[0], known[1], mesh.layout, reused=True)
     example = example_micro_batch(dataset, mesh.layout, mesh.device)
+    refuse_ragged(example)
     blocks = _measured(config, mesh, model, example) if how == "measured" else _counted(model, example)
     plan = _plan(how, _partition(config, mesh, blocks), blocks, mesh.layout)
     if run is not None and mesh.rank == 0:

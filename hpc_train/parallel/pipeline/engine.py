@@ -24,7 +24,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
-from hpc_train.models.model import Model, named_buffers, named_parameters
+from hpc_train.models.model import Model, named_buffers, named_parameters, refuse_ragged
 from hpc_train.models.modes import evaluating
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
@@ -241,6 +241,7 @@ class PipelineEngine:
 
 def _check_tensors(micro: Batch) -> None:
     """Raises UserError if the inputs or targets are several tensors, which no stage sends on."""
+    refuse_ragged(micro)
     for name, value in (("inputs", micro.inputs), ("targets", micro.targets)):
         if not isinstance(value, Tensor):
             raise UserError(
