@@ -18,7 +18,8 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from hpc_train.config.compose import SWEEPER
+from hpc_train.config.compose import LAUNCHER, SWEEPER
+from hpc_train.config.other_launchers import instead_of_key
 from hpc_train.config.source_check import check_call
 from hpc_train.errors import UserError, nearest
 
@@ -60,6 +61,11 @@ def refuse_without_effect(settings: DictConfig) -> None:
         if value not in unset:
             what = f"hydra.{key} has no effect: {reason}"
             raise UserError(what, where=f"hydra.{key}", fix=_as_name(value) if key.endswith(".dir") else fix)
+    if settings.launcher._target_ == LAUNCHER:
+        for name in settings.launcher:
+            if name != "_target_":
+                key = f"hydra.launcher.{name}"
+                raise UserError(f"{key} has no effect", where=key, fix=instead_of_key(key) or "remove it")
 
 
 def check_callbacks(settings: DictConfig) -> None:

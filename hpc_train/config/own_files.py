@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.groups import config_directory
 from hpc_train.config.jobs import parsed_override
+from hpc_train.config.other_launchers import instead_of, instead_of_key
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
 from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 GROUPS = get_type_hints(Config)
+HYDRA_GROUP = re.compile(r"override\s+/?(hydra/(?:launcher|sweeper))")
 
 
 def refuse_unreadable_files(line: CommandLine) -> None:
-    """Checks the user's files that the command line chooses for what Hydra reports without the name of the file.
+    """Checks the files that the command line chooses for what Hydra drops, or reports without the name of the file.
 
     Raises:
-        UserError: a file is not UTF-8, no table, or its ``defaults`` are no list or contain the file itself.
+        UserError: a file is not UTF-8, no table, or its ``defaults`` are no list or contain the file itself; or it has
+            settings of Hydra's launcher.
     """
     for group, path in _chosen(line).items():
         if not path.is_relative_to(config_directory()):
@@ -45,6 +48,7 @@ def refuse_unreadable_files(line: CommandLine) -> None:
             if group == "experiment" and not PACKAGE.search(path.read_text(encoding="utf-8")):
                 what = f"{relative(path)} is an experiment, and its keys would be below experiment"
                 raise UserError(what, where=relative(path), fix="start the file with `# @package _global_`")
+    _check_hydra(_chosen(line), line)
 
 
 def _refuse_unreadable(path: Path, name: str) -> None:
@@ -172,6 +176,32 @@ def _check_missing(chosen: Mapping[str, Path], line: CommandLine) -> None:
         if own and node.value == MISSING and key not in present and not _is_overridden(key, line):
             where = f"{key} in {relative(path)}:{node.start_mark.line + 1}"
             raise UserError(f"{key} has no value", where=where, fix=f"{key}=VALUE on the command line, or in that file")
+
+
+def _check_hydra(chosen: Mapping[str, Path], line: CommandLine) -> None:
+    """Rejects settings of Hydra's launcher and choices of its groups in the chosen files, which Hydra drops silently.
+
+    The main config chooses these groups too, and its choice takes precedence over that of a file which it includes.
+    """
+    for group, path in chosen.items():
+        entries = _find(read_yaml(path), "defaults")
+        pairs = [
+            pair
+            for entry in getattr(entries, "value", ())
+            if isinstance(entry, yaml.MappingNode)
+            for pair in entry.value
+        ]
+        for name, value in pairs:
+            of_hydra = HYDRA_GROUP.fullmatch(name.value)
+            if of_hydra is not None and value.value != "hpc_train":
+                choice = f"{of_hydra[1]}={value.value}"
+                where = f"{relative(path)}:{name.start_mark.line + 1}"
+                fix = instead_of(of_hydra[1], value.value) or f"remove the line, and put {choice} on the command line"
+                raise UserError(f"{choice} has no effect in the defaults of this file", where=where, fix=fix)
+        for key, node in _full_leaves(group, path):
+            if key.startswith("hydra.launcher.") and not _is_overridden("hydra/launcher", line):
+                where = f"{key} in {relative(path)}:{node.start_mark.line + 1}"
+                raise UserError(f"{key} has no effect", where=where, fix=instead_of_key(key) or "remove it")
 
 
 def _full_leaves(group: str, path: Path) -> Iterator[tuple[str, Any]]:

@@ -39,6 +39,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "late": "defaults:\n  - override /optim: sgd\n  - /strategy: dp",
         "chdir": "hydra: {job: {chdir: true}}",
         "dir": "hydra: {run: {dir: 'logs/${now:%Y}'}}",
+        "submitit": "hydra: {launcher: {timeout_min: 60, partition: gpu}}",
+        "launcher": "defaults:\n  - override /hydra/launcher: submitit_slurm",
+        "sweeper": "defaults:\n  - override /hydra/sweeper: optuna",
     }
     for name, text in files.items():
         (folder / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
@@ -144,6 +147,27 @@ def test_so_is_one_that_a_file_sets_and_harmless_values_are_not(site: Path) -> N
         with pytest.raises(UserError, match=f"{key} has no effect"):
             with_right_plus([f"experiment={name}", "-cd", str(site)])
     assert with_right_plus(["hydra.job.chdir=false", "hydra.verbose=false"])
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "where", "fix"),
+    [
+        ("submitit", "hydra.launcher.timeout_min has no effect", "submitit.yaml:2", "cluster.time=VALUE"),
+        ("launcher", "hydra/launcher=submitit_slurm has no effect", "launcher.yaml:3", "cluster=slurm -m"),
+        ("sweeper", "hydra/sweeper=optuna has no effect", "sweeper.yaml:3", "pip install hydra-optuna-sweeper"),
+    ],
+)
+def test_a_launcher_in_a_file_is_refused(site: Path, name: str, what: str, where: str, fix: str) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        with_right_plus([f"experiment={name}", "-cd", str(site), "-m"])
+    assert where in caught.value.where and fix in caught.value.fix
+
+
+def test_a_setting_of_the_launcher_in_the_main_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nhydra: {launcher: {nodes: 2}}\n")
+    with pytest.raises(UserError, match=r"launcher\.nodes has no effect") as caught:
+        with_right_plus(["-cd", str(tmp_path), "-cn", "mine"])
+    assert caught.value.fix == "cluster.nodes=VALUE"
 
 
 def test_what_replaces_other_launchers_is_told() -> None:
