@@ -60,6 +60,10 @@ def run(arguments: Sequence[str]) -> int:
         if shadowing is not None:
             print(shadowing, file=sys.stderr)
             return Exit.REFUSED
+        missing = _missing_dependency(error)
+        if missing is not None:
+            print(missing, file=sys.stderr)
+            return Exit.REFUSED
         from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
         mistake = translate(error) or out_of_descriptors(error)
@@ -69,6 +73,25 @@ def run(arguments: Sequence[str]) -> int:
             raise
         print(mistake, file=sys.stderr)
         return Exit.REFUSED
+
+
+# modules of the dependencies of pyproject.toml
+DEPENDENCIES = ("torch", "submitit", "hydra", "omegaconf", "yaml", "wandb", "numpy", "rich", "psutil", "xxhash")
+
+
+def _missing_dependency(error: Exception) -> UserError | None:
+    """Returns the error for a Python that is not that of hpc_train's environment, as on a node with another one."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name is None or name.partition(".")[0] not in DEPENDENCIES:
+        return None
+    in_job = "SLURM_JOB_ID" in os.environ
+    return UserError(
+        f"{sys.executable} on {os.uname().nodename} has no module {name}, which hpc_train needs",
+        where="cluster.python" if in_job else "the environment of Python",
+        fix="cluster.python=PATH of the Python on the nodes whose environment has hpc_train"
+        if in_job
+        else "run the Python of the environment in which hpc_train is installed",
+    )
 
 
 TAKES_NO_OVERRIDES = (

@@ -302,12 +302,13 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
         by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
         known = advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved)
         found.insert(0, more_memory(item.config.cluster.mem) if by_job else known)
-    elif cause is not None:
-        found[:0] = FIX.findall(cause.message)  # of an agent that has refused the run
+    else:  # of an agent, or a job before its agents, that has refused the run
+        found[:0] = FIX.findall(view.message if cause is None else cause.message)
     if cause is not None and (problem := cause.nccl_problem) is not None:
         found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(item.run.path)
-    if cause is None or cause.kind not in SAME_AGAIN:
+    refused = cause is None and FIX.search(view.message) is not None
+    if not refused and (cause is None or cause.kind not in SAME_AGAIN):
         begins = "resumes from the last checkpoint" if saved else "starts again: there is no checkpoint"
         found.append(f"python -m hpc_train resume {where}   {begins}")
     return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   prints all output"]

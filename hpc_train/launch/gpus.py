@@ -16,7 +16,7 @@ from hpc_train.cluster.gpus import gpu_memory, gpu_names
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.slurm.client import own_job, show_job
-from hpc_train.slurm.site import NodeKind, Site, gpus_of, other_clusters
+from hpc_train.slurm.site import MIG, NodeKind, Site, gpus_of, other_clusters
 from hpc_train.slurm.variables import preset
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
@@ -56,9 +56,25 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
             where="cluster.gpu_type",
             fix=f"types here: {', '.join(types)}" if types else "cluster.gpu_type=null, or another cluster.partition",
         )
+    if any(kind.slices_of(cluster.gpu_type) for kind in having):
+        return _beside_slices(cluster, where, having)
     counts = sorted({kind.gpus_of(cluster.gpu_type) for kind in having})
     note = _note(where, kinds if cluster.gpu_type is None else having, having, counts)
     return AskedGpus(counts[0] if counts else 0, note)
+
+
+def _beside_slices(cluster: ClusterConfig, where: str, having: list[NodeKind]) -> AskedGpus:
+    """Returns the GPUs per node where some are MIG slices: the whole ones, or a single slice."""
+    whole = sorted({name for kind in having for name in kind.gpus if not MIG.search(name) and not cluster.gpu_type})
+    counts = [kind.gpus_of(None) - kind.slices_of(None) for kind in having] if whole else [1]
+    count = min(each for each in counts if each)
+    reason = f"note: nodes of {where} have MIG slices, of which NCCL cannot connect two of one GPU"
+    if not whole:
+        return AskedGpus(count, f"{reason}: 1 per node is requested")
+    types = " or ".join(f"cluster.gpu_type={name}" for name in whole if name) or "cluster.gpu_type"
+    return AskedGpus(
+        count, f"{reason}: {count} per node are requested, and {types} makes sure that they are whole GPUs"
+    )
 
 
 def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: list[int]) -> str | None:

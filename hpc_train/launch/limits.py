@@ -13,7 +13,7 @@ from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import cores, memory
-from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, other_clusters, seconds
+from hpc_train.slurm.site import MIG, Association, Partition, PartitionLimits, Site, other_clusters, seconds
 from hpc_train.slurm.variables import preset
 
 SIZE_MB = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)  # sbatch --mem
@@ -199,6 +199,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
                 fix=fix + (f"; types here: {', '.join(types)}" if types else ""),
             )
         _check_nodes_with_gpus(job, partition)
+        _check_slices(job, partition)
     most = max(kind.cores for kind in partition.kinds)
     asked = cores(job, partition)
     if most and asked is not None and asked > most:
@@ -221,6 +222,21 @@ def _check_memory(job: Job, partition: Partition) -> None:
         where=f"cluster.{key}",
         fix=f"cluster.{key}={largest}M or less, or another cluster.partition",
     )
+
+
+def _check_slices(job: Job, partition: Partition) -> None:
+    """Rejects several MIG slices per node, which may be of one GPU. Whole GPUs of the partition may be enough."""
+    gpu_type = job.config.cluster.gpu_type
+    slices = max(kind.slices_of(gpu_type) for kind in partition.kinds)
+    whole = max(kind.gpus_of(gpu_type) - kind.slices_of(gpu_type) for kind in partition.kinds)
+    if job.gpus > 1 and slices and whole < job.gpus:
+        types = sorted({name for kind in partition.kinds for name in kind.gpus if name and not MIG.search(name)})
+        raise UserError(
+            f"{job.gpus} GPUs per node are requested, but partition {partition.name} has only MIG slices as many, and "
+            "NCCL cannot connect two slices of one GPU",
+            where="cluster.gpus_per_node",
+            fix="cluster.gpus_per_node=1" + (f", or the whole GPUs of cluster.gpu_type={types[0]}" if types else ""),
+        )
 
 
 def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:

@@ -119,6 +119,7 @@ def render(script: Script) -> str:
         setup_lines(cluster.setup),
         [] if script.container is None else script.container.lines(),
         gpu_export_lines(),
+        python_lines(cluster) if script.container is None else [],
         script.run,
         requeue_lines_before(),
         [] if script.chain is None else chain_lines_before(script.chain),
@@ -175,6 +176,19 @@ def freezing(cluster: ClusterConfig, overrides: Sequence[str], container: Contai
 def python(cluster: ClusterConfig, container: Container | None = None) -> str:
     """Returns the interpreter on the nodes, or in the container."""
     return cluster.python or (sys.executable if container is None else "python")
+
+
+def python_lines(cluster: ClusterConfig) -> list[str]:
+    """Returns bash lines that end the job if its interpreter does not exist on the first node."""
+    name = shell_word(python(cluster))
+    source = "cluster.python" if cluster.python else "the Python of the submission"
+    return [
+        f"if ! command -v {name} > /dev/null; then",
+        f"""  echo "${{SLURMD_NODENAME:-$HOSTNAME}} has no "{name}", which is {source}" >&2""",
+        "  echo '  fix:    cluster.python=PATH of the Python on the nodes that has hpc_train' >&2",
+        "  exit 2",
+        "fi",
+    ]
 
 
 def _header(options: Options) -> list[str]:

@@ -73,7 +73,8 @@ def setup_lines(lines: Iterable[str]) -> list[str]:
     # the line of the script and not BASH_COMMAND, which is a command inside of a function such as `module`
     report = """failed=$? line=$(sed -n "${LINENO}p" "$0" 2> /dev/null)"""
     report = f"""trap '{report}; echo "cluster.setup: a line failed with status $failed: $line" >&2' ERR"""
-    return ["# setup", report, *own, "trap - ERR"] if own else []
+    ended = """trap 'code=$?; [ -n "$set_up" ] || echo "cluster.setup ended the job with status $code" >&2' EXIT"""
+    return ["# setup", report, "set_up=", ended, *own, "trap - ERR", "set_up=yes"] if own else []
 
 
 def _escaped(char: str) -> str:

@@ -18,6 +18,9 @@ from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 from hpc_train.slurm.variables import preset_clusters
 
 
+MIG = re.compile(r"\d+g\.\d+gb")  # NVIDIA's names of profiles
+
+
 @dataclass(frozen=True)
 class NodeKind:
     """Identical nodes of a partition. ``gpus`` maps type to count, with type "" if the site names none.
@@ -40,6 +43,10 @@ class NodeKind:
 
     def gpus_of(self, gpu_type: str | None) -> int:
         return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
+
+    def slices_of(self, gpu_type: str | None) -> int:
+        """Returns how many of ``gpus_of`` are MIG slices, by the names of their types (``a100_1g.5gb``)."""
+        return sum(self.gpus_of(name) for name in self.gpus if gpu_type in (None, name) and MIG.search(name))
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,7 @@ def _kinds(sizes: Iterable[Size]) -> dict[str, tuple[NodeKind, ...]]:
 def gpus_of(gres: str) -> dict[str, int]:
     """GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
     found: dict[str, int] = {}
-    for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)?(\d+)", gres):
+    for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
         found[kind] = found.get(kind, 0) + int(count)
     return found
 

@@ -12,7 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.limits import check_limits
-from hpc_train.slurm.site import NodeKind, Partition, Site
+from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of
 from tests.launch.jobs import make_job
 
 CPU = NodeKind(9, 64, 256000, {})
@@ -30,6 +30,8 @@ SITE = Site(
         "types": Partition("types", nodes=11, kinds=(A100, V100)),
         "all": Partition("all", nodes=19, kinds=(CPU, A100, H100)),
         "pairs": Partition("pairs", nodes=1, kinds=(BOTH,)),
+        "slices": Partition("slices", nodes=2, kinds=(NodeKind(2, 64, 512000, {"a100_1g.5gb": 7}),)),
+        "sliced": Partition("sliced", nodes=2, kinds=(NodeKind(2, 64, 512000, {"a100": 3, "a100_1g.5gb": 7}),)),
         "secret": Partition("secret", nodes=4),
     },
 )
@@ -54,6 +56,10 @@ def asked(**keys: Any) -> ClusterConfig:
         (asked(partition="gpu", gpus_per_node=2), 2, None),
         (asked(partition="gpu", gres="nvme:10,gpu:a100:3"), 3, None),
         (asked(partition="gpu", gres="nvme:10"), 4, None),
+        (asked(partition="slices"), 1, "cannot connect two of one GPU: 1 per node is requested"),
+        (asked(partition="sliced"), 3, "3 per node are requested, and cluster.gpu_type=a100 makes sure"),
+        (asked(partition="sliced", gpu_type="a100"), 3, None),
+        (asked(partition="sliced", gpu_type="a100_1g.5gb"), 1, "1 per node is requested"),
         (asked(partition="gpu,new"), 4, "have 4 or 8 GPUs: 4 per node are requested"),
         (asked(partition="mixed"), 4, "have 4 or 8 GPUs: 4 per node are requested; cluster.gpus_per_node=8 selects"),
         (asked(partition="mixed", gpu_type="h100"), 8, None),
@@ -89,6 +95,34 @@ def test_auto_that_cannot_be(cluster: ClusterConfig, what: str, fix: str) -> Non
     with pytest.raises(UserError) as refused:
         asked_gpus(cluster, SITE)
     assert what in refused.value.what and fix in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("partition", "gpus", "gpu_type", "fix"),
+    [
+        ("slices", 7, None, "cluster.gpus_per_node=1"),
+        ("sliced", 4, None, "the whole GPUs of cluster.gpu_type=a100"),
+        ("sliced", 2, "a100_1g.5gb", "cluster.gpus_per_node=1"),
+        ("sliced", 3, None, None),
+        ("sliced", 3, "a100", None),
+        ("slices", 1, None, None),
+    ],
+)
+def test_several_slices_of_a_gpu_are_refused_before_submission(
+    tmp_path: Path, partition: str, gpus: int, gpu_type: str | None, fix: str | None
+) -> None:
+    cluster = asked(partition=partition, gpus_per_node=gpus, gpu_type=gpu_type, nodes=1)
+    job = make_job(tmp_path, cluster=cluster, gpus=gpus)
+    if fix is None:
+        check_limits(job, SITE)
+        return
+    with pytest.raises(UserError, match="NCCL cannot connect two slices of one GPU") as caught:
+        check_limits(job, SITE)
+    assert fix in caught.value.fix
+
+
+def test_gpus_that_are_not_consumed_are_counted() -> None:
+    assert gpus_of("gpu:a100:no_consume:4,gpu:no_consume:2") == {"a100": 4, "": 2}
 
 
 def test_sbatch_takes_the_partition_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import random
+import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,10 @@ from hpc_train.launch import command_job
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import arguments, identity, options
-from hpc_train.launch.script import Script, freezing, one_run, render, run_of_task
+from hpc_train.launch.script import Script, freezing, one_run, python_lines, render, run_of_task
 from hpc_train.launch.shell import comment, setup_lines, shell_word
 from hpc_train.run.code import FrozenCode
+from tests.doors.command import REPOSITORY
 from tests.launch.jobs import make_job
 
 HARMLESS = "harmless"
@@ -190,3 +194,29 @@ def test_a_line_of_the_setup_that_fails_is_named_and_the_script_goes_on(tmp_path
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
     assert done.stderr == "cluster.setup: a line failed with status 3: module load nope\n"
     assert done.stdout == "1\n"
+
+
+def test_a_setup_that_ends_the_job_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("\n".join([*setup_lines(["exit 3"]), "echo never"]))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "cluster.setup ended the job with status 3\n")
+
+
+def test_a_python_that_the_node_does_not_have_is_named() -> None:
+    cluster = ClusterConfig(python="/nonexistent/bin/python 3")
+    script = "\n".join([*python_lines(cluster), "echo never"])
+    done = subprocess.run(["bash", "-c", script], env={"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "n1 has no /nonexistent/bin/python 3, which is cluster.python\n  fix:    cluster.python=" in done.stderr
+    assert subprocess.run(["bash", "-c", "\n".join(python_lines(ClusterConfig()))], check=False).returncode == 0
+
+
+def test_a_python_without_the_dependencies_of_hpc_train_is_named(tmp_path: Path) -> None:
+    """Whatever the first module is that a command needs; two tracebacks say it otherwise."""
+    call = [sys.executable, "-S", "-m", "hpc_train", "agent", str(tmp_path)]
+    environment = {"PYTHONPATH": str(REPOSITORY), "SLURM_JOB_ID": "7", "PATH": os.environ["PATH"]}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(r"python\S* on \S+ has no module \w+, which hpc_train needs", done.stderr)
+    assert "cluster.python=PATH" in done.stderr
