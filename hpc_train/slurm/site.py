@@ -17,7 +17,6 @@ from functools import cache
 from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 from hpc_train.slurm.variables import preset_clusters
 
-
 MIG = re.compile(r"\d+g\.\d+gb")  # NVIDIA's names of profiles
 
 

@@ -206,7 +206,9 @@ def test_a_setup_that_ends_the_job_is_named(tmp_path: Path) -> None:
 def test_a_python_that_the_node_does_not_have_is_named() -> None:
     cluster = ClusterConfig(python="/nonexistent/bin/python 3")
     script = "\n".join([*python_lines(cluster), "echo never"])
-    done = subprocess.run(["bash", "-c", script], env={"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], env={"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "n1 has no /nonexistent/bin/python 3, which is cluster.python\n  fix:    cluster.python=" in done.stderr
     assert subprocess.run(["bash", "-c", "\n".join(python_lines(ClusterConfig()))], check=False).returncode == 0
