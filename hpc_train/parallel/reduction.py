@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,7 @@ class GradientReduction:
         self._parameters, self._send_order, self._reduced = list(parameters), send_order, reduced
         self._dense = Dense(group)
         self._exchange: Exchange = self._dense
-        self._pending: deque[tuple[dist.Work, Iterator[dist.Work], list[nn.Parameter]]] = deque()
+        self._pending: deque[_Sent] = deque()
         self._hooks: list[RemovableHandle] = []
         self.rebucket(bucket_cap_mb)
         if send_order is not None:
@@ -90,7 +92,8 @@ class GradientReduction:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Completes the sums in every ``.grad``; a gradient that is None on a rank counts as zero. Collective."""
+        """Completes the sums in every ``.grad``; a gradient that is None on some ranks counts as zero there, and one
+        that is None on all ranks stays None. Collective."""
         while not self._all_sent:
             self._send_next()
         while self._pending:
@@ -121,19 +124,56 @@ class GradientReduction:
     def _send_next(self) -> None:
         bucket = self._buckets[self.sent]
         sum_partial_gradients(bucket)
-        exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket])
-        self._pending.append((next(exchange), exchange, bucket))
+        used, is_whole = _used(bucket)
+        exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket], used)
+        self._pending.append(_Sent(next(exchange), exchange, bucket, used, is_whole))
         self.sent += 1
         if len(self._pending) == IN_FLIGHT:
             self._finish_next()
 
     def _finish_next(self) -> None:
-        work, rest, bucket = self._pending.popleft()
-        work.wait()
-        for following in rest:
+        sent = self._pending.popleft()
+        sent.first.wait()
+        for following in sent.rest:
             following.wait()
+        if not sent.is_whole:
+            self._withdraw_unused(sent)
         if self._reduced is not None:
-            self._reduced(bucket)
+            self._reduced(sent.bucket)
+
+    def _withdraw_unused(self, sent: _Sent) -> None:
+        """Removes the zeros of parameters that have no gradient on any rank: an optimizer would decay these and move
+        them by their momentum, and one process does not. The host waits for the device."""
+        for parameter, uses in zip(sent.bucket, sent.used.tolist(), strict=True):
+            if uses == 0:
+                parameter.grad = None
+                self._exchange.withdraw(parameter)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A bucket whose sum is not complete.
+
+    Attributes:
+        first, rest: its collectives.
+        used: the number of ranks on which each parameter has a gradient, once the sum is complete.
+        is_whole: whether all of them have a gradient on this rank.
+    """
+
+    first: dist.Work
+    rest: Iterator[dist.Work]
+    bucket: list[nn.Parameter]
+    used: Tensor
+    is_whole: bool
+
+
+def _used(bucket: Sequence[nn.Parameter]) -> tuple[Tensor, bool]:
+    """Returns 1 for each parameter with a gradient and 0 for the others, and whether all have one."""
+    with_gradient = [parameter.grad is not None for parameter in bucket]
+    like: dict[str, Any] = {"dtype": bucket[0].dtype, "device": bucket[0].device}
+    if all(with_gradient):
+        return torch.ones(len(bucket), **like), True  # made on the device, for which the host does not wait
+    return torch.tensor(with_gradient, **like), False
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -60,6 +60,10 @@ class ReplicaEngine:
         # CUDA graphs read parameters where they are, but would copy the casts of each step
         casts = None if self._graphed else kept_dtype(config.precision, mesh.layout)
         self._casts = KeptCasts([self._model], casts)
+        self._used: set[nn.Parameter] = set()  # in this step; gradients that stay allocated do not show it
+        for parameter in self._model.parameters() if self._graphed else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._used.add)
 
     def _make_updates(self, config: Config) -> UpdatesInBackward | None:
         if not config.optim.in_backward:
@@ -90,11 +94,15 @@ class ReplicaEngine:
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
         clear_gradients(self._parameters.values(), keep_memory=self._graphed)
+        self._used.clear()
         self._statistics.begin()
         factor = self._replicas.loss_factor / max(1, batch.target_count)
         self._replicas.begin(step, len(batch.micro_batches))
         with self._casts.step():
             sums = self._accumulate(batch.micro_batches, factor, loss_scale)
+        if self._graphed:
+            for parameter in self._parameters.values():
+                parameter.grad = parameter.grad if parameter in self._used else None
         result = StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
         if self._own_count:
             finish_own_count(

@@ -23,6 +23,7 @@ from hpc_train.config.import_path import locate
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.models.model import canonical_name
+from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import fsdp
 from hpc_train.parallel.bucket_search import ReportBuckets, SearchedReplicas
 from hpc_train.parallel.compression.build import Compression
@@ -31,6 +32,7 @@ from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
+from hpc_train.parallel.shared_groups import SharedGroups
 from hpc_train.plan.buckets import first_cap
 from hpc_train.plan.layout import Layout
 
@@ -146,7 +148,11 @@ class DDPReplicas:
         pass
 
     def finish(self) -> None:
+        """Raises UserError before the gradients are used if DDP has not reduced all of them."""
         self._sync_always = False
+        if self._wrapped is not None:
+            with explaining_unused():
+                self._wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
     def evaluated(self) -> None:
         pass
@@ -162,6 +168,7 @@ class Sharded:
         self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
         self._modules = fsdp.sharded_modules(module)
+        self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # for which micro-batches they are configured
         self._warmup_steps = strategy.compression_warmup_steps if strategy.compression != "none" else 0
         self._cast = fsdp.cast_gradients(module, torch.bfloat16) if strategy.compression == "bf16" else None
@@ -180,10 +187,13 @@ class Sharded:
         pass
 
     def finish(self) -> None:
-        pass
+        if self._shared is not None:
+            self._shared.finish()
 
     def evaluated(self) -> None:
         fsdp.release(self._modules)
+        if self._shared is not None:
+            self._shared.evaluated()
 
 
 def make_replicas(
@@ -263,20 +273,35 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
     """Runs forward and backward pass of a micro-batch; gradients are reduced only in the ``last`` one.
 
     Raises:
-        UserError: a parameter was not used in the previous step.
+        UserError: with a static graph, other parameters are used than in the first step.
     """
+    with explaining_unused(), nullcontext() if last else model.no_sync():
+        yield
+
+
+_UNUSED = {  # part of an error of DDP -> what it says, and where that is set
+    "Expected to have finished reduction": (
+        "the forward pass does not use some parameters, and DDP waits for their gradients",
+        "strategy.data_parallel=ddp",
+    ),
+    "Your training graph has changed": (
+        "the forward pass does not use the same parameters in every step",
+        "strategy.static_graph=true",
+    ),
+}
+
+
+@contextmanager
+def explaining_unused() -> Iterator[None]:
+    """Raises UserError for an error of DDP about parameters that are not used."""
     try:
-        with nullcontext() if last else model.no_sync():
-            yield
+        yield
     except RuntimeError as error:
-        if "Expected to have finished reduction" not in str(error):
-            raise
-        raise UserError(
-            "the forward pass of the model does not use some parameters, and DDP waits for their gradients",
-            where="strategy.static_graph",
-            fix="strategy.static_graph=true if every step omits the same parameters, else "
-            "strategy.data_parallel=allreduce",
-        ) from error
+        for part, (what, where) in _UNUSED.items():
+            if part in str(error):
+                fix = "strategy.data_parallel=allreduce, which trains such a model as one process does"
+                raise UserError(what, where=where, fix=fix) from error
+        raise
 
 
 def finish_own_count(

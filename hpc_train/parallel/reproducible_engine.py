@@ -16,7 +16,8 @@ and each level of the tree that a rank sums needs a copy of the gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ class ReproducibleEngine(ReplicaEngine):
         self._own = mesh.layout.logical_of(mesh.dp_rank)
         self._reduction = TreeReduction(mesh)
         self._checked = False
+        self._unused: set[str] = set()  # parameters without a gradient in this rank's micro-batches of the step
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``. The first rank returns the whole result, the others zeros."""
@@ -66,13 +68,16 @@ class ReproducibleEngine(ReplicaEngine):
             micro = batch.micro_batches[node.start - self._own.start]
             return self._gradient(micro, scale, loss_scale)
 
+        self._unused = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         with self._casts.step():
             own = [tree_sum(node, leaf) for node in self._reduction.nodes]
         whole = self._reduction.reduce(own)
         sizes = [parameter.numel() for parameter in self._parameters.values()]
-        *pieces, loss_sum, counted = whole.split([*sizes, 1, int(self._own_count)])
+        *pieces, loss_sum, counted, used = whole.split([*sizes, 1, int(self._own_count), len(sizes)])
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
             parameter.grad = _with_strides_of(parameter, piece) if parameter.requires_grad else None
+        if self._unused:
+            self._withdraw_unused(used.tolist())
         first = self._mesh.rank == 0
         if self._own_count:
             count = counted.view(()) * first
@@ -82,8 +87,8 @@ class ReproducibleEngine(ReplicaEngine):
         return StepResult(loss_sum.view(()) * first, count)
 
     def _gradient(self, micro: Batch, scale: float, loss_scale: Tensor | None) -> Tensor:
-        """Returns one flat tensor: the gradient of a micro-batch, its sum of losses, and the loss's own count if
-        any."""
+        """Returns one flat tensor: the gradient of a micro-batch, its sum of losses, the loss's own count if any, and
+        1 for each parameter that has a gradient."""
         for parameter in self._parameters.values():
             parameter.grad = None
         before = {} if self._checked else {name: value.clone() for name, value in self.named_buffers().items()}
@@ -91,6 +96,8 @@ class ReproducibleEngine(ReplicaEngine):
         self._check_buffers(before)
         loss = loss_sum * scale
         (loss if loss_scale is None else loss * loss_scale).backward()
+        with_gradient = [parameter.grad is not None for parameter in self._parameters.values()]
+        self._unused.difference_update(compress(self._parameters, with_gradient))
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self._parameters.values()
@@ -98,7 +105,17 @@ class ReproducibleEngine(ReplicaEngine):
         sums = [loss_sum, count] if self._own_count else [loss_sum]
         dtype = gradients[0].dtype
         flat = [*(gradient.reshape(-1) for gradient in gradients), *(each.detach().to(dtype).view(1) for each in sums)]
-        return torch.cat(flat)
+        return torch.cat([*flat, torch.tensor(with_gradient, dtype=dtype, device=loss_sum.device)])
+
+    def _withdraw_unused(self, used: Sequence[float]) -> None:
+        """Removes the zeros of parameters that have no gradient in any micro-batch, which one process does not update.
+
+        Args:
+            used: the number of micro-batches in which each parameter has a gradient.
+        """
+        for parameter, uses in zip(self._parameters.values(), used, strict=True):
+            if uses == 0:
+                parameter.grad = None
 
     def _check_buffers(self, before: Mapping[str, Tensor]) -> None:
         """Raises UserError if the forward pass has changed buffers, since each rank would have its own values."""

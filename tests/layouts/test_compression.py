@@ -148,7 +148,7 @@ def correct_momentum(rank: int, world_size: int) -> list[list[float]]:
     exchange, found = TopK([parameter], dist.group.WORLD, 0.5, momentum=0.5), []  # type: ignore[arg-type]
     for gradient in ([4.0, 1.0], [1.0, 1.0], [1.0, 1.0]):
         total = torch.tensor(gradient, dtype=torch.float64)
-        for work in exchange.run([parameter], [total]):
+        for work in exchange.run([parameter], [total], torch.ones(1, dtype=torch.float64)):
             work.wait()
         exchange.commit(torch.tensor(True))
         found.append(total.tolist())

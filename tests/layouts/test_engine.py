@@ -188,32 +188,13 @@ def unused_parameters(rank: int, world_size: int, cells: list[Cell]) -> None:
         for step in range(2):
             engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
             engine.clip_grad_norm_(1.0)
-        gradient = engine.named_parameters()["unused"].grad
-        assert gradient is None or not whole(gradient).any(), cell
+        assert engine.named_parameters()["unused"].grad is None, cell
 
 
 def test_unused_parameters_get_no_gradient() -> None:
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS if kind != "ddp"]
     splits += [{"dp": 2, "data_parallel": "ddp", "static_graph": True}]
     run_on_world(2, unused_parameters, [Cell(2, "custom", strategy=split) for split in splits])
-
-
-def forgotten_parameter(rank: int, world_size: int) -> str:
-    cell = Cell(2, "custom", strategy={"dp": 2})
-    config = cell.config()
-    config.model = custom(unused=True)
-    mesh = join(cell, rank)
-    engine = build_engine(config, mesh)
-    try:
-        for step in range(2):
-            engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-    except UserError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def test_ddp_says_how_to_train_a_model_with_unused_parameters() -> None:
-    assert all("strategy.static_graph=true" in answer for answer in run_on_world(2, forgotten_parameter))
 
 
 def compiled(rank: int, world_size: int, cells: list[Cell], cache: str) -> list[tuple[float, float, list[str], int]]:

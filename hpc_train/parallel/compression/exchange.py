@@ -27,15 +27,20 @@ from hpc_train.parallel.parallelize import parameter_seed
 class Exchange(Protocol):
     """Sums buckets of gradients over the ranks of one group."""
 
-    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
-        """Starts collectives and yields each before it needs the result; at the end ``gradients`` hold the sum.
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
+        """Starts collectives and yields each before it needs the result; at the end the tensors hold the sums.
 
         All ranks process the same buckets in the same order, so the order of all collectives is the same.
 
         Args:
             parameters: the parameters of the bucket, which have one dtype.
             gradients: the gradients of this rank, which are changed in place.
+            used: 1 for each parameter that has a gradient on this rank and 0 for the others, ``[parameters]`` in their
+                dtype; changed in place.
         """
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        """Keeps the state of ``parameter`` as it was before this step, since it has no gradient on any rank."""
 
     def commit(self, finite: Tensor) -> None:
         """Updates the state for the next step if ``finite``, a scalar bool. Call it after the reduction."""
@@ -49,6 +54,9 @@ class Exchange(Protocol):
 
 class Stateless:
     """Implements an exchange without state."""
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        pass
 
     def commit(self, finite: Tensor) -> None:
         pass
@@ -66,15 +74,18 @@ class Dense(Stateless):
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
         self._group, self._dtype = group, dtype
 
-    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
-        alone = len(gradients) == 1 and gradients[0].is_contiguous() and self._dtype is None
-        flat = gradients[0] if alone else flatten(gradients)
+        if len(gradients) == 1 and gradients[0].is_contiguous() and self._dtype is None:
+            # two messages take less memory than a copy of the gradient, which may be that of a large embedding
+            works = [dist.all_reduce(each, group=self._group, async_op=True) for each in (gradients[0], used)]
+            yield from works
+            return
+        flat = flatten([*gradients, used])
         if self._dtype is not None:
             flat = flat.to(self._dtype)
         yield dist.all_reduce(flat, group=self._group, async_op=True)
-        if not alone:
-            unflatten(flat, gradients)
+        unflatten(flat, [*gradients, used])
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -105,6 +116,10 @@ class PendingState:
         """Sets the value after this step; ``value`` is not copied."""
         self._pending[parameter] = value.view_as(self._values[parameter])
 
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        """Keeps the value from before this step."""
+        self._pending.pop(parameter, None)
+
     def commit(self, finite: Tensor) -> None:
         """Applies the values of the step if ``finite``, a scalar bool on the device."""
         for parameter, value in self._pending.items():
@@ -134,7 +149,7 @@ class TopK:
         self._residual = zeros(held)
         self._velocity = zeros(held if momentum else ())
 
-    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
         values, indices, start = [], [], 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -143,14 +158,21 @@ class TopK:
             indices.append(index + start)
             start += gradient.numel()
         value, index = flatten(values), flatten(indices).to(torch.int32)
-        sent = torch.cat([value.view(torch.int32), index])  # one message
+        sent = torch.cat([value.view(torch.int32), index, used.to(torch.int32)])  # one message
         received = sent.new_empty(dist.get_world_size(self._group) * sent.numel())
         yield all_gather_tensor(received, sent, group=self._group, async_op=True)
         total = value.new_zeros(start)
+        used.zero_()
+        sizes = [sent.numel() - index.numel() - used.numel(), index.numel(), used.numel()]
         for row in received.view(-1, sent.numel()):  # the same order, and thereby the same bits, on all ranks
-            theirs, where = row.split([sent.numel() - index.numel(), index.numel()])
+            theirs, where, uses = row.split(sizes)
             total.index_add_(0, where, theirs.clone().view(value.dtype))
+            used += uses
         unflatten(total, gradients)
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        self._residual.withdraw(parameter)
+        self._velocity.withdraw(parameter)
 
     def commit(self, finite: Tensor) -> None:
         self._residual.commit(finite)
@@ -194,16 +216,16 @@ class PowerSGD:
         self._residual = zeros(chosen.values())
         self._basis = PendingState((p, _first_basis(p, rank, parameter_seed(seed, name))) for name, p in chosen.items())
 
-    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
         pairs = list(zip(parameters, gradients, strict=True))
         others = [gradient for parameter, gradient in pairs if parameter not in self._basis]
         matrices = [(parameter, gradient) for parameter, gradient in pairs if parameter in self._basis]
         corrected = [_as_matrix(self._residual[parameter] + gradient) for parameter, gradient in matrices]
         lefts = [matrix @ self._basis[p] for matrix, (p, _) in zip(corrected, matrices, strict=True)]  # [rows, rank]
-        flat = flatten([*lefts, *others])
+        flat = flatten([*lefts, *others, used])
         yield dist.all_reduce(flat, group=self._group, async_op=True)
-        unflatten(flat, [*lefts, *others])
+        unflatten(flat, [*lefts, *others, used])
         if not matrices:
             return
         lefts = [_orthonormal(left) for left in lefts]
@@ -216,6 +238,10 @@ class PowerSGD:
         for left, right, (parameter, gradient) in zip(lefts, rights, matrices, strict=True):
             gradient.copy_((left @ right.t()).view_as(gradient))
             self._basis.set_next(parameter, _orthonormal(right))
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        self._residual.withdraw(parameter)
+        self._basis.withdraw(parameter)
 
     def commit(self, finite: Tensor) -> None:
         self._residual.commit(finite)
