@@ -90,6 +90,9 @@ def _print(rows: list[tuple[dict[str, Any], Account | None]], alone: list[RunHan
     console = wide(Terminal())
     if rows:
         console.print(_table([row for row, _ in rows]), highlight=False)
+    for row, _ in rows:
+        if alone and row["message"] and row["exit_code"] is None:
+            console.print(row["message"], highlight=False, markup=False, soft_wrap=True)
     for _, spent in rows:
         if spent is not None and (spent.held_s or spent.queue_s):
             console.print(spent_line(spent), highlight=False, soft_wrap=True)

@@ -30,6 +30,8 @@ LEAST_S = 3.0  # minimum bound of a step
 COLD_S = 30.0  # minimum bound of a step before enough step times are known
 UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one has ended
 START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
+COMPILATION_S = 600.0  # of the first step, if the config sets a bound of a step
+QUIET_S = 60.0  # a silence of this length is told in any phase, and again each time it has doubled
 FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
 KEPT = 256  # step times
 MIN_STEP_TIMES = 5  # with fewer no bound is learned from them
@@ -60,6 +62,7 @@ def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> flo
 class Stage(Enum):
     """Lists the responses to a silence."""
 
+    QUIET = "quiet"  # told, whether the phase may take that long or not
     SLOW = "slow"  # the first look at the ranks
     STILL_SLOW = "still slow"  # the second look
     STOPPED = "stopped"  # a worker is stopped by a signal
@@ -107,14 +110,18 @@ class HangWatch:
     """Polls the heartbeats of one node. What it learned is kept over attempts (``begin``).
 
     Args:
-        timeout_s: bound of a step and minimum bound of other phases; None: learned; 0: detection is off.
+        timeout_s: bound of a step and minimum bound of saves and evaluations; None: learned; 0: detection is off.
         least_s: the minimum learned bound of a step.
         patience_s: the minimum bound of a hang; 0: a slow step counts as a hang at once.
+        start_s: the bound of the start, and of the first step unless ``timeout_s`` bounds it.
+        compiles: whether the first step compiles.
     """
 
     timeout_s: float | None = None
     least_s: float = LEAST_S
     patience_s: float = 0.0
+    start_s: float = START_S
+    compiles: bool = False
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _longest: dict[Phase, float] = field(default_factory=dict, init=False)
     _last: dict[int, Beat] = field(default_factory=dict, init=False)
@@ -122,6 +129,7 @@ class HangWatch:
     _stopped: dict[int, float] = field(default_factory=dict, init=False)
     _checked_at: float | None = field(default=None, init=False)
     _looks: int = field(default=0, init=False)  # at the current silence
+    _told_at: float = field(default=0.0, init=False)  # the length at which the current silence was told last
 
     def begin(self) -> None:
         """Begins a new attempt: forgets the workers, keeps the step times."""
@@ -176,9 +184,14 @@ class HangWatch:
         if silent > bound:
             return Silence(rank, phase, silent, bound, Stage.HANG)
         before, self._looks = self._looks, self._looks_due(silent, usual)
-        if self._looks <= before:
-            return None
-        return Silence(rank, phase, silent, usual, Stage.SLOW if before == 0 else Stage.STILL_SLOW)
+        if self._looks > before:
+            return Silence(rank, phase, silent, usual, Stage.SLOW if before == 0 else Stage.STILL_SLOW)
+        if silent < QUIET_S:
+            self._told_at = 0.0
+        elif silent >= max(QUIET_S, 2 * self._told_at):
+            self._told_at = silent
+            return Silence(rank, phase, silent, bound, Stage.QUIET)
+        return None
 
     def _looks_due(self, silent: float, usual: float) -> int:
         if self.patience_s == 0 or silent <= usual:
@@ -190,7 +203,11 @@ class HangWatch:
         """Returns the seconds that ``phase`` may take without a heartbeat."""
         if self.timeout_s is None:
             return max(self._slow_bound(phase), self.patience_s)
-        return self.timeout_s if phase is Phase.STEP else max(self._slow_bound(phase), self.timeout_s)
+        if phase is Phase.STEP:
+            return self.timeout_s
+        if phase is Phase.FIRST_STEP:
+            return max(self.timeout_s, COMPILATION_S) if self.compiles else self.timeout_s
+        return self.start_s if phase is Phase.STARTING else max(self._slow_bound(phase), self.timeout_s)
 
     def _slow_bound(self, phase: Phase) -> float:
         """Returns the seconds after which ``phase`` counts as slow."""
@@ -199,7 +216,7 @@ class HangWatch:
         longest = self._longest.get(phase)
         if phase in (Phase.EVALUATION, Phase.CHECKPOINT):
             return UNSEEN_S if longest is None else max(COLD_S, FACTOR * longest)
-        return START_S
+        return START_S if phase is Phase.STOPPING else self.start_s
 
     def _step_bound(self) -> float:
         if len(self._steps) < MIN_STEP_TIMES:

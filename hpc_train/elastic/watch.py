@@ -10,6 +10,7 @@ work (data and tensor parallel) are compared. No rank is killed because it is la
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import activity, process_state
 from hpc_train.run.requests import answer_stacks_request
+from hpc_train.telemetry.tracebacks import stack_place
+from hpc_train.units import format_duration
 
 # the pause between two queries, which doubles: each query costs a worker some ten milliseconds
 FIRST_S, MOST_S = 5.0, 60.0
@@ -201,7 +204,8 @@ class Watch:
             least = UNSEEN_S  # a step of an own loop may contain anything
         if config.run.command is not None:
             least = START_S  # a script does not tell what it does: it may evaluate, save or compile
-        return cls(run, node, HangWatch(timeout, least))
+        start_s = config.elastic.start_timeout_s
+        return cls(run, node, HangWatch(timeout, least, start_s=start_s, compiles=config.train.compile))
 
     def begin(self, events: EventLog, layout: Layout, patience_s: float, others: OtherNodes | None = None) -> None:
         """Begins an attempt.
@@ -245,6 +249,9 @@ class Watch:
             self._first_look = states
         if not found:  # they have ended and report the reason themselves
             return True
+        if silence.stage is Stage.QUIET:
+            self._tell_quiet(silence, found)
+            return False
         before = self._first_look if silence.stage is Stage.STILL_SLOW else ()
         proven = None if silence.stage is Stage.HANG else proof(states, before, self._pipeline)
         if silence.stage is Stage.HANG or proven is not None:
@@ -292,6 +299,16 @@ class Watch:
         text = "\n".join(one.text() for one in collect(workers, self.node))
         path = self.run.logs / "stacks" / "answers"
         self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
+
+    def _tell_quiet(self, quiet: Silence, found: Sequence[Evidence]) -> None:
+        """Says in the log and the events what a rank does that has shown no progress, whether that is usual or not."""
+        evidence = next((one for one in found if one.state.rank == quiet.rank), found[0])
+        state = evidence.state
+        place = stack_place(evidence.stacks)
+        message = f"no step for {format_duration(quiet.seconds)}: {state.phase}, rank {state.rank}"
+        message += f", {place}" if place else ""
+        print(f"{message}; it counts as a hang after {format_duration(quiet.bound)}", file=sys.stderr, flush=True)
+        self._event("no_progress", step=state.step, rank=state.rank, phase=state.phase, message=message)
 
     def _report_slow_step(self, slow: Silence, found: Sequence[Evidence]) -> None:
         """Reports a slow step without killing anything. The file of an attempt holds its last slow step."""

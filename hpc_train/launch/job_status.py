@@ -230,7 +230,7 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
             return replace(known, state=status.words, is_working=False)
         if stop_was_requested(run):
             known = replace(known, state="stopping", is_working=False)
-        return known if present else _lost(run, known, status, output)
+        return replace(known, message=_silence(run, known)) if present else _lost(run, known, status, output)
     if present and not end.final:
         return replace(known, state=_between_starts(end, status), is_working=False)
     code = end.event["exit_code"]
@@ -324,6 +324,13 @@ def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     if end["event"] == "stopped":
         return AttemptEnd(end, "stopping", end.get("reason") in USER_SIGNALS)
     return AttemptEnd(end, "finishing", True)
+
+
+def _silence(run: RunDirectory, known: View) -> str:
+    """Returns what the agents said last of a job without progress; empty if a step was logged since then."""
+    told = [event for event in run.events_of("agent-*", run.newest_attempt()) if event["event"] == "no_progress"]
+    last = max(told, key=lambda event: float(event["time"]), default=None)
+    return "" if last is None or known.metrics.get("time", 0.0) > last["time"] else str(last.get("message", ""))
 
 
 def _cancelled(status: JobStatus | None) -> bool:

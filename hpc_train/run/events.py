@@ -36,6 +36,7 @@ EVENTS = (
     "suspended",  # after Slurm has resumed the job: the seconds during which its processes were stopped
     "paused",  # the batch host did not execute for some seconds, although the job was not suspended
     "gpu_memory_awaited",  # after an attempt that ran out of GPU memory
+    "no_progress",  # for a minute or more: the phase, the rank and the line of its code; nothing was killed
     "slow_step",  # a step so slow that its stacks were saved; nothing was killed
     "straggler",
     "preflight",

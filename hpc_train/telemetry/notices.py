@@ -93,6 +93,8 @@ class Notices:
 def _of_other(event: Event, step: int) -> str | None:
     if event["event"] == "warning":
         return f"warning: {event['message']}"
+    if event["event"] == "no_progress":
+        return str(event["message"])
     if event["event"] == "checkpoint_set_aside" and not event.get("rolled_back"):
         return f"the checkpoint of step {step} is damaged and set aside as {event['path']}: {reason(event)}"
     return None

@@ -63,7 +63,7 @@ class Progress:
         self._live: Live | None = None
         self._looked = self._printed = float("-inf")
         self._shown: tuple[Any, ...] | None = None
-        self._built = self._announced = False
+        self._built = self._announced = self._is_command = False
 
     def tick(self) -> None:
         """Updates the display; it is cheap and meant to be called several times per second."""
@@ -76,7 +76,7 @@ class Progress:
             self._update_live()
         elif not self._announced and not self._recent:
             self._announced = True
-            self._say(self._line())
+            self._say("starting run.command" if self._is_command else self._line())
         elif self._recent and self._state != self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
             self._print()
 
@@ -118,7 +118,8 @@ class Progress:
 
     def _read(self) -> Look:
         """Reads the new metrics and events. A file system that hangs blocks it, and so it runs in a thread."""
-        self._total = self._run.record().get("total_steps")
+        record = self._run.record()
+        self._total, self._is_command = record.get("total_steps"), record.get("own_code") == "command"
         self._restarts = max(0, self._run.newest_attempt() - self._first_attempt)
         events = [event for file in self._events for event in file.read()]
         return list(deque(self._lines.read(), WINDOW)), events  # no more lines are shown
@@ -243,12 +244,12 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
     losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
     losses += [f"evaluated {result['evaluated']}" if "evaluated" in result else ""]
-    done = f"done: {result.get('steps', 0)} steps"
+    own = record.get("own_code")
+    done = "done" if own == "command" else f"done: {result.get('steps', 0)} steps"
     reason = result.get("ended_early")
     chart = loss_chart(metrics)
     spent = read_ledger(run).total
     name = f"run.name={run.path.name}"
-    own = record.get("own_code")
     command = resume_command or _command(record, name)
     lines = [
         "; ".join(filter(None, [", ".join([done, *speed(result)]), ", ".join(filter(None, losses))])),

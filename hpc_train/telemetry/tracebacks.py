@@ -36,8 +36,19 @@ def own_place(traceback: str) -> str | None:
     frames = [match for line in traceback.splitlines() if (match := FRAME.match(line)) and _is_own(match["file"])]
     if not frames:
         return None
-    innermost = frames[0 if STACK in traceback else -1]
-    return f"{Path(innermost['file']).name}:{innermost['line']} in {innermost['function']}"
+    return _place(frames[0 if STACK in traceback else -1])
+
+
+def stack_place(stacks: str) -> str | None:
+    """Returns where the main thread is in the output of faulthandler: the innermost own frame, else the innermost."""
+    threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE)
+    main = next((thread for thread in threads if thread.startswith("Current thread")), threads[-1])
+    frames = [match for line in main.splitlines() if (match := FRAME.match(line))]
+    return own_place(main) or (_place(frames[0]) if frames else None)
+
+
+def _place(frame: re.Match[str]) -> str:
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}"
 
 
 def _is_own(file: str) -> bool:

@@ -124,7 +124,6 @@ class Trainer:
 
     def _run(self) -> Exit:
         phase = Phase.FIRST_STEP
-        self.heartbeat.enter(phase, self.step)
         self._begin_hooks()
         first = self._next_batch()
         if has_ended(self.feed, first, self.step, self.mesh):

@@ -20,6 +20,7 @@ from hpc_train.elastic import watch as watch_module
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hang_bounds import (
     COLD_S,
+    COMPILATION_S,
     FACTOR,
     SECOND_LOOK_S,
     SEEN_S,
@@ -43,6 +44,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import Activity, activity
+from hpc_train.telemetry.tracebacks import stack_place
 
 PATIENCE_S = 120.0
 TICK = 0.25
@@ -53,6 +55,7 @@ class Clock:
 
     def __init__(self, watch: HangWatch) -> None:
         self.watch, self.now, self.beats = watch, 100.0, {}
+        self.quiet: list[Silence] = []
 
     def enter(self, phase: Phase, step: int) -> None:
         self.beats = {rank: Beat(step, phase, self.now, step, self.now) for rank in (0, 1)}
@@ -63,6 +66,9 @@ class Clock:
         while self.now < until - 1e-9 and found is None:
             self.now += min(TICK, until - self.now)
             found = self.watch.check(self.beats, self.now, stopped)
+            if found is not None and found.stage is Stage.QUIET:
+                self.quiet.append(found)
+                found = None
         return found
 
     def steps(self, number: int, seconds: float, start: int = 1) -> int:
@@ -88,6 +94,30 @@ def test_the_bound_of_a_step_is_learned() -> None:
     assert watch.bound(Phase.STEP) == 3.0, "it is known in the next attempt"
     clock.steps(300, 2.0, start=400)
     assert watch.bound(Phase.STEP) == pytest.approx(10.0)
+
+
+def test_a_number_bounds_the_first_step_and_not_the_start() -> None:
+    watch = HangWatch(15.0, start_s=900.0)
+    bounds = {phase: watch.bound(phase) for phase in Phase}
+    assert (bounds[Phase.STARTING], bounds[Phase.FIRST_STEP], bounds[Phase.STEP]) == (900.0, 15.0, 15.0)
+    assert bounds[Phase.CHECKPOINT] == UNSEEN_S
+    assert HangWatch(15.0, compiles=True).bound(Phase.FIRST_STEP) == COMPILATION_S
+    assert HangWatch(900.0, compiles=True).bound(Phase.FIRST_STEP) == 900.0
+    assert HangWatch(start_s=900.0).bound(Phase.FIRST_STEP) == 900.0
+    clock = Clock(watch)
+    clock.enter(Phase.FIRST_STEP, 0)
+    hang = clock.wait(20)
+    assert hang is not None and hang.stage is Stage.HANG
+
+
+def test_a_silence_of_a_minute_is_told_in_any_phase() -> None:
+    clock = Clock(HangWatch())
+    for phase in (Phase.STARTING, Phase.FIRST_STEP, Phase.EVALUATION, Phase.STARTING):
+        clock.quiet.clear()
+        clock.enter(phase, 0)
+        assert clock.wait(250) is None
+        assert [round(told.seconds) for told in clock.quiet] == [60, 120, 240]
+        assert clock.quiet[0].phase is phase
 
 
 def test_rare_slow_steps_are_normal() -> None:
@@ -583,6 +613,27 @@ def test_an_evaluation_may_take_its_time(tmp_path: Path, monkeypatch: pytest.Mon
     node.enter(Phase.EVALUATION)
     assert node.stall(UNSEEN_S - 1, busy=0.0) is None
     assert node.events("slow_step") == []
+
+
+def test_a_first_step_without_progress_is_told_with_the_line_of_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = Node(tmp_path, monkeypatch, patience=0.0)
+    node.enter(Phase.FIRST_STEP)
+    assert node.stall(130.0, busy=1.0) is None
+    first, second = node.events("no_progress")
+    assert first["message"].startswith("no step for 1:00: first_step, rank ")
+    assert second["message"].startswith("no step for 2:00: ")
+    assert "it counts as a hang after 30:00" in capsys.readouterr().err
+
+
+def test_the_place_in_the_output_of_faulthandler_is_that_of_the_main_thread() -> None:
+    library = '  File "/usr/lib/python3.11/site-packages/torch/distributed/c10d.py", line 9 in all_reduce\n'
+    other = f'Thread 0x0f (most recent call first):\n  File "/home/a/other.py", line 1 in wait\n{library}'
+    main = f'Current thread 0x01 (most recent call first):\n{library}  File "/home/a/net.py", line 7 in forward\n'
+    assert stack_place(f"{other}\n{main}") == "net.py:7 in forward"
+    assert stack_place(f"{other}\n{main.splitlines()[0]}\n{library}") == "c10d.py:9 in all_reduce"
+    assert stack_place("") is None
 
 
 def test_on_one_cpu_node_a_slow_step_is_a_hang_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 
 from hpc_train.commands import status, why
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.launch.diagnosis import excluded_nodes, find_cause
+from hpc_train.launch.diagnosis import diagnose, excluded_nodes, find_cause
+from hpc_train.launch.job_status import JobStatus, view_of
+from hpc_train.launch.lookup import find_run
 from hpc_train.launch.nccl_messages import explain_nccl
+from hpc_train.launch.page.verdict import headline
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -279,6 +284,17 @@ def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(
     assert first.words.startswith("n2 failed once (device_error) and is excluded until ")
     assert "state=drain reason='failure: device_error'" in first.words
     assert excluded_nodes(run, exclude_hours=0) == []
+
+
+def test_a_silence_is_told_until_a_step_is_logged(run: RunDirectory) -> None:
+    told = "no step for 1:00: first_step, rank 0, net.py:7 in forward"
+    agent(run).write("no_progress", step=20, rank=0, phase="first_step", message=told)
+    status_of = partial(view_of, run, 0, JobStatus("RUNNING"), run.path / "output")
+    assert (status_of().state, status_of().message) == ("running", told)
+    found = diagnose(find_run(str(run.path)), asks_slurm=False)
+    assert headline(replace(found, exit_code=None, message=told, waiting=None)).endswith(f"; {told}")
+    append_line(run.metrics_file(0), {"time": time.time() + 1, "step": 21, "attempt": 0, "world_size": 4})
+    assert status_of().message == ""
 
 
 def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

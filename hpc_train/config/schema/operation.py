@@ -80,8 +80,17 @@ class ElasticConfig:
         "auto",
         "The number of seconds after which a step counts as a hang and the workers restart. 0 means no limit. auto "
         "uses 5 times the 99th percentile of the last 256 steps, at least 3 s, and at least 120 s on several nodes "
-        "or GPUs. Before 5 steps are known, it uses 5 times the first step and at least 30 s. Time in which a worker "
-        "waits for a processor does not count.",
+        "or GPUs. Before 5 steps are known, it uses 5 times the first step and at least 30 s. A number also bounds the "
+        "first step, which has at least 600 s with train.compile. Time in which a worker waits for a processor does "
+        "not count.",
+    )
+    start_timeout_s: float = key(
+        1800.0,
+        "The time after which the workers restart if one has not finished its imports, connected to the others and "
+        "loaded data and checkpoint. It also bounds the first step, unless hang_timeout_s is a number.",
+        above=0,
+        unit="seconds",
+        when=unless("elastic.hang_timeout_s", "0"),
     )
     stop_grace_s: float | int | str = key(
         "auto",

@@ -30,6 +30,8 @@ def headline(found: Diagnosis) -> str:
         return head
     if found.ended_early is not None and found.cause is None:
         return f"{head}; ended early by a hook: {found.ended_early}"
+    if found.message and found.exit_code is None:
+        return f"{head}; {found.message}"
     return f"{head}; nothing failed" if found.cause is None else f"{head}; it recovered from the failure below"
 
 
