@@ -17,8 +17,9 @@ def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...
 
     They are the modules of the classes ``wrap``; without it those of the classes that ``_no_split_modules`` names, as
     in models of transformers, if they are repeated; else the elements of the ModuleList with the most parameters whose
-    elements have one class. A block that shares a parameter with the rest of the module is left out, since both need
-    it at the same time.
+    elements have one class. Containers, which are not called, are replaced by the modules in them: a list of lists
+    ``[attention, feed_forward]`` gives two blocks per element. A block that shares a parameter with the rest of the
+    module is left out, since both need it at the same time.
 
     Raises:
         UserError: no module has a class of ``wrap``.
@@ -37,7 +38,18 @@ def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...
         named = getattr(module, "_no_split_modules", None) or ()
         found = _of_classes(module, [name for name in named if isinstance(name, str)], least=2)
         found = found or _longest_list(module)
-    return tuple(_separate(module, found))
+    return tuple(_separate(module, [called for name in found for called in _called(module, name)]))
+
+
+def _called(module: nn.Module, name: str) -> Iterator[str]:
+    """Yields ``name``, or the modules with parameters in it if it has no ``forward``, like a ModuleList."""
+    part = module.get_submodule(name)
+    if type(part).forward is not nn.Module.forward:
+        yield name
+        return
+    for child, inner in part.named_children():
+        if any(True for _ in inner.parameters()):
+            yield from _called(module, f"{name}.{child}")
 
 
 def _of_classes(module: nn.Module, classes: Iterable[str], least: int) -> list[str]:

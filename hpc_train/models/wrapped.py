@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hpc_train.data.dataset import Ragged
 from hpc_train.data.document_ends import DOCUMENT_ENDS
@@ -52,6 +53,7 @@ class WrappedModel(nn.Module):
         self, module: nn.Module, loss: str, wrap: Sequence[str] | None = None, class_dim: str = "auto"
     ) -> None:
         super().__init__()
+        _check_not_lazy(module)
         if loss not in _LOSSES:
             raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
@@ -155,6 +157,20 @@ class WrappedModel(nn.Module):
     def _is_causal(self) -> bool:
         """Returns whether the attention of a model of transformers is causal."""
         return any(getattr(part, "is_causal", False) for part in self._module[0].modules())
+
+
+def _check_not_lazy(module: nn.Module) -> None:
+    """Raises UserError if a parameter has no shape before the first forward pass."""
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(value):
+            part = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise UserError(
+                f"{name} of {part} has no shape before the first forward pass, but the model is split, counted and "
+                "given to the optimizer before that",
+                where=f"model, {name}",
+                fix=f"{part.removeprefix('Lazy')} with its input size, or call the model once with an example at the "
+                "end of its constructor",
+            )
 
 
 def _disable_caches(module: nn.Module) -> None:

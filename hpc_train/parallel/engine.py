@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.data.dataset import StepBatch
+from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.models.own_loss import check_global_count
 from hpc_train.parallel.compression.build import Compression
@@ -222,6 +223,17 @@ def step_numbers(loss_sum: float, target_count: float, correct_sum: float, repor
     check_global_count(loss_sum, target_count)
     targets = target_count or 1.0
     return StepNumbers(loss_sum / targets, target_count, correct_sum / targets if reports else None)
+
+
+def changed_training(name: str, trains: bool) -> UserError:
+    """Returns the refusal of a parameter whose ``requires_grad`` has changed after the engine was built."""
+    return UserError(
+        f"requires_grad of {name} became {trains} during training, but the optimizer, the reduction of gradients and "
+        "the checkpoints have the parameters that trained at the start",
+        where=f"model, {name}",
+        fix="keep requires_grad=True from the start, and run parts that do not train yet under torch.no_grad(): a "
+        "parameter without a gradient stays as it is (with several ranks: strategy.data_parallel=allreduce or zero)",
+    )
 
 
 def stream_seed(*key: object) -> int:

@@ -9,6 +9,8 @@ zero3: gradients are as in zero2. Parameters are gathered for one layer at a tim
     the layer before it in that pass computes. Stem and head stay unsharded within a micro-batch, whose backward pass
     begins with them.
 
+Scalars, such as the temperature of CLIP, are not sharded; ``Sharded`` sums their gradients.
+
 With fewer ``dp_shard`` than ``dp_cp`` ranks (HSDP) the shard groups are replicas of each other, and gradients are
 all-reduced between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
 
@@ -55,13 +57,24 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
         param_dtype=dtype, reduce_dtype=parameter_dtype(precision) if dtype else None, cast_forward_inputs=False
     )
     home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
-    wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy, offload_policy=home)
+    wrap = partial(
+        fully_shard,
+        mesh=mesh.device_mesh[axes],
+        mp_policy=policy,
+        offload_policy=home,
+        ignored_params={parameter for parameter in model.parameters() if is_replicated(parameter)},
+    )
     layers = layers_of(model)
     for layer in layers:
         wrap(layer, reshard_after_forward="parameters" in kind.shards)
     wrap(model, reshard_after_forward=False)
     for layer, following in pairwise(layers):  # FSDP2 does so by itself only in the backward pass
         layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def is_replicated(parameter: Tensor) -> bool:
+    """Returns whether every rank holds all of ``parameter``: FSDP shards neither scalars nor what has no elements."""
+    return not parameter.ndim or not parameter.numel()
 
 
 class CastReduceScatter:

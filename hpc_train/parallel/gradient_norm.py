@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import Mesh
 
 
@@ -45,6 +46,8 @@ def clip_(
         if parameter.grad is None:
             continue
         gradient = parameter.grad
+        if gradient.is_sparse:
+            raise sparse_gradient(name)
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         gradients.append(local)
         if name not in skip:
@@ -54,6 +57,15 @@ def clip_(
     norm = _global_norm(counted, inverse_scale, mesh, dtype)
     multiply_(gradients, _factor(norm, max_norm, inverse_scale))
     return norm
+
+
+def sparse_gradient(name: str) -> UserError:
+    """Returns the refusal of a parameter whose gradient is sparse."""
+    return UserError(
+        f"the gradient of {name} is sparse, but gradients are summed and clipped as dense tensors",
+        where=f"model, {name}",
+        fix="sparse=False in the embedding, with a dense optimizer such as optim=adamw",
+    )
 
 
 def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:

@@ -30,6 +30,7 @@ from hpc_train.parallel.activations.checkpointing import apply_activation_checkp
 from hpc_train.parallel.activations.offload import offload_activations
 from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
+from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.precision.dtypes import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.precision.float8 import use_float8
@@ -56,6 +57,7 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     sharder, values = sharder_of(mesh.layout), dict[str, Tensor]()
     initializes = isinstance(model, Model | HFWhole) and is_meta(model)
     check_no_complex(model)
+    check_no_sparse(model)
     if sharder is not None or _has_compact_moments(config.optim):
         make_contiguous(model)
     split_and_wrap(config, mesh, model)
@@ -69,7 +71,6 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
             values = _put_aside(model, dtype)
     if sharder is not None:
         shard = locate(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
-        check_shardable(model, mesh.layout.data_parallel)
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if initializes:
         assert isinstance(model, Model | HFWhole)
@@ -122,9 +123,13 @@ def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: tor
                 held.to_local().copy_(_shard_of(full, held))
             elif held.device == mesh.device:
                 held.copy_(full)
-            else:  # a buffer beside parameters in host memory
+            else:  # a buffer, or a parameter that is not sharded, beside shards in host memory
                 owner, _, attribute = name.rpartition(".")
-                model.get_submodule(owner)._buffers[attribute] = full
+                part = model.get_submodule(owner)
+                if isinstance(held, nn.Parameter):
+                    part._parameters[attribute] = nn.Parameter(full, requires_grad=held.requires_grad)
+                else:
+                    part._buffers[attribute] = full
 
 
 def _shard_of(full: Tensor, held: DTensor) -> Tensor:
@@ -170,21 +175,15 @@ def check_no_complex(model: nn.Module) -> None:
             )
 
 
-def check_shardable(model: nn.Module, kind: str) -> None:
-    """Checks the parameters that FSDP would refuse without a hint, such as the scalar temperature of CLIP.
+def check_no_sparse(model: nn.Module) -> None:
+    """Checks that no embedding makes sparse gradients, which neither the reduction nor the clipping supports.
 
     Raises:
-        UserError: a parameter has no dimensions or no elements.
+        UserError: one does.
     """
-    fixes = {"a scalar": "nn.Parameter(torch.tensor([value])), a tensor of one element", "empty": "remove it"}
-    for name, parameter in model.named_parameters():
-        wrong = "a scalar" if parameter.ndim == 0 else "empty" if parameter.numel() == 0 else None
-        if wrong is not None:
-            raise UserError(
-                f"the parameter {name} is {wrong}, which {kind} cannot shard",
-                where=f"strategy.data_parallel={kind}, {name}",
-                fix=f"{fixes[wrong]}, or strategy=dp",
-            )
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise sparse_gradient(f"{canonical_name(name)}.weight")
 
 
 def make_contiguous(model: nn.Module) -> None:

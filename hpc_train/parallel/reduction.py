@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train.parallel.compression.exchange import Dense, Exchange
+from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.plan.buckets import IN_FLIGHT
 
 SendOrder = list["GradientReduction"]
@@ -170,6 +171,9 @@ class _Sent:
 def _used(bucket: Sequence[nn.Parameter]) -> tuple[Tensor, bool]:
     """Returns 1 for each parameter with a gradient and 0 for the others, and whether all have one."""
     with_gradient = [parameter.grad is not None for parameter in bucket]
+    for parameter in bucket:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise sparse_gradient(f"the parameter of shape {[*parameter.shape]}")
     like: dict[str, Any] = {"dtype": bucket[0].dtype, "device": bucket[0].device}
     if all(with_gradient):
         return torch.ones(len(bucket), **like), True  # made on the device, for which the host does not wait

@@ -168,12 +168,15 @@ class Sharded:
         self.loss_factor = mesh.layout.dp_cp
         self._kind = mesh.layout.kind
         self._modules = fsdp.sharded_modules(module)
+        self._whole = [each for each in module.parameters() if each.requires_grad and fsdp.is_replicated(each)]
+        self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), first_cap(strategy))
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # for which micro-batches they are configured
         self._warmup_steps = strategy.compression_warmup_steps if strategy.compression != "none" else 0
         self._cast = fsdp.cast_gradients(module, torch.bfloat16) if strategy.compression == "bf16" else None
 
     def begin(self, step: int, backwards: int) -> None:
+        self._reduction.begin(backwards)
         if self._cast is not None:
             self._cast.active = step >= self._warmup_steps
 
@@ -189,6 +192,10 @@ class Sharded:
     def finish(self) -> None:
         if self._shared is not None:
             self._shared.finish()
+        self._reduction.reduce()
+        for parameter in self._whole:
+            if parameter.grad is not None:
+                parameter.grad /= self.loss_factor  # FSDP averages those of the shards
 
     def evaluated(self) -> None:
         fsdp.release(self._modules)

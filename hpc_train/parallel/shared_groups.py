@@ -2,9 +2,9 @@
 
 FSDP gathers a group of parameters when its block is called, and reduces the gradients that the block has. Ranks that
 call other blocks, as a mixture of experts or layer drop does, would exchange the parameters of different blocks or wait
-for each other forever. ``SharedGroups`` compares what the ranks gather and reduce: before each collective, until that was
-the same in many steps, and then once in each step before the gradients are used. In a group, a parameter without a gradient counts
-as zero, and a gradient that is missing on all ranks stays None, as in one process.
+for each other forever. ``SharedGroups`` compares what the ranks gather and reduce: before each collective, until that
+was the same in many steps, and then once in each step before the gradients are used. In a group, a parameter without a
+gradient counts as zero, and a gradient that is missing on all ranks stays None, as in one process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from hpc_train.errors import UserError
 from hpc_train.models.model import canonical_name
+from hpc_train.parallel.engine import changed_training
+from hpc_train.parallel.gradient_norm import sparse_gradient
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 
 STEADY_STEPS = 20  # equal ones, after which the ranks no longer wait for each other before each collective
@@ -37,7 +39,8 @@ class SharedGroups:
         self._last: list[int] = []  # by this rank in the last step
         self._texts = [END]  # what a rank can do next; a number stands for each
         self._done: list[int] = []  # by this rank in this step
-        self._parameters: list[Any] = []  # FSDP's record of each trained parameter
+        self._held: list[Any] = []  # FSDP's record of each parameter
+        self._parameters: list[Any] = []  # those that train
         self._used: set[Any] = set()  # those with a gradient on this rank in this step
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
@@ -48,6 +51,7 @@ class SharedGroups:
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             if group is None:
                 continue
+            self._held += group.fsdp_params
             self._parameters += [each for each in group.fsdp_params if each.sharded_param.requires_grad]
             gathers, reduces = len(self._texts), len(self._texts) + 1
             self._texts += [f"gathers {name}", f"reduces {name}"]
@@ -72,6 +76,8 @@ class SharedGroups:
             if each.unsharded_accumulated_grad is not None:
                 self._used.add(each)
                 continue
+            if each.unsharded_param.grad is not None and each.unsharded_param.grad.is_sparse:
+                raise sparse_gradient(canonical_name(each._param_fqn))
             if each.unsharded_param.grad is None:
                 each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
             else:
@@ -88,6 +94,10 @@ class SharedGroups:
     def finish(self) -> None:
         """Ends a step: the gradients of parameters that no rank has used become None again. Collective."""
         self._next(0)
+        for each in self._held:  # the forward pass sees the gathered parameters and not the shards
+            gathered = getattr(each, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad is not each.sharded_param.requires_grad:
+                raise changed_training(canonical_name(each._param_fqn), gathered.requires_grad)
         used = [int(each in self._used) for each in self._parameters]
         for each, uses in zip(self._parameters, self._agree(hash(tuple(self._done)) >> 1, used), strict=True):
             if uses == 0:

@@ -162,6 +162,11 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
     if optim._target_ is not None and optim.moments != "fp32":
         fix = "optim.moments=fp32, or optim._target_=null"
         raise UserError("optim.moments applies to adamw, not to optim._target_", where="optim.moments", fix=fix)
+    for target in own_targets(optim):
+        if target.path in ("torch.optim.SparseAdam", "torch.optim.sparse_adam.SparseAdam"):
+            what = "SparseAdam needs sparse gradients, but gradients are summed and clipped as dense tensors"
+            fix = "optim=adamw and sparse=False in the embedding, which gives the same gradients"
+            raise UserError(what, where=f"{target.where}._target_", fix=fix)
     if in_container:
         return
     for target in own_targets(optim):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import StepBatch
-from hpc_train.parallel.engine import Engine, StepResult, has_sequence_shards, seed_step
+from hpc_train.parallel.engine import Engine, StepResult, changed_training, has_sequence_shards, seed_step
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.optimizer import Optimizer
@@ -72,6 +72,7 @@ class TrainStep:
         self._engine = engine
         self._sequence_shards = has_sequence_shards(engine)
         self.optimizer = optimizer
+        self._trains = {name: each.requires_grad for name, each in engine.named_parameters().items()}
         self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
         self.loss_scale = LossScale(config.precision, mesh.device) if config.precision.name == "fp16" else None
@@ -84,6 +85,7 @@ class TrainStep:
         if updates is not None:
             updates.begin(partial(self.optimizer.step_some, learning_rate))
         result = self._engine.train_step(step, batch, scale)
+        self._check_trained()
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
         self._engine.commit(finite)
@@ -94,6 +96,12 @@ class TrainStep:
         self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)
         self._skipped[1] += ~finite
         return StepOutcome(result, norm, learning_rate)
+
+    def _check_trained(self) -> None:
+        """Raises UserError if ``requires_grad`` of a parameter has changed, since the optimizer does not know that."""
+        for name, parameter in self._engine.named_parameters().items():
+            if parameter.requires_grad is not self._trains[name]:
+                raise changed_training(name, parameter.requires_grad)
 
     def take_skipped(self) -> Tensor:
         """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``."""

@@ -291,7 +291,7 @@ def test_a_silence_is_told_until_a_step_is_logged(run: RunDirectory) -> None:
     agent(run).write("no_progress", step=20, rank=0, phase="first_step", message=told)
     status_of = partial(view_of, run, 0, JobStatus("RUNNING"), run.path / "output")
     assert (status_of().state, status_of().message) == ("running", told)
-    found = diagnose(find_run(str(run.path)), asks_slurm=False)
+    found = diagnose(find_run(str(run.path), "why"), asks_slurm=False)
     assert headline(replace(found, exit_code=None, message=told, waiting=None)).endswith(f"; {told}")
     append_line(run.metrics_file(0), {"time": time.time() + 1, "step": 21, "attempt": 0, "world_size": 4})
     assert status_of().message == ""

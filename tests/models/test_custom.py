@@ -24,7 +24,7 @@ from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers
-from hpc_train.parallel.parallelize import check_no_complex, check_shardable, materialize
+from hpc_train.parallel.parallelize import check_no_complex, materialize
 from tests.models.models import TINY_GPT
 from tests.ranks import run_ranks
 
@@ -265,12 +265,12 @@ def test_a_criterion_of_torch_returns_a_mean() -> None:
     assert found.value.where.startswith("CrossEntropyLoss.forward (")
 
 
-@pytest.mark.parametrize(("value", "wrong"), [(torch.tensor(1.0), "a scalar"), (torch.ones(0, 3), "empty")])
-def test_parameters_that_cannot_be_sharded_are_refused_before(value: Tensor, wrong: str) -> None:
-    model = WrappedModel(nn.Sequential(OrderedDict(inner=nn.Linear(4, 3))), "mse")
-    model.register_parameter("own", nn.Parameter(value))
-    with pytest.raises(UserError, match=f"the parameter own is {wrong}, which zero1 cannot shard"):
-        check_shardable(model, "zero1")
+def test_lazy_modules_are_refused_by_name() -> None:
+    lazy = nn.Sequential(OrderedDict(inner=nn.LazyLinear(3)))
+    with pytest.raises(UserError, match=r"inner.weight of LazyLinear has no shape before the first forward pass"):
+        WrappedModel(lazy, "mse")
+    lazy(torch.ones(2, 4))
+    WrappedModel(lazy, "mse")
 
 
 class OwnHead(GPTHead):

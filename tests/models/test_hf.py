@@ -39,6 +39,7 @@ from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
+from tests.layouts.strangers import Nested
 
 transformers = pytest.importorskip("transformers")
 
@@ -346,6 +347,10 @@ def test_blocks_are_found_by_repetition_or_by_class() -> None:
     assert find_blocks(Encoder(), []) == ()
     with pytest.raises(UserError, match="no module of class Nothing") as error:
         find_blocks(Encoder(), ["Nothing"])
+    called = ("dicts.0.attention", "dicts.1.attention", "dicts.2.attention")
+    assert find_blocks(Nested(), None) == called, "the elements of a list that have no forward are not blocks"
+    lists = [f"lists.{number}.{part}" for number in (0, 1) for part in (0, 1)]
+    assert find_blocks(Nested(), ["ModuleList"]) == (*lists, *called)
     assert "Block, Encoder, Linear" not in error.value.fix and "Block, Linear" in error.value.fix
 
 

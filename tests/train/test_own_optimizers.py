@@ -278,6 +278,7 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, Any], message: str) 
         ({"_target_": LION, "args": {"lr": 1}}, "optim.args.lr"),
         ({"_target_": LION, "moments": "bf16"}, "optim.moments"),
         ({"name": "custom"}, "optim._target_"),
+        ({"_target_": "torch.optim.SparseAdam"}, "optim._target_"),
         ({"args": {"beta": 1}}, "optim.args"),
         ({"groups": {"a": {"lr_factor": 1.0}}}, "optim.groups.a.match"),
         ({"groups": {"a": {"match": "["}}}, "optim.groups.a.match"),

@@ -1,7 +1,4 @@
-"""Defines modules whose forward pass does not use all parameters, as strangers write them.
-
-All take rows of numbers; the first number of a row, or of the first row, decides which parts are used.
-"""
+"""Defines modules in the forms of public code, which do not always use all parameters. All take rows of numbers."""
 
 from __future__ import annotations
 
@@ -83,3 +80,55 @@ class Swapped(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return self.last(self.blocks[2 * rank](self.first(inputs)))
+
+
+class Nested(nn.Module):
+    """Blocks in lists of lists and of dicts, as in vit-pytorch and x-transformers, and a scalar as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, 8), nn.Linear(8, CLASSES)
+        parts = [{"norm": nn.LayerNorm(8), "forward": block()} for _ in range(2)]
+        self.lists = nn.ModuleList(nn.ModuleList(part.values()) for part in parts)
+        self.dicts = nn.ModuleList(nn.ModuleDict({"attention": block(), "drop": nn.Dropout(0.0)}) for _ in range(3))
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for norm, part in self.lists:  # type: ignore[misc]
+            hidden = hidden + part(norm(hidden))
+        for each in self.dicts:
+            hidden = hidden + each["drop"](each["attention"](hidden))  # type: ignore[index]
+        return self.logit_scale.exp() * self.last(hidden)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(4, 8, sparse=True), nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.first((inputs[:, 0] > 0).long()))
+
+
+class SparseCall(nn.Module):
+    """Nothing but the gradient shows that it is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Parameter(torch.ones(4, 8)), nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(nn.functional.embedding((inputs[:, 0] > 0).long(), self.table, sparse=True))
+
+
+class Unfreezing(nn.Module):
+    """Begins to train its last layer in the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, 8), nn.Linear(8, CLASSES).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.last.requires_grad_(True)
+        return self.last(self.first(inputs))

@@ -1,4 +1,7 @@
-"""Parameters without a gradient: an optimizer leaves them as they are, in one process and under every layout."""
+"""Modules as strangers write them train as in one process under every layout, or are refused before the first update.
+
+An optimizer leaves parameters without a gradient as they are, in one process and under every layout.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell
-from tests.layouts.conditional import CLASSES, INPUTS
 from tests.layouts.oracle import error, mesh_of, whole
+from tests.layouts.strangers import CLASSES, INPUTS
 from tests.ranks import run_on_world, run_ranks
 
 STEPS, RATE, SIZE = 8, 1e-2, 4
@@ -34,7 +37,7 @@ def cell_of(split: dict[str, Any], micro_batches: int = 1, optim: dict[str, Any]
 
 def config_of(cell: Cell, module: str, wrap: list[str] | None = None) -> Config:
     config = cell.config()
-    config.model = CustomModelConfig(_target_=f"tests.layouts.conditional.{module}", wrap=wrap)
+    config.model = CustomModelConfig(_target_=f"tests.layouts.strangers.{module}", wrap=wrap)
     return config
 
 
@@ -106,8 +109,9 @@ def replicated() -> list[tuple[str, Cell, list[str] | None]]:
         cell_of(allreduce | SMALL, optim={"in_backward": True, "clip_norm": 0.0}),
         cell_of(allreduce | {"compression": "topk", "compression_share": 1.0}),
     ]
-    found = [(module, cell, None) for module in ("Experts", "Tasks") for cell in cells]
-    found += [("CountedExperts", cell, None) for cell in cells[:2]]
+    found: list[tuple[str, Cell, list[str] | None]] = [("Experts", cell, None) for cell in cells]
+    found += [("Tasks", cell, None) for cell in (cells if LONG else cells[1:2])]
+    found += [("CountedExperts", cells[4], None), ("Nested", cells[1], None)]
     return [*found, ("Branch", cell_of({"dp": 2, "static_graph": True}, micro_batches=2), None)]
 
 
@@ -144,10 +148,11 @@ ZERO = [{"dp": 2, "data_parallel": kind} for kind in ("zero1", "zero2", "zero3")
 
 def test_shards_leave_them_as_one_process_does() -> None:
     """With experts that only some ranks use, the model is one group; blocks that all ranks use may be separate."""
-    wraps: dict[str, list[str] | None] = {"Experts": [], "CountedExperts": [], "Tasks": None}
+    wraps: dict[str, list[str] | None] = {"Experts": [], "CountedExperts": [], "Tasks": None, "Nested": None}
     splits = [(split, micro_batches) for split in ZERO for micro_batches in (1, 2)]
     cells = [(module, cell_of(split, micro), wrap) for split, micro in splits for module, wrap in wraps.items()]
-    check(2, cells if LONG else cells[::2])
+    cells += [("Nested", cell_of(ZERO[2] | {"offload": "all"}, activation_checkpointing="full"), None)]
+    check(2, cells if LONG else cells[::3])
 
 
 def test_zero_refuses_blocks_that_only_some_ranks_use() -> None:
@@ -167,3 +172,15 @@ def refused_late(rank: int, world_size: int) -> str:
 def test_ranks_that_gather_other_blocks_of_one_size_do_not_update() -> None:
     """The collectives of both blocks fit each other, so that nothing waits and each rank gets a mixture."""
     assert all("rank 0 gathers blocks.0 while rank 1 gathers blocks.2" in each for each in run_ranks(2, refused_late))
+
+
+def test_they_are_refused_before_the_first_update() -> None:
+    splits = [{}, {"dp": 2, "data_parallel": "allreduce"}, ZERO[2]]
+    for name, words in (
+        ("Sparse", "the gradient of first.weight is sparse"),
+        ("SparseCall", "is sparse, but gradients are summed"),
+        ("Unfreezing", "requires_grad of last.weight became True during training"),
+    ):
+        answers = run_on_world(1, refusals, [(name, cell_of(splits[0]))])
+        answers += run_on_world(2, refusals, [(name, cell_of(split)) for split in splits[1:]])
+        assert all(words in answer for of_rank in answers for answer in of_rank), answers
