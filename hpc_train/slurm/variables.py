@@ -73,7 +73,7 @@ RULES = (
         "SBATCH_GPUS SBATCH_GPUS_PER_* SBATCH_CPUS_PER_GPU SBATCH_GRES SBATCH_TRES_PER_TASK",
         (),
         "it would contradict or reduce the GPUs and cores that the job requests",
-        "cluster.gpus_per_node, cluster.cpus_per_gpu or cluster.gres",
+        "use cluster.gpus_per_node, cluster.cpus_per_gpu or cluster.gres",
     ),
     _rule(
         "SBATCH_CPU_BIND* SBATCH_MEM_BIND* SBATCH_GPU_BIND SBATCH_TRES_BIND SBATCH_DISTRIBUTION",
@@ -168,6 +168,6 @@ def notes_of_withheld(environment: Mapping[str, str] = os.environ) -> list[str]:
     for name in withheld(Receiver.SBATCH, environment):
         rule = rule_of(name)
         if rule is not None and name.startswith("SBATCH_") and name != "SBATCH_CLUSTERS":
-            use = f"; use {rule.instead}" if rule.instead else ""
+            use = f"; {rule.instead}" if rule.instead else ""
             notes.append(f"note: {name} of this shell does not reach sbatch, because {rule.reason}{use}")
     return notes

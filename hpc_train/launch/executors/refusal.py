@@ -70,7 +70,7 @@ def refusal(said: str) -> UserError:
     named, others = shell_options(said)
     if named:
         where = ", ".join(f"{name} of this shell" for name in named)
-        fix = f"unset {' '.join(named)}, or set them to what this cluster accepts"
+        fix = f"unset {' '.join(named)}, or change the value to one that this cluster accepts"
     elif others:
         fix += f"; sbatch also reads {', '.join(others)} of this shell"
     return UserError(f"sbatch refused the job: {words}", where=where, fix=fix)
