@@ -131,17 +131,18 @@ def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
 
 
 def _others(run: RunDirectory) -> Others | None:
-    """Returns what the run has from published weights, or else the token that ends its documents as the end token."""
+    """Returns what the run has from published weights, or else the tokens around its documents."""
     found = published(run)
     config = load(run) if found is None and run.config.exists() else None
     if config is None or not (isinstance(config.model, GPTConfig) and isinstance(config.data, TokensDataConfig)):
         return found
     try:
-        end = read_meta(Path(config.data.path)).separator
+        meta = read_meta(Path(config.data.path))
     except UserError as error:
         print(f"the exported config.json has no end token: {error.what}", file=sys.stderr)
         return None
-    return {CONFIG: {"bos_token_id": None, "eos_token_id": end}}
+    start = meta.source.get("start") or [None]
+    return {CONFIG: {"bos_token_id": start[0], "eos_token_id": meta.separator}}
 
 
 def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bars
 
 from hpc_train.data.conversion import Progress
-from hpc_train.data.documents import BYTES, Encoder, find_inputs, open_encoder
+from hpc_train.data.documents import BYTES, Encoder, FileEncoder, find_inputs, open_encoder
 from hpc_train.data.image_shards import make_shards
 from hpc_train.data.prepare import Settings, prepare
 from hpc_train.data.tokens import TokensMeta
@@ -49,6 +49,7 @@ def _tokens(options: argparse.Namespace) -> int:
     settings = Settings(
         tokenizer=options.tokenizer,
         eos=options.eos,
+        bos=not options.no_bos,
         jsonl_field=options.jsonl_field or "text",
         encoding=options.encoding,
         validation_share=options.validation_share,
@@ -61,7 +62,7 @@ def _tokens(options: argparse.Namespace) -> int:
             fix="omit --jsonl-field, or name the files .jsonl, .ndjson or .json (or .gz)",
         )
     console = Terminal(stderr=True)
-    encoder = open_encoder(settings.tokenizer, settings.eos)
+    encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
     if encoder.separator is None and settings.tokenizer != BYTES:
         text = f"warning: {settings.tokenizer} has no usual end token, so no token separates the documents"
         console.print(f"{text}; to name one: --eos TOKEN", soft_wrap=True, markup=False)
@@ -116,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=_directory, required=True, metavar="DIR", help="output directory")
     parser.add_argument("--tokenizer", default=BYTES, help="a tokenizer.json, or bytes (default: %(default)s)")
     parser.add_argument("--eos", metavar="TOKEN", help="token after each document (default: that of the tokenizer)")
+    parser.add_argument(
+        "--no-bos", action="store_true", help="leave out the start token that the tokenizer puts before a text"
+    )
     parser.add_argument("--jsonl-field", metavar="KEY", help="JSON key that holds the text (default: text)")
     parser.add_argument("--encoding", default="utf-8", help="text encoding of the inputs (default: %(default)s)")
     parser.add_argument(
@@ -164,8 +168,21 @@ def _summary(out: Path, meta: TokensMeta, encoder: Encoder) -> str:
     ending = f"each document ends with {encoder.separator_token} ({encoder.separator})"
     if encoder.separator is None:
         ending = "no token separates the documents"
+    beginning = _beginning(encoder)
     return (
         f"wrote {train:,} tokens for training and {validation:,} for validation ({meta.dtype}, "
-        f"vocabulary {meta.vocab_size}) to {out}\n{ending}\n"
+        f"vocabulary {meta.vocab_size}) to {out}\n{beginning}{ending}\n"
         f"to train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"
     )
+
+
+def _beginning(encoder: Encoder) -> str:
+    """Returns the line about the start tokens; an empty string for bytes, which have no tokenizer file."""
+    if not isinstance(encoder, FileEncoder):
+        return ""
+    if not encoder.template_start:
+        return "the tokenizer has no start token\n"
+    tokens = " ".join(encoder.template_start)
+    if not encoder.start:
+        return f"documents begin without {tokens}, the start token of the tokenizer (--no-bos)\n"
+    return f"each document begins with {tokens} ({' '.join(map(str, encoder.start))})\n"

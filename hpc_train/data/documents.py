@@ -10,6 +10,7 @@ import glob
 import gzip
 import hashlib
 import importlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from hpc_train.errors import UserError
 
 _DOCUMENTS = (*TEXT, *JSONL, JSON)
 _PIECE = 1 << 20  # characters of a text file that are encoded at once; a piece ends with a line
+_CONTEXT = 1024  # characters before and after a piece that are encoded with it
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,16 @@ class Piece:
     Attributes:
         last: whether the piece ends its document.
         consumed: bytes of the file that have been read so far.
+        before: the end of the text before the piece; empty at the beginning of the document.
+        after: the beginning of the text after it; empty if the piece is the last one.
     """
 
     document: int
     text: str
     last: bool
     consumed: int
+    before: str = ""
+    after: str = ""
 
 
 def find_inputs(arguments: list[str]) -> list[InputFile]:
@@ -147,15 +153,16 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
 
 def _text(stream: IO[bytes], raw: IO[bytes], file: InputFile, encoding: str) -> Iterator[Piece]:
     held: list[bytes] = []
-    size = 0
+    size, before = 0, ""
     for line in stream:
-        if size >= _PIECE:
-            yield Piece(0, _decode(b"".join(held), file, encoding), False, raw.tell())
-            held, size = [], 0
+        if size >= _PIECE and line.strip():  # white space between two pieces belongs to the first one
+            text = _decode(b"".join(held), file, encoding)
+            yield Piece(0, text, False, raw.tell(), before, _decode(line, file, encoding)[:_CONTEXT])
+            held, size, before = [], 0, text[-_CONTEXT:]
         held.append(line)
         size += len(line)
     if held:
-        yield Piece(0, _decode(b"".join(held), file, encoding), True, raw.tell())
+        yield Piece(0, _decode(b"".join(held), file, encoding), True, raw.tell(), before)
 
 
 def _decode(content: bytes, file: InputFile, encoding: str) -> str:
@@ -178,33 +185,41 @@ class Encoder(ABC):
 
     Attributes:
         vocab_size: the ids are below it.
+        start: the ids that begin each document.
         separator: the id that ends each document; None if there is none.
         separator_token: its text.
     """
 
     vocab_size: int
+    start: tuple[int, ...]
     separator: int | None
     separator_token: str | None
 
     @abstractmethod
-    def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """Returns the token ids of each text."""
+    def encode(self, pieces: list[Piece]) -> list[NDArray[np.uint32]]:
+        """Returns the token ids of each piece; together those of a document are the ids of its text."""
 
 
 class ByteEncoder(Encoder):
     """Uses the values of UTF-8 bytes as token ids; no id is left for a separator."""
 
     vocab_size = 256
+    start = ()
     separator = separator_token = None
 
-    def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+    def encode(self, pieces: list[Piece]) -> list[NDArray[np.uint32]]:
+        return [np.frombuffer(piece.text.encode(), dtype=np.uint8).astype(np.uint32) for piece in pieces]
 
 
 class FileEncoder(Encoder):
-    """Encodes with a tokenizer file; the separator is ``eos`` or the first known token of ``SEPARATORS``."""
+    """Encodes with a tokenizer file; the separator is ``eos`` or the first known token of ``SEPARATORS``.
 
-    def __init__(self, path: str, eos: str | None) -> None:
+    Attributes:
+        template_start: the tokens that the template of the tokenizer puts before a text, which are ``start`` with
+            ``bos``.
+    """
+
+    def __init__(self, path: str, eos: str | None, bos: bool) -> None:
         self._tokenizer = open_tokenizer(path)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos is not None and eos not in vocabulary:
@@ -213,20 +228,53 @@ class FileEncoder(Encoder):
         self.vocab_size = max(vocabulary.values()) + 1
         self.separator_token = known[0] if known else None
         self.separator = vocabulary[known[0]] if known else None
+        start = start_of(self._tokenizer)
+        self.template_start = tuple(self._tokenizer.id_to_token(token) for token in start)
+        self.start = start if bos else ()
 
-    def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+    def encode(self, pieces: list[Piece]) -> list[NDArray[np.uint32]]:
+        """Returns the token ids of each piece.
+
+        A piece is encoded with some text before and after it, and has the tokens that begin in its own text. So a
+        tokenizer that adds a space to the beginning of a text adds none between two pieces.
+        """
+        texts = [piece.before + piece.text + piece.after for piece in pieces]
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return [_tokens_of(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
 
 
-def open_encoder(tokenizer: str, eos: str | None) -> Encoder:
+def _tokens_of(piece: Piece, encoding: Any) -> NDArray[np.uint32]:
+    ids = np.array(encoding.ids, dtype=np.uint32)
+    if not (piece.before or piece.after):
+        return ids
+    begins = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0] - len(piece.before)
+    return ids[(begins >= 0) & (begins < len(piece.text))]
+
+
+def start_of(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the token ids that the template of a ``tokenizers.Tokenizer`` puts before a text."""
+    for text in itertools.chain(["a"], itertools.islice(tokenizer.get_vocab(), 100)):
+        try:
+            encoding = tokenizer.encode(text)
+        except Exception:
+            continue
+        added = encoding.special_tokens_mask
+        if 0 in added:
+            return tuple(encoding.ids[: added.index(0)])
+    return ()
+
+
+def open_encoder(tokenizer: str, eos: str | None, bos: bool = True) -> Encoder:
     """Opens the encoder for ``bytes`` or for the path of a ``tokenizer.json``.
+
+    Args:
+        bos: whether documents begin with the start tokens of the tokenizer.
 
     Raises:
         UserError: the file is missing or not a tokenizer, or the library is not installed.
     """
     if tokenizer != BYTES:
-        return FileEncoder(tokenizer, eos)
+        return FileEncoder(tokenizer, eos, bos)
     if eos is not None:
         raise UserError(
             "the tokenizer bytes has no end token", where="--eos", fix="omit --eos, or use --tokenizer tokenizer.json"

@@ -29,7 +29,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 
 _SHARDS = ".shards"
-_FORMAT = 3  # version of the shards; a change of their format or content makes those of an older version unused
+_FORMAT = 4  # version of the shards; a change of their format or content makes those of an older version unused
 _BATCH = 1 << 20  # characters encoded in one call
 SHARD_BYTES = 32 << 20  # of input; a larger input is a shard by itself
 
@@ -40,6 +40,7 @@ class Settings:
 
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     eos: str | None = None
+    bos: bool = True  # whether documents begin with the start tokens of the tokenizer
     jsonl_field: str = "text"
     encoding: str = "utf-8"
     validation_share: float = 0.01  # of the documents
@@ -106,8 +107,10 @@ def prepare(
     except LookupError as error:
         fix = "--encoding utf-8, latin-1 or another codec of Python"
         raise UserError(str(error), where="--encoding", fix=fix) from error
-    encoder = open_encoder(settings.tokenizer, settings.eos)
+    encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
     identity = asdict(settings) | {"tokenizer": fingerprint(settings.tokenizer)}
+    del identity["bos"]  # directories of earlier versions, which wrote no start tokens, keep their identity
+    identity |= {"start": encoder.start} if encoder.start else {}
     keys = [_key(source, identity) for source in inputs]
     whole = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
     with sole_builder(out) as builder:
@@ -176,7 +179,7 @@ def _write_shards(
 
 
 def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
-    encoder = open_encoder(settings.tokenizer, settings.eos)
+    encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
     shard.unfinished.mkdir()
     written, read = _Written(), 0
     with (
@@ -220,9 +223,10 @@ def _write_batch(
     files: Mapping[str, IO[bytes]],
     written: _Written,
 ) -> None:
-    for piece, ids in zip(batch, encoder.encode([piece.text for piece in batch]), strict=True):
+    for piece, ids in zip(batch, encoder.encode(batch), strict=True):
+        start = () if piece.before else encoder.start
         ends = [encoder.separator] if piece.last and encoder.separator is not None else []
-        tokens = np.append(ids, np.array(ends, dtype=np.uint32))
+        tokens = np.concatenate([np.array(part, dtype=np.uint32) for part in (start, ids, ends)])
         split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
         files[split].write(tokens.astype(_dtype(encoder)).tobytes())
         written.add(split, len(tokens), piece.last)
@@ -264,6 +268,7 @@ def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: E
         "key": whole,
         "inputs": [source.path for shard in shards for source in shard.sources],
         "settings": asdict(settings),
+        "start": encoder.start,
         "validation": "documents" if by_document else "the end of the tokens",
     }
     meta = TokensMeta(_dtype_name(encoder), encoder.vocab_size, counts, encoder.separator, source)

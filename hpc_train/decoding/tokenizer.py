@@ -16,7 +16,7 @@ from hpc_train.config.schema import (
     SFTDataConfig,
     TokensDataConfig,
 )
-from hpc_train.data.documents import BYTES, open_tokenizer
+from hpc_train.data.documents import BYTES, open_tokenizer, start_of
 from hpc_train.data.sft.tokenizer import tokenizer_file
 from hpc_train.data.sources import mixed_sources
 from hpc_train.errors import UserError
@@ -65,7 +65,7 @@ class FileCodec:
     """Uses a ``tokenizer.json``.
 
     Args:
-        special: whether prompts begin with the special tokens of the tokenizer, such as one for the start of a text.
+        special: whether prompts begin with the start tokens of the tokenizer.
 
     Raises:
         UserError: the file is missing or not a tokenizer, or the library is not installed.
@@ -73,10 +73,10 @@ class FileCodec:
 
     def __init__(self, path: str, special: bool = True) -> None:
         self._tokenizer: Any = open_tokenizer(path)
-        self._special = special
+        self._start = start_of(self._tokenizer) if special else ()
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=self._special).ids)
+        return [*self._start, *self._tokenizer.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
@@ -88,7 +88,7 @@ class TokenizerChoice:
 
     Attributes:
         name: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
-        special: see ``FileCodec``. The texts of ``prepare`` have no special tokens, those of pretrained models have.
+        special: see ``FileCodec``. The texts of pretrained models have start tokens, those of ``prepare`` may have.
         ends: the tokens that end a text.
     """
 
@@ -140,7 +140,10 @@ def _of_token_files(directory: Path) -> TokenizerChoice | None:
 
     meta = read_meta(directory)
     name = meta.source.get("settings", {}).get("tokenizer")
-    return None if name is None else TokenizerChoice(name, ends=() if meta.separator is None else (meta.separator,))
+    if name is None:
+        return None
+    ends = () if meta.separator is None else (meta.separator,)
+    return TokenizerChoice(name, special=bool(meta.source.get("start")), ends=ends)
 
 
 def _of_model(config: Config) -> TokenizerChoice | None:

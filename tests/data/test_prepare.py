@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ import numpy as np
 import pytest
 
 from hpc_train.commands.prepare import main
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import TokensDataConfig
-from hpc_train.data import prepare
+from hpc_train.data import documents, prepare
 from hpc_train.data.conversion import Progress, sole_builder
-from hpc_train.data.documents import find_inputs
+from hpc_train.data.documents import find_inputs, fingerprint, read_documents
 from hpc_train.data.tokens import TokensDataset
+from hpc_train.decoding.tokenizer import choose_tokenizer
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
+from tests.config.composing import compose
 
 SEPARATOR = "<|endoftext|>"
 
@@ -109,6 +113,87 @@ def test_the_separator_is_printed(
         assert run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer, "--workers", 1, *arguments) == 0
         printed = capsys.readouterr()
         assert expected in printed.out and ("--eos TOKEN" in printed.err) == warns
+
+
+def with_template(path: Path, template: str, start: str) -> Path:
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(write_tokenizer(path, start, "</s>")))
+    special = [(token, tokenizer.token_to_id(token)) for token in (start, "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>"])
+def test_documents_begin_with_the_start_token_of_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    tokenizer = with_template(tmp_path / "tokenizer.json", template, "<s>")
+    source = write_jsonl(tmp_path / "documents.jsonl", ["w3 w4", "w5"])
+    command = (source, "--tokenizer", tokenizer, "--workers", 1, "--out")
+    for arguments, expected, line in (
+        ((), [101, 4, 5, 102, 101, 6, 102], "each document begins with <s> (101)"),
+        (
+            ("--no-bos",),
+            [4, 5, 102, 6, 102],
+            "documents begin without <s>, the start token of the tokenizer (--no-bos)",
+        ),
+    ):
+        out = tmp_path / f"out{len(expected)}"
+        for _ in range(2):  # the second call finds the files complete
+            assert run(*command, out, *arguments) == 0
+            assert line in capsys.readouterr().out
+        assert [*tokens(out, "train"), *tokens(out, "validation")] == expected
+        config = typed(compose(["data=tokens", f"data.path={out}", "data.vocab_size=103"]))
+        prompt = choose_tokenizer(config, None).open().encode("w3")
+        assert prompt == [*expected[: expected.index(4)], 4], "prompts begin as documents do"
+        with pytest.raises(UserError, match="contains tokens of other inputs or settings"):
+            run(*command, out, *(() if arguments else ("--no-bos",)))
+
+
+def test_a_directory_of_an_earlier_version_is_continued(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", SEPARATOR)
+    write_jsonl(tmp_path / "documents.jsonl", ["w3 w4", "w5"])
+    inputs = find_inputs([str(tmp_path / "documents.jsonl")])
+    settings = prepare.Settings(tokenizer=str(tokenizer))
+    meta = prepare.prepare(inputs, settings, tmp_path / "out", 1, lambda done: None)
+    values = {name: value for name, value in asdict(settings).items() if name != "bos"}
+    key = prepare._key(inputs[0], values | {"tokenizer": fingerprint(str(tokenizer))})
+    assert meta.source["key"] == hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def spaced(path: Path, kind: str) -> Any:
+    """Saves a tokenizer that puts a space before each text, as SentencePiece does, and returns it."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    words = ["▁", *(f"▁{word}" for word in ("w0", "w1", "w2")), "w0", "w1", "w2", "\n", "\n\n", "w", "0", "1", "2"]
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram([("<unk>", -9.0), *((word, -1.0) for word in words)], 0))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("\n", " "), normalizers.Replace("  ", " ")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    else:
+        tokenizer = Tokenizer(models.Unigram([("<unk>", -9.0), *((word, -1.0) for word in words)], 0))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["unigram", "prepended"])
+@pytest.mark.parametrize("ending", ["\n", "\n\n", " \n \n", "\n\n  "])
+def test_pieces_of_a_document_have_the_tokens_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ending: str
+) -> None:
+    monkeypatch.setattr(documents, "_PIECE", 40)
+    monkeypatch.setattr(documents, "_CONTEXT", 16)
+    tokenizer = spaced(tmp_path / "tokenizer.json", kind)
+    text = "".join(f"w{i % 3} w{i % 2}{ending}" for i in range(60))
+    (tmp_path / "a.txt").write_text(text)
+    (file,) = find_inputs([str(tmp_path / "a.txt")])
+    pieces = list(read_documents(file, "text", "utf-8"))
+    assert "".join(piece.text for piece in pieces) == text and len(pieces) > 5
+    encoder = documents.open_encoder(str(tmp_path / "tokenizer.json"), None)
+    assert np.concatenate(encoder.encode(pieces)).tolist() == tokenizer.encode(text).ids
 
 
 def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> None:

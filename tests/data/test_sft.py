@@ -84,6 +84,7 @@ def expected(tokenizer: Any, conversations: Sequence[dict[str, Any]]) -> list[tu
 def test_the_answers_are_those_of_transformers(template: str, tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "own.jinja").write_text(template)
     made = chats(30)
+    made += [{"messages": each["messages"][2:]} for each in chats(5)]  # begin with the assistant
     write_jsonl(tmp_path / "chats.jsonl", made)
     config = sft(tmp_path, chat_template=str(tmp_path / "own.jinja"))
     found = pairs(*both(config))
@@ -91,6 +92,19 @@ def test_the_answers_are_those_of_transformers(template: str, tmp_path: Path, to
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     answers = [sum(m["role"] == "assistant" for m in each["messages"]) for each in made]
     assert sum(targets.count(end) for _, targets in found) == sum(answers), "a model learns to end its turn"
+
+
+def test_the_first_answer_of_a_template_without_marker_begins_with_its_content(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "own.jinja").write_text("<|im_start|>{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    answers = ("fox", "lazy dog", "Übermut", "times while", "quick")
+    made = [
+        {"messages": [{"role": "assistant", "content": f" {answer} "}, {"role": "user", "content": "jumps"}]}
+        for answer in answers
+    ]
+    write_jsonl(tmp_path / "chats.jsonl", made)
+    found = pairs(*both(sft(tmp_path, chat_template=str(tmp_path / "own.jinja"))))
+    learnt = [tokenizer.decode([target for target in targets if target != IGNORED]) for _, targets in found]
+    assert sorted(text.strip() for text in learnt) == sorted(f"{answer} ]" for answer in answers)
 
 
 def test_completions_and_texts(tmp_path: Path, tokenizer: Any) -> None:

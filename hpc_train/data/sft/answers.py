@@ -13,7 +13,7 @@ Each text is encoded as a whole, as in the use of the model, and a token that is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,10 +104,10 @@ class Encoder:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Returns the rendered conversation and the first and last character (exclusive) of each answer."""
 
-        def render(until: int, prompt: bool) -> str:
+        def render(turns: Sequence[Any], prompt: bool) -> str:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages[:until],
+                    turns,
                     tools=tools,
                     chat_template=template,
                     tokenize=False,
@@ -115,15 +115,33 @@ class Encoder:
                 )
             )
 
-        whole, spans = render(len(messages), False), []
+        whole, spans = render(messages, False), []
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = render(turn, True) if turn else ""
-                after = render(turn + 1, False)
-                if not (whole.startswith(after) and after.startswith(before)):
+                after = render(messages[: turn + 1], False)
+                before = render(messages[:turn], True) if turn else _before_first(render, message, after)
+                if before is None or not (whole.startswith(after) and after.startswith(before)):
                     raise _unstable(record, turn)
                 spans.append((len(before), len(after.rstrip())))
         return whole, spans
+
+
+_QUESTION = [{"role": "user", "content": "?"}]
+
+
+def _before_first(render: Callable[[Sequence[Any], bool], str], message: Mapping[str, Any], text: str) -> str | None:
+    """Returns the part of ``text``, a conversation that begins with the answer ``message``, before the answer.
+
+    It ends with what the template puts before an answer, and is found without rendering an empty conversation, which
+    many templates cannot. None if it is not found.
+    """
+    marker = render(_QUESTION, True).removeprefix(render(_QUESTION, False))
+    if marker:
+        head, found, _ = text.partition(marker)
+        return head + marker if found else None
+    content = message.get("content")
+    found_at = text.find(content.strip()) if isinstance(content, str) and content.strip() else -1
+    return text[:found_at] if found_at >= 0 else None
 
 
 def _unstable(record: Record, turn: int) -> UserError:

@@ -32,7 +32,7 @@ from hpc_train.errors import UserError
 TOKENS, RECORDS = "tokens.bin", "records.npy"
 RECORD = np.dtype([("length", "<u4"), ("first", "<u4"), ("hash", "<f8"), ("largest", "<u4")])
 NO_ANSWER = 0xFFFFFFFF
-_FORMAT = 1
+_FORMAT = 2
 _WAITS_S = 0.1, 5.0  # the first and the longest
 _WITHOUT_LOCKS_S = 120.0  # an older lock file is that of a process that has died, on file systems without locks
 _TRIED = 4  # lock files of other processes after each of the longest waits
