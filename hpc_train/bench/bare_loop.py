@@ -113,7 +113,7 @@ class _Samples(TorchDataset[tuple[Any, Any, Any]]):
 
 def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
     """Yields the micro-batches of this data-parallel rank for one step after another, without padding."""
-    samples = _Samples(build_dataset(config.data, "train", config.train.seed))
+    samples = _Samples(build_dataset(config.data, "train", config.train.seed, config.precision.name))
     layout = mesh.layout
     loader = DataLoader(
         samples,
@@ -123,7 +123,7 @@ def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
         pin_memory=mesh.device.type == "cuda",
         drop_last=True,
     )
-    copy = DeviceCopy(mesh.device, samples.dataset.scale)
+    copy = DeviceCopy(mesh.device, samples.dataset.scale, samples.dataset.floats)
     micro_batches: list[Batch] = []
     count = 0
     while True:

@@ -72,7 +72,7 @@ class _CheckpointBench:
         self.config = replace(config, checkpoint=settings)
         self.run = run
         self.mesh = mesh
-        plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed))
+        plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed, config.precision.name))
         engine = build_engine(config, mesh, None if plan is None else plan.layers)
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)

@@ -84,7 +84,7 @@ class StepBench:
     def __init__(self, config: Config, mesh: Mesh, stop: StopFlag) -> None:
         self.config = config
         self.mesh = mesh
-        dataset = build_dataset(config.data, "train", config.train.seed)
+        dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
         plan = plan_split(config, mesh, dataset)
         self.layers = None if plan is None else plan.layers
         self.engine = build_engine(config, mesh, self.layers)
@@ -311,7 +311,7 @@ def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:
     config, request = load(run), NoiseRequest.read(run)
     config = replace(config, optim=replace(config.optim, in_backward=False))  # gradients add up over several batches
     mesh = join(spec, config)
-    dataset = build_dataset(config.data, "train", config.train.seed)
+    dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
     plan = plan_split(config, mesh, dataset)
     engine = build_engine(config, mesh, None if plan is None else plan.layers)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")

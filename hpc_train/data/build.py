@@ -10,6 +10,7 @@ from hpc_train.config.extensions import source_of
 from hpc_train.config.schema import (
     DataConfig,
     MixtureDataConfig,
+    StreamDataConfig,
     SyntheticDataConfig,
     TextDataConfig,
     TokensDataConfig,
@@ -20,6 +21,7 @@ from hpc_train.data.custom import CustomDataset, with_random_access
 from hpc_train.data.dataset import SPLITS, Array, Dataset, Sample, next_token_sample
 from hpc_train.data.images import generator
 from hpc_train.data.mixture import MixtureDataset
+from hpc_train.data.shared_files import open_files, shared_file
 from hpc_train.data.sources import mixed_sources
 from hpc_train.data.stream import StreamDataset
 from hpc_train.data.text import TextDataset
@@ -27,11 +29,12 @@ from hpc_train.data.tokens import PackedDataset, TokensDataset
 from hpc_train.errors import UserError
 
 
-def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
+def build_dataset(config: DataConfig, split: str, seed: int, precision: str = "fp32") -> Dataset:
     """Builds the ``train`` or ``validation`` split that ``config`` describes.
 
     Args:
         seed: the seed of augmentations and synthetic samples; the order of the samples comes from the sampler.
+        precision: that of the model, ``precision.name``.
 
     Raises:
         UserError: the input is missing, empty or damaged, or it does not match the config.
@@ -47,9 +50,14 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
             where="data.kind",
             fix="use package.module:NAME that the workers can import",
         ) from error
+    before = open_files()
     built = build(config, split, seed)
     if not isinstance(built, Dataset):
         built = CustomDataset(with_random_access(built, config.kind), OwnKeys(kind=config.kind), seed)
+    is_stream = isinstance(config, StreamDataConfig)  # whose files are opened in the loader processes
+    if not is_stream and (isinstance(built, CustomDataset) or not type(built).__module__.startswith("hpc_train.data.")):
+        built.shared_file = shared_file(built, before)
+    built.floats = "float64" if precision == "fp64" else "float32"
     if config.collate is not None:
         built.collate = load_collate(config, seed)
     return built

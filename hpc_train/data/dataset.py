@@ -61,6 +61,8 @@ class Dataset(ABC):
         scale: normalizes the inputs after their copy to the device; None leaves them unchanged.
         collate: builds a micro-batch from ``item``s; None stacks the samples.
         notice: what the user should know about the data, such as records that are not used; empty if nothing.
+        shared_file: a file that loader processes would share, see ``shared_files``; empty if there is none.
+        floats: the dtype that floating-point values get on the device, which is that of the model's parameters.
     """
 
     loads_cheaply: bool = False
@@ -68,6 +70,8 @@ class Dataset(ABC):
     scale: PixelScale | None = None
     collate: BuildsBatch | None = None
     notice: str = ""
+    shared_file: str = ""
+    floats: str = "float32"
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -220,10 +224,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Returns a copy on ``device``; does not block if the memory is pinned."""
-        inputs, targets, context = (
-            map_leaves(lambda value: value.to(device, non_blocking=True), part)
-            for part in (self.inputs, self.targets, self.context)
-        )
+        return self.map(lambda value: value.to(device, non_blocking=True))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Returns the batch with ``function`` applied to each tensor."""
+        parts = (map_leaves(function, part) for part in (self.inputs, self.targets, self.context))
+        inputs, targets, context = parts
         return Batch(inputs, targets, context, self.samples)
 
 

@@ -1,4 +1,5 @@
-"""Copies micro-batches, with the ends of packed documents, to a device and normalizes their pixels there.
+"""Copies micro-batches, with the ends of packed documents, to a device, normalizes their pixels there, and gives
+floating-point values the dtype of the model.
 
 On a GPU the copies run in a stream of their own, one step before they are used, so that they overlap with computation.
 Pixels travel as 8-bit integers where the dataset has them, a quarter of the bytes of float32.
@@ -51,10 +52,12 @@ class DeviceCopy:
 
     Args:
         scale: normalizes the inputs after the copy; None leaves them unchanged.
+        floats: the dtype that floating-point values get after the copy.
     """
 
-    def __init__(self, device: torch.device, scale: PixelScale | None) -> None:
+    def __init__(self, device: torch.device, scale: PixelScale | None, floats: str = "float32") -> None:
         self._device = device
+        self._floats: torch.dtype = getattr(torch, floats)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._scale = (
             None if scale is None else [_channels(value, device) for value in ((255.0,), scale.mean, scale.std)]
@@ -72,7 +75,9 @@ class DeviceCopy:
 
     def _copy(self, batch: Batch) -> Batch:
         moved = with_document_ends(batch, pin=self._stream is not None).to(self._device)
-        return moved if self._scale is None else replace(moved, inputs=self._normalized(moved.inputs))
+        if self._scale is not None:
+            moved = replace(moved, inputs=self._normalized(moved.inputs))
+        return moved.map(lambda value: value.to(self._floats) if value.is_floating_point() else value)
 
     def _normalized(self, pixels: Tensor) -> Tensor:
         assert self._scale is not None

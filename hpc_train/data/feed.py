@@ -37,22 +37,27 @@ class LocalBatch:
         micro_batches: the micro-batches on the device, for use in the current stream.
         local_count: the number of targets that count in them, which the host knows without a synchronization.
         ended: whether a stream had no more items for this rank.
+        items: the number of items of a stream in them; 0 for other data.
     """
 
     micro_batches: tuple[Batch, ...]
     local_count: int
     ended: bool = False
+    items: int = 0
 
 
 def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> int:
     """Returns the number of loader processes of this rank, of ``local_ranks`` that share this process's cores.
 
-    ``auto`` uses none for a dataset that loads cheaply, else this rank's share of its cores, at most
-    ``MOST_LOADER_WORKERS``.
+    ``auto`` uses none for a dataset that loads cheaply or that has opened a file which they would share, else this
+    rank's share of its cores, at most ``MOST_LOADER_WORKERS``.
+
+    Raises:
+        UserError: a number of loader processes is invalid, or they would share an open file.
     """
     chosen = batch.loader_workers
     if chosen == "auto":
-        if dataset.loads_cheaply:
+        if dataset.loads_cheaply or dataset.shared_file:
             return 0
         return min(MOST_LOADER_WORKERS, len(os.sched_getaffinity(0)) // local_ranks)
     if not isinstance(chosen, int) or chosen < 0:
@@ -60,6 +65,13 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
             f"batch.loader_workers is {chosen!r}, but must be auto or at least 0",
             where="batch.loader_workers",
             fix="batch.loader_workers=auto",
+        )
+    if chosen and dataset.shared_file:
+        raise UserError(
+            f"the constructor of the dataset opens {dataset.shared_file}, and {chosen} loader processes would share "
+            "the position in it, so they would read each other's items",
+            where="batch.loader_workers, data._target_",
+            fix="open the file at the first read in each process (docs/howto/data.md), or batch.loader_workers=0",
         )
     return chosen
 
@@ -70,7 +82,8 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device, 
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
     found = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
-    (batch,) = DeviceCopy(device, dataset.scale).send([Batch(*found[:3], samples=found.samples)]).receive()
+    copy = DeviceCopy(device, dataset.scale, dataset.floats)
+    (batch,) = copy.send([Batch(*found[:3], samples=found.samples)]).receive()
     return batch
 
 
@@ -247,10 +260,11 @@ class _SentStep:
     sent: SentBatches
     local_count: int
     ended: bool
+    items: int
     states: tuple[str, ...]
 
     def receive(self) -> LocalBatch:
-        return LocalBatch(self.sent.receive(), self.local_count, self.ended)
+        return LocalBatch(self.sent.receive(), self.local_count, self.ended, self.items)
 
 
 class _Steps:
@@ -266,7 +280,7 @@ class _Steps:
         read: Callable[[Any], Stacked] | None = None,
     ) -> None:
         self._micro_batches = layout.micro_batches
-        self._copy = DeviceCopy(device, dataset.scale)
+        self._copy = DeviceCopy(device, dataset.scale, dataset.floats)
         self._reader = MicroBatchReader(dataset, requests, workers, 2 * layout.micro_batches, _pins(device), read)
         self._collated, self._pipeline = dataset.collate is not None, layout.pp > 1
         self._even = dataset.lengths is None and (not self._collated or self._pipeline)
@@ -281,7 +295,8 @@ class _Steps:
             self._check_shapes(one)
         sent = self._copy.send(Batch(*one[:3], samples=one.samples) for one in stacked)
         states = tuple(one.state for one in stacked if one.state)
-        return _SentStep(sent, sum(one.target_count for one in stacked), all(one.ended for one in stacked), states)
+        targets, items = sum(one.target_count for one in stacked), sum(one.items for one in stacked)
+        return _SentStep(sent, targets, all(one.ended for one in stacked), items, states)
 
     def close(self) -> None:
         self._reader.close()

@@ -44,6 +44,7 @@ class Stacked(NamedTuple):
         target_count: the number of targets that count.
         state: of a stream, where its shards continue after the step, as JSON.
         ended: of a stream, whether there was no item for this micro-batch.
+        items: of a stream, the number of items in the micro-batch.
         samples: see ``Batch``.
     """
 
@@ -53,6 +54,7 @@ class Stacked(NamedTuple):
     target_count: int
     state: str = ""
     ended: bool = False
+    items: int = 0
     samples: tuple[int, ...] = ()
 
 

@@ -140,6 +140,7 @@ class MixtureDataset(Dataset):
         first = next(iter(self.sources.values()))
         self.scale = first.scale
         self.notice = "; ".join(source.notice for source in self.sources.values() if source.notice)
+        self.shared_file = next((source.shared_file for source in self.sources.values() if source.shared_file), "")
         self.loads_cheaply = all(source.loads_cheaply for source in self.sources.values())
         if any(source.lengths is not None for source in self.sources.values()):
             self.lengths = np.concatenate([_lengths(source) for source in self.sources.values()])

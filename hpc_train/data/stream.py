@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
 
 from hpc_train.config.schema import StreamDataConfig
 from hpc_train.data.collate import target_count
@@ -26,8 +29,11 @@ from hpc_train.data.custom import CustomDataset, ItemReader, call_target, descri
 from hpc_train.data.dataset import Dataset, Sample, SampleError
 from hpc_train.data.loader import Stacked, check_shapes, padding_like, stacked
 from hpc_train.data.sampler import StreamRequest
-from hpc_train.errors import UserError
+from hpc_train.errors import UserCodeError, UserError
 
+_SPLITTERS = (
+    "data.shards divides the stream already: WebDataset(..., nodesplitter=lambda s: s, workersplitter=lambda s: s)"
+)
 States = Mapping[str, Mapping[str, Any]]  # shard -> ShardState as a dict
 
 
@@ -195,7 +201,12 @@ class ShardReader:
 
     def _open(self, state: Any = None) -> None:
         self._iterable = self._shards.open(self._shard, self._epoch, state)
-        self._iterator = iter(self._iterable)
+        try:
+            self._iterator = iter(self._iterable)
+        except UserError:
+            raise
+        except Exception as error:
+            raise _failed(self._shards.name(self._shard), error) from None
 
     def _read(self) -> Any:
         which = f"item {self._within} in epoch {self._epoch} of {self._shards.name(self._shard)}"
@@ -207,11 +218,17 @@ class ShardReader:
         except UserError:
             raise
         except Exception as error:
-            raise SampleError.of(which, error) from None
+            raise _failed(which, error) from None
         if item is None:
             raise UserError(f"{which} is None", where="data._target_", fix="yield items, and return at the end")
         self._within += 1
         return item
+
+
+def _failed(which: str, error: Exception) -> UserCodeError:
+    if "nodesplitter" in str(error):  # of webdataset
+        error.add_note(_SPLITTERS)
+    return SampleError.of(which, error)
 
 
 def check_resumes(shards: Shards, shard: int) -> None:
@@ -276,6 +293,17 @@ class StreamDataset(Dataset):
         return f"item {item} of {self.shards.name(shard)}"
 
 
+def _hide_processes() -> None:
+    """Makes a loader process look like the only process of a training to the user's iterable.
+
+    Iterables such as those of webdataset and datasets divide their items among the ranks and loader processes that they
+    see. The shards of a stream are divided already, so a second division would lose items.
+    """
+    if get_worker_info() is not None:
+        worker._worker_info = None
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+
+
 class StreamReader:
     """Reads the micro-batches of a stream, in a loader process or in this one. It has state: the shards' iterators.
 
@@ -290,13 +318,14 @@ class StreamReader:
         self._template: Any = None
 
     def __call__(self, request: StreamRequest) -> Stacked:
+        _hide_processes()
         readers = self._readers.get(request.lane)
         if readers is None:
             readers = self._readers[request.lane] = self._opened(request.lane)
         found = [(slot, self._item(readers, slot)) for slot in request.slots]
         slots = [slot for slot, item in found if item is not None]
         items = [item for _, item in found if item is not None]
-        batch = self._batch(slots, items, request)
+        batch = self._batch(slots, items, request)._replace(items=len(items))
         if not request.taken:
             return batch._replace(ended=not items)
         for shard, reader in readers.items():

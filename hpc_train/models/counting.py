@@ -103,7 +103,7 @@ def _batch(config: Config) -> Batch:
     """Returns a micro-batch of ``SAMPLES`` samples: of the data if the config does not show their shape."""
     if has_own_samples(config.data):
         layout = Layout(1, 1, 1, 1, "ddp", "sequential", 1, 1, SAMPLES)
-        dataset = build_dataset(config.data, "train", config.train.seed)
+        dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
         example = example_micro_batch(dataset, layout, torch.device("cpu"))
         if isinstance(example.inputs, Ragged):
             raise UserError(

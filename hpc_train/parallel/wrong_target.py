@@ -1,4 +1,5 @@
-"""Names the sample whose target is none of the model's classes, when the loss fails because of it.
+"""Names the sample whose target is none of the model's classes, or the dtypes that the model does not accept, when they
+make a pass fail.
 
 On CPUs torch's losses name the target in an IndexError, and compiled code raises a RuntimeError that does not name it.
 On a GPU such a target is an assertion of a kernel (``Failure.KERNEL``), after which no tensor can be read.
@@ -23,11 +24,13 @@ def refusing_wrong_targets(model: nn.Module, micro_batches: Sequence[Batch]) -> 
     """Encloses a pass of ``model`` over ``micro_batches``.
 
     Raises:
-        UserError: a target in them is the cause of the error in the block.
+        UserError: a target in them, or their dtypes, are the cause of the error in the block.
     """
     try:
         yield
     except (IndexError, RuntimeError) as error:
+        if micro_batches:
+            _refuse_dtypes(error, micro_batches[0])
         is_wrong = _condition(error, model)
         if is_wrong is not None:
             for micro in micro_batches:
@@ -61,6 +64,40 @@ def _classes(model: nn.Module) -> int | None:
     head = model.head if isinstance(model, Model) else None
     found = [] if head is None else [part.out_features for part in head.modules() if isinstance(part, nn.Linear)]
     return found[-1] if found else None
+
+
+_NO_LABELS = re.compile(r"expected (target dtype to be|scalar type) Long\b")
+_NO_INDICES = re.compile(r"for argument #1 'indices' to have one of the following scalar types: Long")
+_NO_FLOATS = re.compile(r"(same dtype|should be the same|expected scalar type|mixed dtype)", re.IGNORECASE)
+_INTEGERS = re.compile(r"\b(torch\.)?(Long|Int|Short|Char|Byte|Bool|long|int|short|char|unsigned char|bool)(Tensor)?\b")
+
+
+def _is_about_integers(message: str) -> bool:
+    return bool(_NO_FLOATS.search(message) and _INTEGERS.search(message))
+
+
+def _refuse_dtypes(error: BaseException, micro: Batch) -> None:
+    """Raises UserError if torch's ``error`` is about the dtype of the inputs or of the targets of ``micro``."""
+    message = str(error).partition("\n")[0]
+    inputs, targets = ({value.dtype for value in leaves(part)} for part in (micro.inputs, micro.targets))
+    if _NO_LABELS.search(message) and any(dtype.is_floating_point for dtype in targets):
+        part, dtypes, fix = (
+            "targets",
+            targets,
+            "return integers as class labels, or use model.loss=mse for other targets",
+        )
+    elif _NO_INDICES.search(message) and any(dtype.is_floating_point for dtype in inputs):
+        part, dtypes, fix = "inputs", inputs, "return integers as token ids"
+    elif inputs and not any(dtype.is_floating_point for dtype in inputs) and _is_about_integers(message):
+        part, dtypes, fix = "inputs", inputs, "return floating-point inputs, such as pixels divided by 255"
+    else:
+        return
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    raise UserError(
+        f"the model or its loss does not accept the {part} of the data, which are {names}: {message}",
+        where="data, model",
+        fix=fix,
+    ) from error
 
 
 def _refuse(error: BaseException, micro: Batch, is_wrong: IsWrong) -> None:

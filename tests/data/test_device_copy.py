@@ -37,6 +37,19 @@ def test_normalized_pixels_are_bitwise_those_of_numpy(mean: NDArray[np.float32],
         assert np.array_equal(batch.inputs.numpy().view(np.int32), wanted.view(np.int32))
 
 
+@pytest.mark.parametrize("floats", ["float32", "float64"])
+def test_floats_get_the_dtype_of_the_model(floats: str) -> None:
+    values = [np.ones((2, 3), dtype) for dtype in (np.float16, np.float32, np.float64)]
+    inputs = {str(index): torch.from_numpy(value) for index, value in enumerate(values)}
+    batch = Batch(inputs, torch.ones(2, dtype=torch.float64), {"ids": torch.ones(2, dtype=torch.int64)})
+    (found,) = DeviceCopy(CPU, None, floats).send([batch]).receive()
+    assert {value.dtype for value in (*found.inputs.values(), found.targets)} == {getattr(torch, floats)}
+    assert found.context["ids"].dtype == torch.int64
+    pixels = Batch(torch.ones(2, 3, 1, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
+    (found,) = DeviceCopy(CPU, images.pixel_scale(images.MEAN, images.STD), floats).send([pixels]).receive()
+    assert found.inputs.dtype == getattr(torch, floats) and found.targets.dtype == torch.int64
+
+
 class Pixels(Dataset):
     """Sample i is an image of the value i."""
 

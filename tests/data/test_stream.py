@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from hpc_train.config.schema import BatchConfig, StreamDataConfig
 from hpc_train.data.build import build_dataset
@@ -144,6 +146,35 @@ def test_without_repetition_all_ranks_end_after_the_same_step(plan: str) -> None
     ranks = [Rank(config(repeat=False, shards=3), 2, rank, 0, {}).feed for rank in range(2)]
     ended = [{next(rank).ended for rank in ranks} == {True} for _ in range(last + 2)]
     assert ended == [False] * (last + 1) + [True] and ranks[0].may_end
+
+
+class Dividing(Numbered):
+    """Divides its items among ranks and loader processes, as webdataset does by default."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info, ranks = get_worker_info(), int(os.environ.get("WORLD_SIZE", "2"))
+        parts = ranks * (1 if info is None else info.num_workers)
+        return (item for number, item in enumerate(super().__iter__()) if number % parts == 0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_iterable_that_divides_itself_loses_no_items_in_loader_processes(workers: int) -> None:
+    feed = Rank(config("Dividing", repeat=False), 1, 0, 0, {}, loader_workers=workers).feed
+    values: list[int] = []
+    while not (batch := next(feed)).ended:
+        values += [item[0] for item in items([batch])]
+    feed.close()
+    assert sorted(values) == [1000 * shard + place for shard in range(4) for place in range(5 + 2 * shard)]
+
+
+class Refusing(Numbered):
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("you need to add an explicit nodesplitter to your input pipeline")
+
+
+def test_the_splitters_of_webdataset_are_named() -> None:
+    with pytest.raises(SampleError, match="nodesplitter=lambda s: s, workersplitter=lambda s: s"):
+        next(Rank(config("Refusing"), 1, 0, 0, {}).feed)
 
 
 def test_validation_keeps_the_first_items_of_all_shards() -> None:

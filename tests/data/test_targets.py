@@ -82,3 +82,37 @@ def test_an_index_error_of_the_users_own_model_is_left_as_it_is() -> None:
 
     with pytest.raises(IndexError, match="index 9"):
         forward([0, 1], Wrong(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "module", "message"),
+    [
+        (torch.ones(2, 4), torch.ones(2), nn.Linear(4, 3), "the targets of the data, which are float32: .*Long"),
+        (
+            torch.ones(2, 4, dtype=torch.int64),
+            torch.ones(2),
+            nn.Linear(4, 3),
+            "the inputs of the data, which are int64",
+        ),
+        (
+            torch.ones(2, 4, dtype=torch.uint8),
+            torch.ones(2),
+            nn.Linear(4, 3),
+            "the inputs of the data, which are uint8",
+        ),
+        (torch.ones(2, 1, 4, 4, dtype=torch.uint8), torch.ones(2), nn.Conv2d(1, 1, 3), "inputs .* which are uint8"),
+        (torch.ones(2, 4), torch.ones(2), nn.Embedding(4, 3), "the inputs of the data, which are float32"),
+    ],
+)
+def test_dtypes_that_the_model_does_not_accept_are_named(
+    inputs: torch.Tensor, targets: torch.Tensor, module: nn.Module, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error, refusing_wrong_targets(module, [Batch(inputs, targets)]):
+        nn.functional.cross_entropy(module(inputs).flatten(1), targets)
+    assert error.value.fix.startswith("return ")
+
+
+def test_a_mistake_of_the_users_own_model_in_dtypes_is_left_as_it_is() -> None:
+    micro = Batch(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="same dtype"), refusing_wrong_targets(nn.Linear(4, 3), [micro]):
+        nn.Linear(4, 3)(micro.inputs.double())
