@@ -61,11 +61,11 @@ def best_step(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | N
         return None
     sign = -1.0 if metric.highest else 1.0
     found = [
-        (sign * found.metrics[metric.name], -found.step)
+        (sign * found.metrics[metric.name], found.step)
         for found in checkpoints
         if metric.name in found.metrics and math.isfinite(found.metrics[metric.name])
     ]
-    return -min(found)[1] if found else None
+    return min(found)[1] if found else None
 
 
 _POLL_S = 0.2

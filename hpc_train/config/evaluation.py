@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.extensions import load_source
-from hpc_train.config.schema import Config, DataConfig
+from hpc_train.config.schema import Config, CustomModelConfig, DataConfig
+from hpc_train.config.source_check import find_definition
 from hpc_train.errors import UserError, nearest
 
 MAIN = ""  # the name of the validation split of ``data`` among the evaluation sets
@@ -67,8 +68,23 @@ def _eval_set(data: DataConfig, name: str, values: Any) -> DataConfig:
 
 def metric_names(config: Config) -> list[str]:
     """Returns the keys that evaluations add to the metrics; a metric of your own may add ``_KEY`` to its name."""
-    metrics = ("loss", "accuracy", *config.metrics)
+    metrics = ("loss", *(() if _lacks_accuracy(config) else ("accuracy",)), *config.metrics)
     return list(dict.fromkeys(metric_name(each, metric) for each in (MAIN, *config.eval_sets) for metric in metrics))
+
+
+def _lacks_accuracy(config: Config) -> bool:
+    """Returns whether the source of a user's module shows that evaluations compute no accuracy of it."""
+    model = config.model
+    if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
+        return False
+    try:
+        definition = find_definition(model._target_, "model._target_")
+    except UserError:  # which the check of the model reports
+        return False
+    bases = definition.bases
+    if not bases or not all(base.startswith("torch.nn.") for base in bases):
+        return False
+    return model.loss == "mse" or "loss" in definition.names
 
 
 def check_metric_name(name: str, config: Config, where: str) -> None:

@@ -69,7 +69,13 @@ class Definition:
         found = self.statement
         if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
             return None
-        return set().union(*(_bound(statement) for statement in found.body)) | {"__class__"}
+        return self.names | {"__class__"}
+
+    @property
+    def names(self) -> set[str]:
+        """Returns the names that the body of a class binds; none if it is not a class."""
+        body = self.statement.body if isinstance(self.statement, ast.ClassDef) else []
+        return set().union(*(_bound(statement) for statement in body))
 
     @property
     def bases(self) -> set[str] | None:

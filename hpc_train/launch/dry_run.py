@@ -9,7 +9,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand, first_values, searches
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import with_file
@@ -20,9 +19,10 @@ from hpc_train.config.values import command_words, node_range, runs_own_code, sa
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.memory import MemoryNeed, memory_need
 from hpc_train.launch.submission import notices_of, prepare
 from hpc_train.plan.activation_offload import node_bytes
-from hpc_train.plan.memory import estimate, host_copy_bytes, needed_bytes
+from hpc_train.plan.memory import host_copy_bytes
 from hpc_train.plan.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -68,7 +68,10 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
     if not refused:
         refused = _show_submissions(accepted, directory, console, line)
     total = f"{counted(len(jobs), 'job', 'jobs')}, {refused} refused" if refused else "nothing was written"
-    console.print(f"verdict: {'refused' if refused else 'can be submitted'}\ndry run: {total}", highlight=False)
+    verdict = "refused" if refused else "can be submitted"
+    if not refused and any((need := _need(job)) is not None and need.exceeds for job in accepted):
+        verdict += ", but will probably run out of memory"
+    console.print(f"verdict: {verdict}\ndry run: {total}", highlight=False)
     return Exit.REFUSED if refused else Exit.DONE
 
 
@@ -147,23 +150,22 @@ def _batch(job: Job) -> str:
     )
 
 
+def _need(job: Job) -> MemoryNeed | None:
+    return memory_need(job.config, job.layout, select_executor(job.config.cluster), job.gpus)
+
+
 def _memory(job: Job) -> list[str]:
     """Returns the estimated memory of a rank, and that of a GPU if known."""
-    needed = estimate(job.config, job.layout)
-    if needed is None:
+    need = _need(job)
+    if need is None:
         return []
-    cluster, executor = job.config.cluster, select_executor(job.config.cluster)
-    there = executor.device_bytes(cluster) if job.gpus else None
-    if there is None and job.gpus and (cluster.gpu_type is not None or executor.name == "this machine"):
-        there = gpu_memory(cluster.gpu_type)
     fits = ""
-    if there is not None:
-        whole = needed_bytes(needed.total)
-        fits = f", with context and buffers {format_bytes(whole)} {'>' if whole > there else 'of'} the "
-        fits += f"{format_bytes(there)} of a GPU"
+    if job.gpus and need.available is not None:
+        fits = f", with context and buffers {format_bytes(need.needed)} {'>' if need.exceeds else 'of'} the "
+        fits += f"{format_bytes(need.available)} of a GPU"
     assumed = describe_values(job.config.optim)
     note = [] if assumed is None else [f"  memory: the estimate assumes {assumed}"]
-    return [f"  memory: a rank needs about {needed}{fits}", *note]
+    return [f"  memory: a rank needs about {need.rank}{fits}", *note]
 
 
 def _host_memory(job: Job) -> list[str]:

@@ -7,6 +7,7 @@ jobs is not a thousand waiting processes. On detaching, all others are submitted
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import in_allocation, select_executor
 from hpc_train.launch.job_status import NOT_STARTED, View
+from hpc_train.launch.memory import memory_need
 from hpc_train.plan.compilation import check_compiler_device
 from hpc_train.plan.float8_gpus import check_gpus
 from hpc_train.plan.open_keys import check_chosen, open_keys
@@ -157,6 +159,9 @@ def prepare(
         is_foreign = check_freeze(config, run, trust_owner)
     mistakes.report()
     assert layout is not None
+    need = memory_need(config, layout, executor, gpus)
+    if need is not None and need.exceeds:
+        layout = replace(layout, notes=(*layout.notes, need.note))
     return Job(number, tuple(overrides), config, layout, gpus, workers, run, is_foreign, choice)
 
 

@@ -41,6 +41,13 @@ def build_engine(
     """
     needs_values = mesh.dp_cp_rank == 0 or sharder_of(mesh.layout) is None
     model = build_model(config.model, config.train.seed, needs_values)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            "the model has no parameters that are trained: "
+            + ("all have requires_grad=False" if any(True for _ in model.parameters()) else "it has no parameters"),
+            where="model",
+            fix="leave requires_grad=True in the parameters to train",
+        )
     described = check_use(model, config.precision, mesh.device, config.train.compile)
     if described is not None and mesh.rank == 0:
         print(described)

@@ -11,6 +11,7 @@ from typing import NoReturn
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
+from hpc_train.plan.notices import notices
 from hpc_train.plan.open_keys import check_chosen, for_nodes
 from hpc_train.plan.orders import PipelineShape
 from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks, stages_of_rank
@@ -183,7 +184,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         stages_per_rank=stages_per_rank,
         micro_batches=micro_batches,
         micro_size=micro_size,
-        notes=tuple(notes),
+        notes=(*notes, *notices(config)),
         logical_micro_batches=logical,
         cp=cp,
     )

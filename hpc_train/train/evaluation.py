@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,10 +28,12 @@ class Evaluation:
 
     Attributes:
         feeds: the data of each set by its name; ``MAIN`` is the validation split of ``data``.
+        without_targets: the sets in which no target counted in the last ``run``.
     """
 
     feeds: Mapping[str, EvalFeed]
     metrics: MetricSums
+    without_targets: list[str] = field(default_factory=list, init=False)
 
     def limited(self, train: TrainConfig, trained: int) -> Evaluation:
         """Returns the evaluation of a run that trains on ``trained`` samples, limited by ``train.eval_samples``."""
@@ -56,11 +58,14 @@ class Evaluation:
         """Returns the loss, the accuracy (None if the model counts none) and the metrics of each set, by their keys in
         a line of metrics; None if a stop request interrupted it. Collective; see ``evaluate``."""
         values: dict[str, float | None] = {}
+        self.without_targets.clear()
         for name, feed in self.feeds.items():
             with self.metrics.watching(engine.parts):
                 found = evaluate(engine, feed, control, stop)
             if found is None:
                 return None
+            if found.target_count == 0:
+                self.without_targets.append(name)
             measured = {"loss": found.loss, "accuracy": found.accuracy, **self.metrics.read()}
             values |= {metric_name(name, metric): value for metric, value in measured.items()}
         return values
@@ -76,7 +81,8 @@ def build_evaluation(config: Config, mesh: Mesh, local_ranks: int) -> Evaluation
         UserError: a data set or a metric cannot be built.
     """
     sets = {MAIN: config.data} | eval_set_configs(config.data, config.eval_sets)
-    data = {name: build_dataset(each, "validation", config.train.seed) for name, each in sets.items()}
+    seed, precision = config.train.seed, config.precision.name
+    data = {name: build_dataset(each, "validation", seed, precision) for name, each in sets.items()}
     feeds = {
         name: EvalFeed(each, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks)
         for name, each in data.items()

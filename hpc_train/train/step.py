@@ -169,12 +169,14 @@ class Agreement:
         target_count: targets that count in the announced global batch.
         save: whether to save a checkpoint after the announced step.
         end: whether a hook of any rank asks that the announced step is the last one.
+        items: the items of a stream in the announced global batch; 0 for other data.
     """
 
     stop: bool
     target_count: int
     save: bool
     end: bool
+    items: int
 
 
 SLOW_S = 5.0  # seconds between two messages; a synchronous all-reduce of the hosts takes a small part of them
@@ -189,7 +191,7 @@ class Control:
         self._pending: tuple[Tensor, dist.Work] | None = None
         self._posted = deque[float](maxlen=2)  # time.monotonic() of the newest messages
 
-    def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False) -> None:
+    def post(self, stop: bool, local_count: int, save: bool = False, end: bool = False, items: int = 0) -> None:
         """Starts the agreement without blocking.
 
         Args:
@@ -197,13 +199,15 @@ class Control:
             local_count: targets that count in this data-parallel rank's next batch; 0 without a next batch.
             save: whether this rank wants a checkpoint after the step of that batch.
             end: whether a hook of this rank asks to end the run.
+            items: the items of a stream in that batch.
         """
         assert self._pending is None, "the previous message was not read"
         now = time.monotonic()
         # the first two messages precede the end of the first step: how long steps take is unknown
         is_slow = len(self._posted) < 2 or now - self._posted[-1] > SLOW_S
         self._posted.append(now)
-        message = torch.tensor([int(stop), local_count if self._counts else 0, int(save), int(end), int(is_slow)])
+        counts = (local_count, items) if self._counts else (0, 0)
+        message = torch.tensor([int(stop), *counts, int(save), int(end), int(is_slow)])
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._pending = message, work
@@ -219,9 +223,9 @@ class Control:
         message, work = self._pending
         self._pending = None
         work.wait()
-        stop, target_count, save, end, slow = message.tolist()
+        stop, target_count, items, save, end, slow = message.tolist()
         if flag is not None and slow and not stop:
             late = torch.tensor(int(flag.requested))
             dist.all_reduce(late, group=self._group)
             stop = late.item()
-        return Agreement(stop > 0, target_count, save > 0, end > 0)
+        return Agreement(stop > 0, target_count, save > 0, end > 0, items)

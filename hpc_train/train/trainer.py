@@ -42,6 +42,10 @@ from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 from hpc_train.train.streams import has_ended, positions, restored_positions, skipped_data
 
+NO_TARGETS = (
+    "no target counts in {}, so its loss is 0; targets of -100 do not count. Look at the data, for example for prompts "
+    "that fill the whole sequence"
+)
 OpenFeed = Callable[[int, Skipped, States], TrainFeed]  # (first step, data to skip, where streams continue) -> feed
 
 
@@ -73,6 +77,7 @@ class Trainer:
     first_step: FirstStep
     step: int = 0
     tokens: int = 0  # targets that counted since step 0, over all ranks
+    missing: int = 0  # places of a stream that ends for which there was no item since step 0
     skipped: Skipped = NOTHING  # data that is skipped after rollbacks
     rollbacks: int = 0
     _control: Control = field(init=False)
@@ -92,6 +97,7 @@ class Trainer:
         """Restores the state that is not stored in tensors, such as the step and what the hooks keep."""
         self.step = restored.step
         self.tokens = restored.extra["tokens"]
+        self.missing = restored.extra.get("missing", 0)
         self.take_step.load_state(restored.extra)
         if "losses" in restored.extra:
             self.watch.load_state(restored.extra["losses"])
@@ -204,7 +210,9 @@ class Trainer:
         """Posts what this rank knows before the step with ``batch`` that follows ``step``, by default ``self.step``."""
         count = 0 if batch is None else batch.local_count
         first = (self.step if step is None else step) + 2 == self._end and self._evaluated[0] < 0
-        self._control.post(self.stop.requested, count, self.schedule.ask(first), self.hooks.end_reason is not None)
+        items = 0 if batch is None else batch.items
+        saves, ends = self.schedule.ask(first), self.hooks.end_reason is not None
+        self._control.post(self.stop.requested, count, saves, ends, items)
         self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:
@@ -230,21 +238,31 @@ class Trainer:
             outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
         if self.first_step.pending:
             self.first_step.finish(self.step + 1, began)
+            has_own_count = any(getattr(part, "own_count", False) for part in self.engine.parts)
+            if agreement.target_count == 0 and not has_own_count:
+                self.report.warning(self.step + 1, NO_TARGETS.format(f"the batch of step {self.step + 1}"))
         self.garbage.after(self.step + 1)
         self._complete_line()
         rolled_back = self._roll_back()
         if rolled_back is not None:  # the step was taken with weights that had diverged
             return rolled_back
-        self._count(outcome, agreement.target_count)
+        self._count(outcome, agreement)
         self.profiler.end(self.step, self.meter.waited_s)
         return self._roll_back()
 
-    def _count(self, outcome: StepOutcome, target_count: int) -> None:
+    @property
+    def _samples(self) -> int:
+        """Returns the number of samples since step 0."""
+        return self.length.samples(self.step) - self.missing
+
+    def _count(self, outcome: StepOutcome, agreement: Agreement) -> None:
         """Counts a step that was taken, and logs, evaluates and saves if it is due."""
-        before = self.length.samples(self.step)
+        before = self._samples
         self.step += 1
-        self.tokens += target_count
-        self.meter.count(self.length.samples(self.step) - before, target_count)
+        self.tokens += agreement.target_count
+        if self.feed.may_end:
+            self.missing += self.length.global_size - agreement.items
+        self.meter.count(self._samples - before, agreement.target_count)
         self.hooks.after_step(self.step)
         evaluates = self.step == self._end or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
@@ -305,7 +323,7 @@ class Trainer:
         scalars |= dict(zip(SKIPPED, self.take_step.take_skipped(), strict=True))
         if self.take_step.loss_scale is not None:
             scalars["loss_scale"] = self.take_step.loss_scale.value
-        totals = {"samples": self.length.samples(self.step), "tokens": self.tokens}
+        totals = {"samples": self._samples, "tokens": self.tokens}
         epoch = self.feed.epoch_of(self.step - 1)
         self.measures.cut()
         self._line = Line(self.step, epoch, outcome.learning_rate, totals, Readback(scalars, self.mesh.device))
@@ -358,10 +376,27 @@ class Trainer:
             self._report(line, skipped)
             if found is None:
                 return
+            self._warn_of_evaluation(found)
             self._evaluated = self.step, found
             self._save_due |= self.best.improves(found)
             if self.hooks.after_evaluation(self.step):
                 self._end = self.step
+
+    def _warn_of_evaluation(self, found: Mapping[str, float | None]) -> None:
+        """Warns at the first evaluation of an attempt of sets without targets and of a metric that is missing."""
+        if self._evaluated[0] >= 0:
+            return
+        for name in self.evaluation.without_targets:
+            which = f"the evaluation set {name}" if name else "the validation data"
+            self.report.warning(self.step, NO_TARGETS.format(which))
+        best = self.best.metric
+        if best is not None and found.get(best.name) is None:
+            known = ", ".join(name for name, value in found.items() if value is not None)
+            self.report.warning(
+                self.step,
+                f"checkpoint.keep_best={best.name} keeps no checkpoint, because evaluations of this model have only "
+                f"{known}",
+            )
 
     def _begin_hooks(self) -> None:
         """Starts the hooks with the weights and states of the loaded checkpoint, if any."""
@@ -376,6 +411,7 @@ class Trainer:
             self.hooks.before_save(self.step)
             extra = {
                 "tokens": self.tokens,
+                "missing": self.missing,
                 "losses": self.watch.state(),
                 "skipped_windows": self.skipped.windows,
                 "rollbacks": self.rollbacks,

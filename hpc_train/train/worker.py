@@ -38,6 +38,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.pipeline.balance import SplitPlan, plan_split
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.plan.compilation import check_compiler_device
+from hpc_train.plan.notices import long_warmup
 from hpc_train.plan.open_keys import for_nodes
 from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.preflight.run import nccl_log, preflight
@@ -226,9 +227,15 @@ def _prepare(
 
 def _training_data(config: Config, mesh: Mesh) -> Dataset:
     """Opens the training data and prints what the user should know about it."""
-    training = build_dataset(config.data, "train", config.train.seed)
+    training = build_dataset(config.data, "train", config.train.seed, config.precision.name)
     if training.notice and mesh.rank == 0:
         print(f"data: {training.notice}")
+    if training.shared_file and config.batch.loader_workers == "auto" and mesh.rank == 0:
+        print(
+            f"data: items are read in the training process, because the constructor of the dataset opens "
+            f"{training.shared_file} and loader processes would share the position in it; open the file at the first "
+            "read in each process (docs/howto/data.md)"
+        )
     return training
 
 
@@ -314,6 +321,9 @@ def _log_settings(
     """Prints the learning rate, number of steps and the checkpoint that the run resumes from."""
     events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"learning rate: {describe_rates(config.optim, config.batch.global_size)}")
+    if config.train.steps is None:
+        for notice in long_warmup(config.optim, length.total_steps):
+            print(f"note: {notice}")
     size = config.batch.global_size
     print(f"steps: {length.total_steps}, {length.steps_per_epoch} per epoch, {size} samples each")
     if restored is None:

@@ -261,6 +261,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_job_that_does_not_fit_into_memory_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["cluster=local", "batch.global_size=1000000000", "launch.dry_run=true"]) == 0
+    output = capsys.readouterr().out
+    assert "note: the run will probably run out of memory: it needs about" in output and "of this machine\n" in output
+    assert "verdict: can be submitted, but will probably run out of memory\n" in output
+    assert run(["cluster=local", "launch.dry_run=true"]) == 0
+    assert "verdict: can be submitted\n" in capsys.readouterr().out
+
+
 def test_one_verdict_names_all_refused_jobs_of_a_sweep(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Jobs with the same mistake are told together."""
     before = everything(place)

@@ -89,6 +89,9 @@ def test_every_mth_and_the_best_stay() -> None:
     assert removable(found, Retention(1, best=BestMetric("val_loss", highest=False))) == {10, 30, 40, 50}
     assert removable(found, Retention(1, best=BestMetric("val_accuracy", highest=True))) == {10, 30, 40, 50}
     assert removable(found, Retention(2, every=30)) == {10, 20, 40}
+    equal = [Kept(step, {"val_loss": 1.0, "val_accuracy": 0.5}) for step in (10, 20, 30)]
+    for metric in (BestMetric("val_loss", highest=False), BestMetric("val_accuracy", highest=True)):
+        assert removable(equal, Retention(1, best=metric)) == {20}, "the first of equals is the best"
     assert removable(found, Retention(1, every=25)) == {10, 20, 40}
 
 

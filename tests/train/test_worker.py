@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import _pickled
 from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import load
+from hpc_train.run.freeze import freeze, load
 from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.progress import summary
@@ -27,6 +31,7 @@ from hpc_train.train import processes
 from hpc_train.train.report import Report
 from hpc_train.train.step import SkippedSteps
 from hpc_train.train.worker import frozen_config
+from tests.config.composing import compose
 from tests.train.runs import frozen, run_attempt
 
 KEYS = {
@@ -92,6 +97,32 @@ def see_another_config(spec: WorkerSpec, stop: StopFlag) -> None:
 
     if spec.rank == 1:
         worker._digest = lambda path: "an old copy"  # type: ignore[assignment]
+
+
+class Numbers:
+    """Shards of 3, 10, 1 and 6 items in float64 without a target that counts."""
+
+    def __init__(self, split: str, shard: int, shards: int) -> None:
+        self.items = (3, 10, 1, 6)[shard]
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((np.ones(4), np.full(4, -100.0)) for _ in range(self.items))
+
+
+def test_a_stream_that_ends_counts_its_items_and_missing_targets_and_metrics_are_told(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    stream = ["data=stream", f"data._target_={__name__}.Numbers", "data.shards=4", "data.repeat=false"]
+    model = ["model=custom", "model._target_=torch.nn.Linear", "+model.args={in_features: 4, out_features: 4}"]
+    settings = ["model.loss=mse", "batch.global_size=4", "batch.loader_workers=0", "telemetry.wandb.mode=disabled"]
+    more = ["train.steps=100", "train.eval_every=2", "checkpoint.keep_best=val_accuracy", "telemetry.log_every=1"]
+    freeze(typed(compose(["+strategy=dp", *stream, *model, *settings, *more])), run)
+    assert run_attempt(run, 2) == [Exit.DONE] * 2
+    assert [line["samples"] for line in run.read_metrics()] == [4, 7, 10, 12, 14, 16, 17, 18, 19, 20]
+    assert run.record()["result"]["samples"] == 20
+    warnings = [line["message"] for line in run.read_events() if line["event"] == "warning"]
+    assert sum("no target counts in the batch of step 1" in message for message in warnings) == 1
+    assert sum("no target counts in the validation data" in message for message in warnings) == 1
+    assert sum("checkpoint.keep_best=val_accuracy keeps no checkpoint" in message for message in warnings) == 1
 
 
 def test_ranks_that_see_different_files_do_not_train(tmp_path: Path) -> None:
