@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from hpc_train.errors import UserError
+from hpc_train.run import rows
 from hpc_train.version import __version__
 
 FORMAT = 2
@@ -107,11 +108,22 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
         known = {each.name for each in fields(Manifest)}  # earlier versions wrote more
         manifest = Manifest(files=files, **{name: value for name, value in content.items() if name in known})
         _count(manifest.step)
+        _check_types(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{NAME}: not a manifest ({type(error).__name__})") from None
     if METADATA not in files:
         raise BadCheckpoint(f"{NAME}: {METADATA} is missing")
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raises TypeError if a field that commands read without loading the checkpoint has a wrong type."""
+    if not all(isinstance(value, dict) for value in (manifest.extra, manifest.layout, manifest.versions)):
+        raise TypeError("not an object")
+    if not rows.seconds(manifest.time) or not rows.count(manifest.attempt):
+        raise TypeError("not a number")
+    if not rows.dict_of(rows.or_none(rows.number))(manifest.metrics):
+        raise TypeError("not a metric")
 
 
 def _other_format(version: Any, where: str) -> UserError:

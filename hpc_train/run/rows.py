@@ -252,6 +252,7 @@ ATTEMPT: dict[str, Check] = {
     "layout": group,
 }
 
+is_position = record_of(where=text, step=count, texts=count)  # tracking/NAME.json
 is_profile = record_of(first=count, last=count, ranks=dict_of(dict_of(number)))  # profile/summary.json
 
 _PRICE = {"currency": text} | dict.fromkeys(

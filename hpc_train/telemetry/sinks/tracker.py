@@ -17,6 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_lock import STALE_S, Lock, LockHeld, LockOwner, acquire
 from hpc_train.run.files import patiently, write_json
+from hpc_train.run.rows import is_position
 from hpc_train.telemetry.sinks.backend import Backend, Line
 
 POLL_S = 1.0
@@ -42,8 +43,10 @@ class Position:
     def read(cls, run: RunDirectory, name: str, where: str) -> Position:
         """Returns the position at ``where``; that of another server or project does not count."""
         path = _file(run, name)
-        found: dict[str, Any] = run.json(path) if path.exists() else {}
-        return cls(**found) if found.get("where") == where else cls(where)
+        found: Any = run.json(path) if path.exists() else None
+        if not is_position(found) or found["where"] != where:
+            return cls(where)
+        return cls(where, found["step"], found["texts"], found.get("run"))
 
     def write(self, run: RunDirectory, name: str) -> None:
         path = _file(run, name)
