@@ -8,6 +8,7 @@ or names this user or one of the user's groups in ``~/.config/hpc_train/user.yam
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import os
 import pwd
@@ -24,15 +25,17 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import is_present
+from hpc_train.run.record import RECORD
 from hpc_train.run.trust import read_trust, user_file
 
 TRUST = "--trust-owner"
 OF_OTHERS = ".others"  # below the run root: what commands write about runs of other users
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) -> bool:
-    """Checks that the caller trusts the owners of ``files``, and prints whose files are used if they are not his.
+    """Checks that the caller trusts the owners of ``files``, and prints whose files are used if they are not the
+    caller's.
 
     Args:
         files: what decides which code runs and which weights are loaded. They are read only as far as the first file
@@ -55,7 +58,7 @@ def check_owner(files: Iterable[Path], path: Path, trust_owner: bool = False) ->
                 f"{user_name(os.geteuid())}",
                 where=str(path),
                 fix=f"add {TRUST} if you trust the owner, or name the owner or a group in {user_file()}: "
-                f"`trust: {{owners: [{user_name(user)}]}}`",
+                f"`trust: {{owners: [{_name_or_id(user)}]}}`",
             )
         trusted.add(user)
         first = first or file
@@ -92,17 +95,21 @@ def foreign_files(files: Iterable[Path], path: Path) -> Iterator[tuple[Path, int
 def deciding_files(run: RunDirectory) -> Iterator[Path]:
     """Yields the files and directories that decide which code a run executes and which weights it loads.
 
-    The directory and its entries come first: the record, which names the others, is read only after that.
+    The directory and its entries come first: the record, which names the others, is read only after that. A directory
+    in which nobody else can write has the files of its owner only, so that a look at it is enough: every agent of a job
+    calls this.
     """
     yield run.path
-    yield from _entries(run.path, 0)
-    yield from _entries(run.checkpoints, 1)
-    yield from _entries(run.compiled, 0)
+    yield from map(Path, _listed(run.path))
+    if not is_present(run.path / RECORD):
+        yield from map(Path, _listed(run.events))  # the record is rebuilt from them
+    yield from _entries(run.checkpoints)
+    yield from _entries(run.compiled)
     code = frozen_code(run)
-    for path in () if code is None else (code.snapshot, *code.paths):
+    for path in () if code is None else dict.fromkeys((code.snapshot, *code.paths)):
         yield Path(path).parent  # of shared copies: only their owner can enter it
         yield Path(path)
-        yield from _entries(Path(path), 0)
+        yield from _entries(Path(path))
     source = run.record().get("forked_from")
     if isinstance(source, str) and not any(run.checkpoints.glob("step-*")):
         yield from deciding_weights(RunDirectory(Path(source)))
@@ -111,32 +118,49 @@ def deciding_files(run: RunDirectory) -> Iterator[Path]:
 def deciding_weights(source: RunDirectory) -> Iterator[Path]:
     """Yields the files and directories that decide which weights a fork of ``source`` starts from."""
     yield source.path
-    yield from _entries(source.path, 0)
-    yield from _entries(source.checkpoints, 1)
+    yield from map(Path, _listed(source.path))
+    yield from _entries(source.checkpoints)
 
 
 def files_below(directory: Path) -> Iterator[Path]:
     """Yields a directory, its entries, and those of directories that others can write."""
     yield directory
-    yield from _entries(directory, 0)
+    yield from _entries(directory)
 
 
-def _entries(directory: Path, depth: int) -> Iterator[Path]:
-    """Yields the entries of a directory, ``depth`` levels below them, and all that lies in directories which others
-    than their owner can write.
-    """
-    try:
-        found = list(os.scandir(directory))
-    except OSError:  # it is missing, or the command that reads it will tell
-        return
-    for entry in found:
+def _entries(directory: Path) -> Iterator[Path]:
+    """Yields the entries of a directory, and what lies in those directories that others than their owner can write."""
+    for entry in _listed(directory):
         path = Path(entry.path)
         yield path
         with suppress(OSError):
-            if entry.is_dir(follow_symlinks=False):
-                is_open = bool(entry.stat(follow_symlinks=False).st_mode & _WRITABLE_BY_OTHERS)
-                if depth > 0 or is_open:
-                    yield from _entries(path, depth - 1)
+            if entry.is_dir(follow_symlinks=False) and _lets_others_write(entry.stat(follow_symlinks=False)):
+                yield from _entries(path)
+
+
+def _listed(directory: Path) -> list[os.DirEntry[str]]:
+    """Returns the entries of a directory; none if it is missing or not readable, which the command then tells."""
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _lets_others_write(status: os.stat_result) -> bool:
+    """Returns whether other users can write a file or directory: all of them, or those of a group."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid)
+
+
+@cache
+def _is_private(group: int) -> bool:
+    """Returns whether a group is the one of the caller alone, which has the same name on most Linux systems."""
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
 
 
 def _owners(file: Path) -> set[int]:
@@ -236,9 +260,14 @@ def _shown_as(directory: Path) -> set[int]:
         return set()
 
 
-def user_name(user: int) -> str:
-    """Returns the name of a user, or words with the id if the machine does not know it."""
+def _name_or_id(user: int) -> str | int:
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:
-        return f"the user with id {user}"
+        return user
+
+
+def user_name(user: int) -> str:
+    """Returns the name of a user, or words with the id if the machine does not know it."""
+    found = _name_or_id(user)
+    return found if isinstance(found, str) else f"the user with id {user}"

@@ -101,6 +101,23 @@ def shard(run: RunDirectory) -> list[Path]:
     return [run.checkpoints / "step-00000002" / "manifest.json"]
 
 
+def shard_of_a_group(run: RunDirectory) -> list[Path]:
+    """In a directory that a group can write."""
+    step = run.checkpoints / "step-00000002"
+    step.chmod(0o770)
+    os.chown(step, 0, OTHER)
+    return shard(run)
+
+
+def event(run: RunDirectory) -> list[Path]:
+    """From which a lost record is rebuilt."""
+    (run.path / "run.json").unlink()
+    (run.path / "run.copy.json").unlink(missing_ok=True)
+    path = run.events / "agent-node-000.jsonl"
+    path.touch()
+    return [path]
+
+
 def compiled(run: RunDirectory) -> list[Path]:
     run.compiled.mkdir()
     path = run.compiled / "artifact"
@@ -130,7 +147,21 @@ def give(paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", [directory, config, record, snapshot, module, checkpoint, shard, compiled, link, everything]
+    "what",
+    [
+        directory,
+        config,
+        record,
+        snapshot,
+        module,
+        checkpoint,
+        shard,
+        shard_of_a_group,
+        event,
+        compiled,
+        link,
+        everything,
+    ],
 )
 def test_a_run_with_files_of_another_user_is_not_executed(
     run: RunDirectory, what: Callable[[RunDirectory], list[Path]], capsys: pytest.CaptureFixture[str]
