@@ -139,7 +139,9 @@ def test_a_copy_is_removed_with_the_last_run_that_names_it(tree: Path, monkeypat
     assert {path.name for path in copies.iterdir()} == {".locks", ".removal"}
 
 
-def test_tests_and_docs_of_hpc_train_are_in_no_copy(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_and_docs_of_hpc_train_are_in_no_copy(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("tests/test_it.py", "docs/index.md", "notebooks/one.ipynb", "package/tests/test_it.py"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).touch()
@@ -150,6 +152,7 @@ def test_tests_and_docs_of_hpc_train_are_in_no_copy(tree: Path, monkeypatch: pyt
     code = taken(tree)
     assert {name.partition("/")[0] for name in files(code.snapshot)} & {"tests", "docs", "notebooks"} == set()
     assert "package/tests/test_it.py" in files(code.snapshot)
+    assert capsys.readouterr().err == "", "they hold no secrets"
     assert not has_changed(code, config) and not has_changed(everything, config)
     used = taken(tree, "model=custom", "model._target_=tests.test_it.Model")
     assert "tests/test_it.py" in files(used.snapshot)
