@@ -379,6 +379,21 @@ def test_no_control_character_of_a_run_reaches_the_terminal(
         assert "\x1b" not in path.read_text()
 
 
+def test_the_command_line_escapes_what_it_prints(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "done").rename(root / f"done{HOSTILE}")
+    monkeypatch.setattr(sys, "argv", ["hpc-train", "status"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert end.value.code == 0 and "\\x1b[31m" in "".join(out.split())
+    assert not CONTROLS.search(out + err)
+
+
 def test_colors_of_our_own_reach_a_terminal_and_those_in_text_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = StringIO()
     monkeypatch.setattr(sys, "stdout", terminal)
