@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_train.run.streams import escaped
+
 PIPE_WIDTH = 200  # columns; rich would squeeze the table of a pipe into 80
 
 
@@ -33,7 +35,7 @@ def text_table(
         overflow = "fold" if name in folded else "ellipsis"
         table.add_column(name, justify="right" if name in numbers else "left", overflow=overflow)  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(cell.replace("\n", "\\n")) for cell in row))
+        table.add_row(*(Text(escaped(cell).replace("\n", "\\n")) for cell in row))
     return table
 
 
