@@ -19,7 +19,7 @@ from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
-from hpc_train.run.processes import out_of_descriptors
+from hpc_train.run.processes import out_of_resources
 from hpc_train.run.streams import escape_controls, open_closed_streams, replace_unencodable
 from hpc_train.search_path import append_working_directory
 from hpc_train.shadowing import shadowing_file
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
             return Exit.REFUSED
         from hpc_train.config.translate import translate  # imports Hydra, which many commands do not need
 
-        mistake = translate(error) or out_of_descriptors(error)
+        mistake = translate(error) or out_of_resources(error)
         if mistake is None and isinstance(error, ValueError):  # from an import of torch
             mistake = rejected_variable(error, os.environ)
         if mistake is None:

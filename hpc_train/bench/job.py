@@ -13,7 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.sbatch import arguments, options
+from hpc_train.launch.sbatch import arguments, options, output_file
 from hpc_train.launch.script import ENVIRONMENT, python
 from hpc_train.launch.shell import exports, own_lines, shell_word
 from hpc_train.slurm import client
@@ -46,7 +46,11 @@ def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecuto
     """
     log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
     asked = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
-    asked |= {"job-name": f"hpc_train-bench-{words[0]}", "output": str(log), "no-requeue": None}
+    asked |= {
+        "job-name": f"hpc_train-bench-{words[0]}",
+        "output": output_file(log.parent, log.name),
+        "no-requeue": None,
+    }
     clusters = asked.get("clusters")
     try:
         job_id = client.submit(arguments(asked), _script(job, words, result), f"hpc_train-job:{log}", clusters)

@@ -76,7 +76,14 @@ def export(
         found = choose(run, step)
         try:
             return _export(found, model, positions, others, to, format, dtype, bar, weights)
-        except (UserError, BadCheckpoint, CheckpointException, OSError):
+        except BadCheckpoint as error:
+            if was_kept(store, found):
+                raise UserError(
+                    f"the checkpoint is damaged: {error}",
+                    where=str(found.path),
+                    fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
+                ) from error
+        except (UserError, CheckpointException, OSError):
             if was_kept(store, found):
                 raise
         print(f"the run has removed its checkpoint of step {found.step} meanwhile", file=sys.stderr)

@@ -292,6 +292,18 @@ def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
         _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
 
 
+def refuse_components(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError in a heterogeneous job, since a step runs on the nodes of its first component only."""
+    components = int(environment.get("SLURM_HET_SIZE", "1"))
+    if components > 1:
+        raise UserError(
+            f"the job is a heterogeneous job of {components} components, and a run uses the nodes of the first only",
+            where="SLURM_HET_SIZE in the environment",
+            fix="submit a job of one component, without `#SBATCH hetjob` and `:`. To train on the first component "
+            "while the others do something else: unset SLURM_HET_SIZE",
+        )
+
+
 def _refuse(found: Misplaced) -> None:
     if found.first:
         raise found.error

@@ -25,6 +25,7 @@ import psutil
 from hpc_train.cluster.amd_gpus import NODES
 from hpc_train.cluster.temporary import JOB_CACHES, TemporaryDirectory
 from hpc_train.errors import UserError
+from hpc_train.users import user_cache
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
 def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
     chosen = CACHES | (MIOPEN if NODES.is_dir() else {})
     # keep an existing cache: it was filled on purpose, because compute nodes often cannot download
-    if "HF_HOME" not in environment and not Path("~/.cache/huggingface").expanduser().exists():
+    if "HF_HOME" not in environment and not (user_cache().parent / "huggingface").exists():
         chosen |= HUGGING_FACE
     return tuple(Variable(name, str(directory / folder), REASON) for name, folder in chosen.items())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from hpc_train.checkpoint.space import stop_time
-from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.allocation import refuse_components, workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_right_plus
 from hpc_train.config.compose import typed
@@ -39,7 +39,7 @@ from hpc_train.launch.gpus import (
     gpus_of_this_job,
 )
 from hpc_train.launch.launcher import register_launcher
-from hpc_train.launch.sbatch import NO_SITE, options, short_lead, stop_note, survives_node_loss
+from hpc_train.launch.sbatch import NO_SITE, options, refuse_lost_signal, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
 from hpc_train.launch.submission import with_layout
 from hpc_train.plan.validate import validate
@@ -71,6 +71,7 @@ def freeze_run(arguments: list[str]) -> int:
     parser.add_argument(TRUST, action="store_true", help="use a run directory that belongs to another user")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the path")
     options, rest = parser.parse_known_args(arguments)
+    refuse_components()
     register_launcher()
     line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
     refuse_search(line, "freeze")
@@ -85,10 +86,11 @@ def freeze_run(arguments: list[str]) -> int:
     parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
     run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
+        if job_id is not None:
+            check_signal(config, run)
         _freeze(config, run, parent, overrides, options.trust_owner)
         if job_id is not None:
             add_submission(run, "script", job_id=own_job())
-            warn_of_late_signal(config, run)
     print(json.dumps({"run": str(run.path)}) if options.json else run.path)
     return 0
 
@@ -124,18 +126,30 @@ def _freeze(config: Config, run: RunDirectory, parent: Path, overrides: Sequence
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 
 
-def warn_of_late_signal(config: Config, run: RunDirectory) -> None:
-    """Warns if the batch script around this process requests its signal too late to save."""
+def check_signal(config: Config, run: RunDirectory) -> None:
+    """Warns if the batch script around this process requests its signal too late to save.
+
+    Raises:
+        UserError: it requests a signal that does not make the agents save.
+    """
+    script = _script_around()
+    if script is None:
+        return
+    needed = stop_time(config, run, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    refuse_lost_signal(script, needed)
+    warning = short_lead(script, needed)
+    if warning is not None:
+        print(warning, file=sys.stderr)
+
+
+def _script_around() -> str | None:
+    """Returns the text of the batch script that has started this process; None if it cannot be found."""
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error, OSError):
-            script = next((Path(part) for part in process.cmdline() if Path(part).name == SPOOLED), None)
-            if script is None:
-                continue
-            nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-            warning = short_lead(script.read_text(errors="replace"), stop_time(config, run, nodes))
-            if warning is not None:
-                print(warning, file=sys.stderr)
-            return
+            for part in process.cmdline():
+                if Path(part).name == SPOOLED:
+                    return Path(part).read_text(errors="replace")
+    return None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import TRUST, warn_if_open
+from hpc_train.run.requests import record_stop_request
 from hpc_train.run.snapshot import snapshot_code
 from hpc_train.run.streams import stdout_for_results
 
@@ -142,7 +143,12 @@ class Training:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
         collect_garbage()
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
-        exit_code = task(node, run, self.line, self.begun, self.trust_owner)
+        try:
+            exit_code = task(node, run, self.line, self.begun, self.trust_owner)
+        except KeyboardInterrupt:  # the agent does not yet watch signals, or the user has pressed Ctrl-C twice
+            if run.config.exists():
+                record_stop_request(run, "Ctrl-C")
+            raise
         self.ended.runs.append((run, view_at_end(run, exit_code)))
         if exit_code:
             sys.exit(exit_code)

@@ -36,6 +36,7 @@ from hpc_train.config.jobs import JobComposer, is_choice
 from hpc_train.config.own_files import refuse_unreadable_files
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import refuse_secret_arguments
+from hpc_train.config.values import refuse_other_encoding
 from hpc_train.errors import UserError
 
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
@@ -77,6 +78,9 @@ class CommandLine:
         Raises:
             UserError: an option is unknown or misses its value, or an override has no key.
         """
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            refuse_other_encoding(key if value else "the command line", value or key)
         parser = get_args_parser()
         setattr(parser, "error", _refuse)  # noqa: B010 - Hydra's own prints its usage, which hides those of hpc_train
         args = parser.parse_intermixed_args(list(arguments))

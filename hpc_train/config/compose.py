@@ -36,7 +36,7 @@ from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
-from hpc_train.config.values import absolute, for_debugging
+from hpc_train.config.values import absolute, for_debugging, refuse_other_encodings
 from hpc_train.errors import UserError, nearest
 
 PRIMARY = "config"
@@ -154,7 +154,9 @@ def converted(node: DictConfig) -> Config:
         config = to_config(plain(node))
     except OmegaConfBaseException as error:
         raise translate(error) or error from error
-    return absolute(config)
+    config = absolute(config)
+    refuse_other_encodings(config)
+    return config
 
 
 def completed(node: DictConfig) -> DictConfig:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import secrets
 from datetime import datetime
 from pathlib import Path
 
 from hpc_train.errors import UserError
+from hpc_train.users import name_of_user
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
 LONGEST_NAME = 255  # bytes of a name on Linux file systems
@@ -125,7 +125,7 @@ def _check_writable(path: Path) -> None:
         )
     if present == path and not os.access(path, os.W_OK | os.X_OK) and (uid := path.stat().st_uid) != os.geteuid():
         raise UserError(
-            f"{path} belongs to {_user(uid)}, and you have no permission to write to it",
+            f"{path} belongs to {name_of_user(uid)}, and you have no permission to write to it",
             where="run.name",
             fix="another run.name, or run.root=DIR with a directory of your own",
         )
@@ -135,10 +135,3 @@ def _check_writable(path: Path) -> None:
             where="run.root",
             fix="run.root=DIR with a directory that you may write",
         )
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -379,6 +381,54 @@ def absolute(config: Config) -> Config:
         if path is not None and (key, path) != ("file", "auto"):
             setattr(prometheus, key, str(Path(path).expanduser().absolute()))
     return config
+
+
+def refuse_other_encodings(config: Config) -> None:
+    """Raises UserError if a value of ``config`` or the working directory has bytes that are not UTF-8.
+
+    Python reads them as lone surrogates, which neither YAML nor a batch script can hold.
+    """
+    refuse_other_encoding("the working directory", str(Path.cwd()))
+    for key, text in _texts("", asdict(config)):
+        refuse_other_encoding(key, text)
+
+
+def refuse_other_encoding(key: str, text: str) -> None:
+    """Raises UserError if ``text``, the value of ``key``, has bytes that are not UTF-8."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _other_encoding(key, text) from None
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yields the strings in ``value`` with their keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(f"{key}.{name}".lstrip("."), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(key, inner)
+
+
+def _other_encoding(key: str, text: str) -> UserError:
+    encoding = sys.getfilesystemencoding()
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    if encoding == "utf-8":
+        return UserError(
+            f"{key} is {shown}, which is not UTF-8",
+            where=key,
+            fix="rename the file or directory with UTF-8 characters, e.g. with convmv, or use another path",
+        )
+    return UserError(
+        f"{key} is {shown} in the encoding {encoding} of this shell, which has no such character",
+        where=key,
+        fix="export LC_ALL=C.UTF-8, and unset PYTHONUTF8",
+    )
 
 
 def _absolute_script(word: str) -> str:

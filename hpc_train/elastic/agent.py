@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.clock import VARIABLE, Clock
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -49,8 +51,8 @@ from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
-from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
-from hpc_train.run.requests import StopRequests, watch_signals
+from hpc_train.run.processes import out_of_resources, raise_descriptor_limit, refuse_few_descriptors
+from hpc_train.run.requests import StopRequests, stop_was_requested, watch_signals
 from hpc_train.run.streams import nonfailing_streams
 from hpc_train.telemetry.monitoring.exporter import monitored
 
@@ -97,8 +99,8 @@ def run_agent(
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 return _run(run, allocation, end, stop, on_tick or _no_op, entry, store, begun)
-        except (UserError, OSError) as error:
-            refusal = error if isinstance(error, UserError) else out_of_descriptors(error)
+        except (UserError, OSError, RuntimeError) as error:
+            refusal = error if isinstance(error, UserError) else out_of_resources(error)
             if refusal is None:
                 raise
             print(refusal, file=sys.stderr)
@@ -141,8 +143,11 @@ def _run(
         write_for_group()
     if allocation.node_rank == 0:
         _refuse_third_kill(run, config, allocation)
+        if read_or(lambda: stop_was_requested(run), False):  # by a signal that came before this process watched them
+            stop.request("SIGUSR1")
     node = _this_node(config, allocation)
-    events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
+    os.environ.pop(VARIABLE, None)  # of a job around this one
+    events = EventLog.open(run, f"agent-{allocation.node_name}", 0, clock=Clock.at(time.time()))
     output = FileWriter("the output of the workers")
     with (
         closing(events),

@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
@@ -35,6 +35,7 @@ from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -53,7 +54,8 @@ def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
     by_slurm = in_job and was_suspended(pause.until - pause.seconds)
     reason = "Slurm suspended the job" if by_slurm else "the processes of the batch host did not execute"
     event, seconds = "suspended" if by_slurm else "paused", round(pause.seconds, 3)
-    events.write(event, seconds=seconds, until=pause.until, reason=f"{reason} for {seconds:.0f} s")
+    until = events.clock.of_wall(pause.until)
+    events.write(event, seconds=seconds, until=until, reason=f"{reason} for {seconds:.0f} s")
 
 
 class EndedByServer(Exception):
@@ -162,6 +164,8 @@ class Agent:
     def _take_part(self, client: RendezvousClient, spec: AttemptSpec) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
         self._attempt = spec.attempt
+        if self.stores is None:
+            self.events = replace(self.events, clock=Clock.at(spec.started))
         self.budget.hold(self.allocation.nodes * spec.gpus_per_node)
         if self.stores is not None:
             self.stores.serve(spec.attempt)
@@ -220,6 +224,7 @@ class Agent:
         bound = bindings(self.node.facts, local_workers)
         visible = devices(self.node.facts)
         config = _pickled(self.config)
+        environment = spec.environment | self.events.clock.environment()
         return [
             WorkerSpec(
                 run_dir=str(self.run.path),
@@ -235,7 +240,7 @@ class Agent:
                 store_prefix=spec.store_prefix,
                 gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
-                **_device_and_environment(local_rank, visible, spec.environment, self._visible_gpus),
+                **_device_and_environment(local_rank, visible, environment, self._visible_gpus),
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=spec.stop_grace_s,
                 checked=spec.checked,

@@ -90,6 +90,7 @@ class Session:
                 stores = Stores(None if isinstance(self.entry, Script) else self.store)
                 attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, self.own), self.events)
                 coordinator = _coordinator(run, config, allocation, attempts)
+                coordinator.stop = self.stop.reason  # requested before any attempt: none starts
                 server, address = _start_server(run, config, allocation, attempts, coordinator, tracking)
             else:
                 limit_s = config.elastic.join_timeout_s
@@ -109,7 +110,7 @@ class Session:
             if server is not None:
                 server.join()
             if end is not None and allocation.node_rank == 0:
-                extend_comment(_summary(run), SUMMARY)
+                extend_comment(_summary(run, self.events.now()), SUMMARY)
 
     def _idle_gpus(self, gpus: GpuErrors) -> IdleGpus:
         """Returns what tells of idle GPUs of this node, and starts it."""
@@ -140,7 +141,7 @@ class Session:
             stop=self.stop,
             watch=Watch.of(run, allocation.node_name, config),
             gpu_errors=GpuErrors(node.facts, node.workers),
-            budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus),
+            budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus, self.events.now),
             on_tick=self.on_tick,
             entry=self.entry,
             events=self.events,
@@ -155,12 +156,12 @@ class Session:
 SUMMARY = re.compile(r" ?goodput=\S+( mfu=\S+)?( gpu_hours=\S+)?$")
 
 
-def _summary(run: RunDirectory) -> str:
+def _summary(run: RunDirectory, now: float) -> str:
     """Returns what the job's comment, and so ``sacct``, says about the run: ``goodput=0.93 mfu=0.41 gpu_hours=12.0``.
 
     All jobs of the run count. MFU is that of the last logged step.
     """
-    total = read_or(lambda: read_ledger(run, time.time()).total, Account())
+    total = read_or(lambda: read_ledger(run, now).total, Account())
     mfu = read_or(lambda: run.newest_metrics(run.newest_attempt()).get("mfu"), None)
     parts = [f"goodput={total.useful_share:.2f}"]
     parts += [] if mfu is None else [f"mfu={mfu:.2f}"]
@@ -197,7 +198,7 @@ def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, atte
         ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: read_or(lambda: attempts.superseded() or over_budget(run, config), None),
+        refusal=lambda: read_or(lambda: attempts.superseded() or over_budget(run, config, attempts.events.now()), None),
         superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,

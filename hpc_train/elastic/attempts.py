@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
-
 from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
@@ -27,13 +25,14 @@ from hpc_train.elastic.rendezvous.causes import FailureReport
 from hpc_train.elastic.rendezvous.channel import Message
 from hpc_train.elastic.rendezvous.orders import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd, progress_of, request, request_from_slurm
+from hpc_train.elastic.requeue import JobEnd, is_announcement, progress_of, request, request_from_slurm
 from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
 from hpc_train.elastic.workers import Workers, cpu_limit
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.clock import age_of_this_process
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
@@ -90,6 +89,9 @@ class Attempts:
         if leave.outage is not None:
             details: dict[str, Any] = {"class": Failure.FILE_SYSTEM, "message": leave.outage}
             events.write("file_system_failed", **details)
+        if leave.decision.action is Action.STOP and self.end is not None and is_announcement(leave.stop, self.run):
+            reason = f"Slurm announced the time limit or a preemption ({leave.stop})"
+            leave = replace(leave, decision=RestartDecision(Action.REQUEUE, reason))
         leave, code = self._ask_for_requeue(leave, events)
         action = leave.decision.action
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
@@ -155,7 +157,7 @@ class Attempts:
             job_id=self.allocation.job_id,
             node=self.allocation.node_name,
             pid=os.getpid(),
-            started=time.time(),
+            started=self.events.now(),
             address=self.allocation.address,
             port=port,
             nodes=len(start.nodes),
@@ -174,7 +176,7 @@ class Attempts:
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
         events = self._events()
         gpus = self.allocation.nodes * spec.gpus_per_node  # held by the job
-        began = psutil.Process().create_time()
+        began = events.now() - age_of_this_process()
         events.write(
             "started", layout=str(spec.layout), world_size=spec.layout.world_size, gpus=gpus, began=began,
             job_id=spec.job_id, launch=spec.launch_id, nodes=[node.name for node in start.nodes],

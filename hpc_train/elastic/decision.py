@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from hpc_train.run.ledger import read_ledger
 
 ANNOUNCEMENT = "SIGUSR2"  # Slurm announces the time limit and preemptions with it; other signals come from a user
 ATTEMPTS_WITHOUT_A_STEP = 3
+OF_CODE = (Failure.USER_ERROR, Failure.REFUSED, Failure.KILLED, Failure.EXITED, Failure.COMMUNICATION)
 GOOD_STEPS = 10  # the first two steps allocate all memory, an evaluation may need a little more
 
 
@@ -76,7 +77,9 @@ class RestartDecision:
 
 def decide(history: History, ended: Ended) -> RestartDecision:
     """Returns the decision after the attempt ``ended``; ``history`` holds the attempts before it."""
-    if ended.failure is None:
+    # an attempt that a user stops while it starts, and that then fails, has lost nothing
+    while_starting = ended.stop not in (None, ANNOUNCEMENT) and ended.step <= history.furthest
+    if ended.failure is None or (while_starting and ended.failure in OF_CODE):
         stopped = Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.STOP
         return RestartDecision(Action.FINISH if ended.exit is Exit.DONE else stopped)
     after, advice = history.after(ended.step), advice_for(ended.failure, ended.message, ended.saved)
@@ -166,12 +169,13 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 24 * 3600.0  # between two readings of the
 class Budget:
     """The GPU-hour budget (``run.max_gpu_hours``) of a job that holds ``gpus`` GPUs.
 
-    A live run that has used it up is asked to stop, saves, and is not started again.
+    A live run that has used it up is asked to stop, saves, and is not started again. ``now`` is the clock of the job.
     """
 
     run: RunDirectory
     most: float | None
     gpus: int
+    now: Callable[[], float] = time.time
     _next: float = field(default=0.0, init=False)  # earliest time at which it can be used up, on the monotonic clock
 
     def hold(self, gpus: int) -> None:
@@ -186,7 +190,7 @@ class Budget:
         if self.most is None or now < self._next:
             return False
         try:
-            left = self.most - in_time(lambda: used(self.run))
+            left = self.most - in_time(lambda: used(self.run, self.now()))
         except OSError:  # the file system is away: look again later
             self._next = now + RETRY_S
             return False
@@ -194,14 +198,14 @@ class Budget:
         return left <= 0
 
 
-def over_budget(run: RunDirectory, config: Config) -> str | None:
-    """Describes a run that has used up its GPU hours; None otherwise."""
+def over_budget(run: RunDirectory, config: Config, now: float) -> str | None:
+    """Describes a run that has used up its GPU hours at the time ``now``; None otherwise."""
     most = config.run.max_gpu_hours
-    if most is None or (so_far := used(run)) < most:
+    if most is None or (so_far := used(run, now)) < most:
         return None
     return f"the run has used {so_far:.1f} GPU-hours (run.max_gpu_hours={most:g})"
 
 
-def used(run: RunDirectory) -> float:
-    """Returns the GPU hours used by all jobs of the run."""
-    return read_ledger(run, time.time()).total.gpu_hours
+def used(run: RunDirectory, now: float) -> float:
+    """Returns the GPU hours used by all jobs of the run until ``now``."""
+    return read_ledger(run, now).total.gpu_hours

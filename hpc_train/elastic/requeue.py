@@ -1,8 +1,8 @@
 """Decides whether a stopped job runs again, and records the end of a Slurm job for its batch script.
 
 Slurm announces the time limit and preemptions with SIGUSR2 (``--signal``); SIGUSR1, SIGTERM and Ctrl-C are stop
-requests of a user. The agent of node 0 decides and leaves a marker; the batch script, which outlives the agents, asks
-Slurm.
+requests of a user, unless they come shortly before the limit and no command of hpc_train has sent them. The agent of
+node 0 decides and leaves a marker; the batch script, which outlives the agents, asks Slurm.
 
 The batch script runs outside of any container and possibly without Python, so these are files in ``attempts/`` whose
 names a shell can compute from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``:
@@ -36,7 +36,16 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
-from hpc_train.slurm.client import PATIENT_S, may_requeue, own_job, query, state_and_priority, usable_nodes
+from hpc_train.run.requests import STOP_SIGNALS, stop_was_requested
+from hpc_train.slurm.client import (
+    PATIENT_S,
+    may_requeue,
+    own_job,
+    query,
+    state_and_priority,
+    time_of_own_job,
+    usable_nodes,
+)
 from hpc_train.slurm.states import Phase
 
 MIN_USEFUL_SHARE = 0.2
@@ -47,8 +56,9 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (returns 75), or reports why the job is given up (returns 93)."""
     step, before = progress_of(end.run, config), end.requeues()
     is_script = config.run.command is not None  # how much of its time was useful is not known
-    useless = None if is_script else _useless(end.run)
-    refusal = _refusal(config, step, before) or over_budget(end.run, config) or useless or _once(end, config)
+    useless = None if is_script else _useless(end.run, events.now())
+    spent = over_budget(end.run, config, events.now())
+    refusal = _refusal(config, step, before) or spent or useless or _once(end, config)
     if refusal is None:
         exclude = _excluded(end.run, config)
         end.ask_for_requeue(step, exclude)
@@ -58,6 +68,24 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     events.write("stopped_retrying", step=step, exit_code=int(Exit.GAVE_UP), message=message)
     print(message, file=sys.stderr)
     return Exit.GAVE_UP
+
+
+LAST_S = 3600.0  # before its time limit, in which a job takes a stop signal as an announcement of the limit
+EARLY_S = 60.0  # by which Slurm may send the signal early
+
+
+def is_announcement(stop: str | None, run: RunDirectory) -> bool:
+    """Returns whether Slurm, and not a user, has sent the signal ``stop`` to this job.
+
+    A batch script may request another signal than USR2 before its limit. Then the job is in the last third of its
+    time, or Slurm preempts it, and no command of hpc_train has recorded a stop request.
+    """
+    if stop not in {each.name for each in STOP_SIGNALS} or stop_was_requested(run):
+        return False
+    shown = time_of_own_job()
+    if shown is None:
+        return False
+    return shown.preempted or shown.limit_s - shown.run_s <= min(shown.limit_s / 3, LAST_S) + EARLY_S
 
 
 def request_from_slurm(end: JobEnd, config: Config) -> str | None:
@@ -105,9 +133,9 @@ def _requeued_enough(count: int) -> str:
     return f"the job was already requeued {count} times (elastic.max_requeues)"
 
 
-def _useless(run: RunDirectory) -> str | None:
+def _useless(run: RunDirectory, now: float) -> str | None:
     """Describes a run whose last two jobs spent their time on other things than steps; None otherwise."""
-    jobs = [job for job in read_ledger(run, time.time()).jobs if job.held_s >= MIN_JOB_S][-2:]
+    jobs = [job for job in read_ledger(run, now).jobs if job.held_s >= MIN_JOB_S][-2:]
     if len(jobs) < 2 or any(job.useful_share >= MIN_USEFUL_SHARE for job in jobs):
         return None
     shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)

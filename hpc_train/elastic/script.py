@@ -31,6 +31,7 @@ from hpc_train.config.values import command_words, parse_hang_timeout
 from hpc_train.elastic.hang_bounds import START_S
 from hpc_train.plan.own_code import PYTHONS, own_code_notes
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
+from hpc_train.run.clock import Clock
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import BackgroundCall
@@ -93,7 +94,8 @@ class Script:
         variables |= {PROGRESS: str(progress), RUN_DIRECTORY: spec.run_dir}
         metrics = None
         if spec.rank == 0:
-            metrics = StepLog(RunDirectory(Path(spec.run_dir)), spec.attempt, spec.layout.world_size)
+            run = RunDirectory(Path(spec.run_dir))
+            metrics = StepLog(run, spec.attempt, spec.layout.world_size, Clock.inherited(spec.environment))
         process = subprocess.Popen(
             [*wrapper, *self.words],
             stdin=subprocess.DEVNULL,
@@ -217,7 +219,8 @@ LOG_EVERY_S = 5.0
 class StepLog:
     """Writes the steps that rank 0 of a script tells as metrics of the run, at most one line per ``LOG_EVERY_S``."""
 
-    def __init__(self, run: RunDirectory, attempt: int, world_size: int) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, world_size: int, clock: Clock) -> None:
+        self._clock = clock
         self._head = {"attempt": attempt, "world_size": world_size}
         self._log = MetricsLog(run, attempt)
         self._last: tuple[float, int] | None = None  # time and step of the last line
@@ -225,7 +228,7 @@ class StepLog:
 
     def note(self, step: int) -> None:
         self._unwritten = step
-        if self._last is None or time.time() - self._last[0] >= LOG_EVERY_S:
+        if self._last is None or self._clock.now() - self._last[0] >= LOG_EVERY_S:
             self._write()
 
     def close(self) -> None:
@@ -235,7 +238,7 @@ class StepLog:
     def _write(self) -> None:
         if self._unwritten is None:
             return
-        now, step, self._unwritten = time.time(), self._unwritten, None
+        now, step, self._unwritten = self._clock.now(), self._unwritten, None
         line: dict[str, Any] = {"time": now, "step": step} | self._head
         if self._last is not None and step > self._last[1]:
             line["step_s"] = (now - self._last[0]) / (step - self._last[1])

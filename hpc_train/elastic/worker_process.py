@@ -134,12 +134,13 @@ def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection, faile
         report.send({"kind": REPORTS[code], "reason": stop.reason})
         return code
     except BaseException as error:
-        report.send(_failure(error))
+        failure = _failure(error, Path(spec.run_dir))
+        report.send(failure)
         traceback.print_exc()
-        return Exit.REFUSED if classify(error) is Failure.REFUSED else Exit.FAILED
+        return Exit.REFUSED if failure["class"] is Failure.REFUSED else Exit.FAILED
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _failure(error: BaseException, run: Path) -> dict[str, Any]:
     own_frame = error.__traceback__
     below = own_frame.tb_next if own_frame else None
     text = "".join(traceback.format_exception(type(error), error, below))
@@ -152,7 +153,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
     message = f"the code called exit({error})" if isinstance(error, SystemExit) else str(error) or type(error).__name__
     return {
         "kind": "failed",
-        "class": classify(error),
+        "class": classify(error, run),
         "message": _encodable(message),
         "traceback": _encodable(text),
         "secondary": secondary,

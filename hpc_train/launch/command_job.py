@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
-from hpc_train.launch.sbatch import NO_SITE
+from hpc_train.launch.sbatch import NO_SITE, output_file
 from hpc_train.launch.script import python
 from hpc_train.launch.shell import exports, setup_lines, shell_word
 from hpc_train.run.exits import Exit
@@ -52,7 +52,7 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     name = "-".join(word for word in words[:2] if word.isalpha())  # the command without overrides, which may be paths
     log = folder.absolute() / f"{name}-{secrets.token_hex(3)}.out"
     code = log.with_suffix(".code")
-    options = [*_options(words[0], config), f"--output={log}", *extra]
+    options = [*_options(words[0], config), f"--output={output_file(log.parent, log.name)}", *extra]
     clusters = other_clusters(config.cluster.clusters, NO_SITE)
     try:
         job_id = client.submit(options, _script(words, config, code), f"hpc_train-job:{log}", clusters)

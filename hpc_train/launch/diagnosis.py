@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.elastic.killed_step import KILLED, more_memory
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
-from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
+from hpc_train.launch.job_status import NOT_LAUNCHED, JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.launch.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
@@ -50,6 +50,10 @@ BY_STATE = {
     "PREEMPTED": "a job with a higher priority preempted it: resume the run",
     "CANCELLED": "it was cancelled: resume the run",
 }
+NOT_LAUNCHED_ADVICE = (
+    "check that the nodes can create files in {folder}, where the job's output goes; otherwise a node is faulty: "
+    "cluster.exclude=NODE excludes it"
+)
 
 
 @dataclass(frozen=True)
@@ -298,6 +302,8 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
         return []
     saved = CheckpointStore(item.run.checkpoints).newest() is not None
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
+    if NOT_LAUNCHED in view.message:
+        found.append(NOT_LAUNCHED_ADVICE.format(folder=Path(item.submission.get("output", item.run.logs)).parent))
     if cause is not None and cause.kind in list(Failure):
         by_job = facts is not None and HOST_MEMORY in cause.message  # its memory is that of cluster.mem
         known = advice_for(Failure(cause.kind), cause.message, None if item.config.run.command else saved)

@@ -122,11 +122,21 @@ def _check_extra(cluster: ClusterConfig) -> None:
 # Bash, because a batch script runs outside of containers and may have no Python. Of the tasks of an array,
 # `scontrol show job` prints only the one that is named by both of its numbers.
 EXPORT = r"""
-# A step inherits the GPUs that its job requests, but not those that the job has only through --exclusive. To get these,
-# the step requests as many per node as every node of the job has.
+# The agent is the only task of its node and uses all GPUs that the job has there, also if the script requests resources
+# for one task per GPU.
+unset SLURM_GPU_BIND SLURM_NTASKS_PER_GPU
+tasks=one
+if [ "${SLURM_NTASKS_PER_NODE:-1}" -gt 1 ] || [ "${SLURM_NTASKS:-0}" -gt "${SLURM_JOB_NUM_NODES:-1}" ]; then
+  unset SLURM_GPUS_PER_TASK
+  tasks=several
+fi
+# A step inherits the GPUs that its job requests per job, node or socket, but neither those that the job requests for
+# several tasks of a node, nor those that it has only through --exclusive. To get these, the step requests as many per
+# node as every node of the job has.
 if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
   job=$(scontrol show job --details "$job" 2> /dev/null) || true
+  [ "$tasks" = one ] || job=${job//TresPerTask=/}
   if ! grep -q 'TresPer[A-Za-z]*=[^ ]*gpu' <<< "$job"; then
     gpus=$(sed -n 's/(IDX:[^)]*)//g; s/^ *Nodes=.* GRES=//p' <<< "$job" | awk -F, '
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
@@ -163,12 +173,24 @@ def gpu_export_lines() -> list[str]:
     return EXPORT.splitlines()
 
 
+def has_several_tasks(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether the surrounding job requests several tasks per node, e.g. one per GPU.
+
+    An agent is the only task of its node: it needs the GPUs and cores of all of them.
+    """
+    per_node, tasks = environment.get("SLURM_NTASKS_PER_NODE", "1"), environment.get("SLURM_NTASKS", "0")
+    return int(per_node) > 1 or int(tasks) > int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+
+
 def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     """Returns the GPUs of the surrounding job. Slurm is asked, since salloc's shell may run outside of its nodes."""
-    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):  # one task per node
+    several = has_several_tasks(environment)
+    for name in ("SLURM_GPUS_PER_NODE", *(() if several else ("SLURM_GPUS_PER_TASK",))):
         if name in environment:
             return JobGpus(_count(environment[name]), True)
     shown = _show_job(own_job(environment), environment.get("PATH"))
+    if several:
+        shown = shown.replace("TresPerTask=", "")
     asked = re.findall(r"\bTresPer[A-Za-z]*=(\S*gpu\S*)", shown)
     per_node = re.search(r"\bTresPer(?:Node|Task)=(\S*gpu\S*)", shown)
     inherited = bool(asked) or "SLURM_GPUS" in environment

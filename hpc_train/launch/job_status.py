@@ -153,6 +153,7 @@ def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus |
 # signals that users send; after others the scheduler may run the job again
 USER_SIGNALS = ("SIGUSR1", "SIGINT", "SIGHUP")
 
+NOT_LAUNCHED = "JobLaunchFailure"  # Slurm's reason, e.g. if a node cannot create the job's output file
 NOT_STARTED = "not started"  # the user has ended the submission before
 TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
@@ -343,14 +344,15 @@ def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path
         exit_code = Exit.STOPPED if not known.metrics else Exit.FAILED
         return replace(known, state="cancelled", exit=final_code(exit_code, run))
     if stop_was_requested(run) and not known.metrics:
-        return replace(known, state="cancelled", exit=final_code(Exit.STOPPED, run))
+        message = f"stopped before the first step ({run.record().get('stop_requested_by', 'cancel')})"
+        return replace(known, state="cancelled", exit=final_code(Exit.STOPPED, run), message=message)
     if not run.path.exists():  # and with it what the agent has written
         message = f"the run directory {run.path} was deleted while the job was running"
         return replace(known, state="failed", exit=Exit.FAILED, message=message)
-    last_output = (
-        "\n".join(run.end_of_output(output).strip().splitlines()[-30:])
-        or "the agent ended without any output; it may have been killed"
-    )
+    ended = "the agent ended without any output; it may have been killed"
+    if status is not None and NOT_LAUNCHED in status.reason:
+        ended = f"Slurm could not launch the job ({status.reason})"
+    last_output = "\n".join(run.end_of_output(output).strip().splitlines()[-30:]) or ended
     reported = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
     return replace(known, state="failed", exit=Exit.FAILED, message=reported + last_output)
 

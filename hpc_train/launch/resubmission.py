@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,15 +26,11 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import share
 from hpc_train.run.freeze import claim_run
-from hpc_train.run.lease import find_live, refuse_live
+from hpc_train.run.lease import ENDING_JOB_WAIT_S, refuse_live
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.run.snapshot import has_changed, snapshot_code
 from hpc_train.telemetry.terminal import Terminal
-
-# A job stays in Slurm for a few seconds after its agents have ended; a cancelled one saves first.
-ENDING_JOB_WAIT_S = 30.0
-POLL_LIVE_S = 3.0
 
 
 def resubmit(
@@ -62,8 +59,7 @@ def resubmit(
     console = Terminal(stderr=as_json)
     until = time.monotonic() + ENDING_JOB_WAIT_S
     for item in found:
-        wait_if_ending(item.run, until, console)
-        refuse_live(item.run)
+        refuse_live(item.run, is_ending=_is_ending, until=until, tell=partial(_tell, console))
     jobs = [item.job() for item in found]
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
@@ -85,18 +81,8 @@ def resubmit(
     return Exit.DONE if detach else report(queue, console, comparison)
 
 
-def wait_if_ending(run: RunDirectory, until: float, console: Console) -> None:
-    """Waits until the job of a run leaves if it has ended or was stopped, at most until ``until``, and reports this.
-
-    Args:
-        until: of ``time.monotonic()``.
-    """
-    reported = False
-    while (live := find_live(run)) and _is_ending(run) and time.monotonic() < until:
-        if not reported:
-            console.print(f"waiting until the stopped job has ended: {live}", markup=False, highlight=False)
-        reported = True
-        time.sleep(POLL_LIVE_S)
+def _tell(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False)
 
 
 def _is_ending(run: RunDirectory) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
+from hpc_train.run.requests import STOP_SIGNALS
 from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, other_clusters, seconds
 from hpc_train.slurm.variables import preset
 
@@ -75,12 +78,31 @@ def survives_node_loss(elastic: ElasticConfig) -> bool:
     return elastic.spares > 0 or elastic.min_nodes is not None
 
 
-def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, str | None]:
-    """Returns name, comment and output file of a submission; the comment identifies the run directory."""
+def identity(jobs: Sequence[Job], directory: Path, output: str) -> dict[str, str | None]:
+    """Returns name, comment and output file of a submission; the comment identifies the run directory.
+
+    Args:
+        output: of ``output_file``.
+    """
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
     name = config.cluster.job_name or f"hpc_train-{directory.name}"
-    return {"job-name": name, "comment": comment, "output": str(output)}
+    return {"job-name": name, "comment": comment, "output": output}
+
+
+def output_file(folder: Path, name: str) -> str:
+    """Returns the value of ``--output`` for a file in ``folder``; Slurm replaces patterns (``%j``) in ``name`` only.
+
+    Raises:
+        UserError: the path has a backslash, which Slurm removes.
+    """
+    if "\\" in f"{folder}":
+        raise UserError(
+            f"the path {folder} has a backslash, which Slurm removes from the path of a job's output",
+            where="run.root",
+            fix="run.root=DIR with a path without backslashes",
+        )
+    return f"{str(folder).replace('%', '%%')}/{name}"
 
 
 def array(count: int, cap: int | str) -> dict[str, str | None]:
@@ -165,26 +187,76 @@ def signal_lead(job: Job) -> StopTime:
     return StopTime(max(1, int(lead.seconds)), lead.reason)
 
 
-SIGNAL = re.compile(r"#SBATCH\s.*?--signal[=\s]\s*(?:[A-Z]+:)?\w+(?:@(\d+))?")
+SIGNAL = re.compile(r"#SBATCH\s.*?--signal[=\s]\s*[\"']?(?:([BR]+):)?(\w+)(?:@(\d+))?", re.IGNORECASE)
 DEFAULT_LEAD_S = 60  # sbatch's, without @SECONDS
+AGENT_SIGNALS = frozenset(each.name for each in STOP_SIGNALS)
 
 
-def script_lead(script: str) -> int | None:
-    """Returns how many seconds before its limit the ``#SBATCH`` lines of a script request a signal; None if they do
-    not.
+@dataclass(frozen=True)
+class AskedSignal:
+    """The signal before the time limit that the ``#SBATCH`` lines of a script request.
+
+    Attributes:
+        text: as in the script: ``B:USR1@60``.
+        name: without ``SIG``: ``USR1``.
+        lead_s: seconds before the limit.
+        to_shell: whether only the batch script gets it (``B:``).
     """
+
+    text: str
+    name: str
+    lead_s: int
+    to_shell: bool
+
+
+def script_signal(script: str) -> AskedSignal | None:
+    """Returns the signal that the ``#SBATCH`` lines of a script request; None if they do not."""
     header = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
     found = [match for match in map(SIGNAL.match, header) if match is not None]
-    return int(found[-1][1] or DEFAULT_LEAD_S) if found else None
+    if not found:
+        return None
+    flags, name, lead = found[-1].groups()
+    if name.isdigit():
+        name = next((each.name for each in signal.Signals if each == int(name)), name)
+    text = f"{flags}:" if flags else ""
+    text += found[-1][2] + (f"@{lead}" if lead else "")
+    return AskedSignal(
+        text, name.upper().removeprefix("SIG"), int(lead or DEFAULT_LEAD_S), "B" in (flags or "").upper()
+    )
+
+
+def refuse_lost_signal(script: str, needed: StopTime) -> None:
+    """Raises UserError if a script requests a signal before its limit that does not make its agents save.
+
+    The agents take USR2, and near the time limit each signal that stops them, as Slurm's announcement. ``job.sh``
+    passes USR1 and USR2 on that Slurm sends to the batch script alone (``B:``).
+    """
+    asked = script_signal(script)
+    if asked is None:
+        return
+    if asked.to_shell:
+        heard = asked.name in ("USR1", "USR2") and "job.sh" in script
+        loss = "the batch script alone, which does not pass it on to the agents"
+    else:
+        heard = f"SIG{asked.name}" in AGENT_SIGNALS
+        loss = "the agents, which it kills or which ignore it"
+    if heard:
+        return
+    raise UserError(
+        f"#SBATCH --signal={asked.text} sends {asked.name} to {loss}: the run would end at its time limit without a "
+        "save and a requeue",
+        where="the batch script",
+        fix=f"#SBATCH --signal=USR2@{max(asked.lead_s, math.ceil(needed.seconds))}",
+    )
 
 
 def short_lead(script: str, needed: StopTime) -> str | None:
     """Returns a warning if a script requests its signal too late for the final checkpoint."""
-    lead = script_lead(script)
-    if lead is None or lead >= needed.seconds:
+    asked = script_signal(script)
+    if asked is None or asked.lead_s >= needed.seconds:
         return None
     return (
-        f"warning: #SBATCH --signal requests the signal {lead} s before the time limit, but saving may take "
+        f"warning: #SBATCH --signal requests the signal {asked.lead_s} s before the time limit, but saving may take "
         f"{needed.seconds:g} s: {needed.reason}\n"
         f"  fix: #SBATCH --signal=USR2@{math.ceil(needed.seconds)} in the script, or sbatch --signal=USR2@"
         f"{math.ceil(needed.seconds)}, which overrides the line and is not visible here"

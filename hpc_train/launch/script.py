@@ -33,7 +33,11 @@ ENVIRONMENT = (
     + """
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
-# srun does not inherit --cpus-per-task from the job; on exclusive nodes, a task gets all cores of the smallest node
+# srun does not inherit --cpus-per-task from the job; on exclusive nodes, and if the job requests several tasks per
+# node, the agent gets all cores of the smallest node
+if [ "${SLURM_NTASKS_PER_NODE:-1}" -gt 1 ] || [ "${SLURM_NTASKS:-0}" -gt "$SLURM_JOB_NUM_NODES" ]; then
+  unset SLURM_CPUS_PER_TASK
+fi
 cores=$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 """.rstrip()
@@ -67,6 +71,10 @@ WAIT = """\
   while [ -z "$recorded" ] && kill -0 "$srun" 2> /dev/null; do
     sleep 1 || true # scancel interrupts the sleep with TERM
     recorded=$(ls "$end".node-* 2> /dev/null) || true
+    if ((announced && SECONDS >= announced)); then # again after 10 s, since agents that are still starting miss it
+      kill -USR2 "$srun" 2> /dev/null || true
+      announced=$((SECONDS + 10))
+    fi
   done
   if ! srun_ends 25; then
     echo "the agents have ended but their step has not (a node may be frozen): asking Slurm to kill the step" >&2
@@ -258,6 +266,9 @@ REQUEUE_BEFORE = """\
 # scancel also sends TERM to this script. A cancelled job is never requeued.
 cancelled=
 trap 'cancelled=yes' TERM
+# Slurm sends the signal of --signal=B:USR1@SECONDS to this script alone, which passes it on to the agents as USR2.
+announced=0
+trap 'announced=1' USR1 USR2
 
 # the prefix of the files in which the agents record how this start of the job ended, and the id of the job
 end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"

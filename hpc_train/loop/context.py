@@ -206,7 +206,7 @@ class Context:
             return
         if taken := [name for name in values if name in RESERVED]:
             raise UserError(f"{', '.join(taken)} is written by hpc_train", where="context.log", fix="another name")
-        head = {"time": time.time(), "step": step, "attempt": self.attempt, "world_size": self.world_size}
+        head = {"time": self._report.events.now(), "step": step, "attempt": self.attempt, "world_size": self.world_size}
         own = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._logged = own
         times = self._timer.read(step)
@@ -263,7 +263,7 @@ class Context:
             events.record(run, result=result)
             print("finished: " + ", ".join(f"{name} {value}" for name, value in result.items()))
         event, last = "training_stopped" if self._stopped else "training_finished", self._timer.read(self.step)
-        head = {"event": event, "time": time.time(), "attempt": self.attempt, "step": self.step}
+        head = {"event": event, "time": events.now(), "attempt": self.attempt, "step": self.step}
         spent = read_ledger(run, closing=head | last).total
         print(spent_line(spent), flush=True)
         events.write(event, step=self.step, **last, ledger=spent.as_json())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.values import runs_own_code
 from hpc_train.plan.float8 import Products
+from hpc_train.users import user_cache
 from hpc_train.version import __version__
 
 _FORMAT = 2
@@ -184,7 +184,7 @@ def versions() -> Mapping[str, str]:
 
 def counts_file(key: str) -> Path:
     """Returns the file with the counts: ``hpc_train/counts`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hpc_train", "counts", f"{key}.json")
+    return user_cache() / "counts" / f"{key}.json"
 
 
 @lru_cache(maxsize=64)

@@ -261,8 +261,11 @@ class RunDirectory:
             yield from self.follow(path).read()
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Returns all events of all writers, merged by time."""
-        return sorted(self.events_of("*"), key=lambda event: event["time"])
+        """Returns all events of all writers by attempt, and within an attempt by time.
+
+        The jobs of a run may have different clocks.
+        """
+        return sorted(self.events_of("*"), key=lambda event: (event["attempt"], event["time"]))
 
     def events_of(self, writer: str, attempt: int | None = None) -> Iterator[dict[str, Any]]:
         """Yields the events of ``writer`` in one or all attempts, in no particular order."""

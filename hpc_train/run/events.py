@@ -6,12 +6,12 @@ No two processes share a file, because two clients of a network file system that
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Failure, classify_message
 from hpc_train.run.file_writer import FileWriter, Outage
@@ -92,20 +92,27 @@ class EventLog:
     rank: int | None = None
     writer: FileWriter = field(default_factory=_writer, compare=False, repr=False)
     hear: Callable[[dict[str, Any]], object] | None = field(default=None, compare=False, repr=False)
+    clock: Clock = field(default_factory=Clock.inherited, compare=False)
 
     def __post_init__(self) -> None:
         self.writer.on_outage = self.write_outage
 
     @classmethod
-    def open(cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None) -> EventLog:
-        return cls(run.events_file(writer, attempt), attempt, rank)
+    def open(
+        cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None, clock: Clock | None = None
+    ) -> EventLog:
+        return cls(run.events_file(writer, attempt), attempt, rank, clock=clock or Clock.inherited())
 
     def write_outage(self, outage: Outage) -> None:
         """Appends an event about a time in which files of the run directory could not be written. Does not wait."""
         message = f"files of the run directory could not be written for {outage.seconds:.0f} s: {outage.failure}"
         kind = classify_message(outage.failure) or Failure.FILE_SYSTEM
-        times = {"began": outage.began, "seconds": round(outage.seconds, 3)}
+        times = {"began": self.now() - outage.seconds, "seconds": round(outage.seconds, 3)}
         self._append("file_system_failed", None, times | {"class": kind, "message": message}, wait=False)
+
+    def now(self) -> float:
+        """Returns the time by the clock of the job, in seconds since 1970."""
+        return self.clock.now()
 
     def of(self, attempt: int) -> EventLog:
         """Returns the log of the same process in another attempt; both share the pending lines."""
@@ -131,7 +138,7 @@ class EventLog:
     def _append(self, event: str, step: int | None, details: dict[str, Any], wait: bool) -> None:
         if event not in EVENTS:
             raise ValueError(f"unknown event {event!r}")
-        head = {"time": time.time(), "event": event, "rank": self.rank, "node": socket.gethostname()}
+        head = {"time": self.now(), "event": event, "rank": self.rank, "node": socket.gethostname()}
         event_line = head | {"attempt": self.attempt, "step": step} | details
         self.writer.append(self.path, event_line, wait)
         if self.hear is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -145,7 +147,8 @@ RESPONSES: dict[Failure, Response] = {
     ),
     Failure.FILE_SYSTEM: Response(
         Action.RESTART_OR_REQUEUE,
-        "the file system that the message names failed, not the code: check it with `ls` and `df` on that node",
+        "the file system that the message names failed, not the code: check it with `ls` and `df` on that node, and "
+        "with `klist` if it needs a ticket",
     ),
     Failure.NAN: Response(Action.FAIL, "use a lower optim.lr or more optim.warmup_steps, or inspect the data"),
 }
@@ -158,6 +161,8 @@ CRASHED_IMPORT = "importing torch crashed"
 NAMED_CAUSES: dict[str, str] = {
     r"ulimit -t": "raise the limit of CPU time: `ulimit -t unlimited` in the shell that starts the run, or in "
     "cluster.setup. If the hard limit is as low, ask the site's support or submit a job",
+    r"can't start new thread": "raise the limit of processes and threads: `ulimit -u unlimited` in the shell that "
+    "starts the run, or in cluster.setup; for a container a larger --pids-limit",
     r"/dev/shm|/torch_\d+_\d+|out of shared memory|through shared memory": "make room in the shared memory of the "
     "node: df -h /dev/shm, a larger --shm-size for a container, or batch.loader_workers=0, which needs none",
     r"Slurm killed .* for exceeding its memory": "set the larger cluster.mem that the message names",
@@ -240,26 +245,46 @@ class Diverged(CollectiveFailure, FloatingPointError):
     """Raised when the loss or the gradients are permanently not finite."""
 
 
-# Errors of a file system or its server. The last three are those of Lustre, NFS and FUSE whose server is gone.
+# Errors of a file system or its server. The second line is of Lustre, NFS and FUSE whose server is gone, the third of
+# AFS and NFS for a user whose ticket (Kerberos) has expired.
 FILE_SYSTEM = frozenset(
-    {errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT}
+    {errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO}
+    | {errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN}
+    | {errno.ENOKEY, errno.EKEYEXPIRED, errno.EKEYREVOKED}
 )
+# Errors that may pass for the files that hpc_train writes and only the file system can take away: a mount is missing,
+# or an NFS server refuses an expired ticket. For other files they are the user's.
+PASSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) | FILE_SYSTEM
+OWN_FILES = ("config.yaml", "run.json", "attempts", "checkpoints", "events", "metrics", "logs", ".locks")
 
 
-def classify(error: BaseException) -> Failure:
-    """Returns the class of an exception that ended a worker. It inspects types and messages and needs no torch."""
+def classify(error: BaseException, run: Path | None = None) -> Failure:
+    """Returns the class of an exception that ended a worker. It inspects types and messages and needs no torch.
+
+    Args:
+        run: the run directory of the worker.
+    """
     from hpc_train.errors import UserError
 
     if isinstance(error, UserError):  # e.g. a file of the run that cannot be read
         read = error.__cause__
-        failed = isinstance(read, OSError) and classify(read) is Failure.FILE_SYSTEM
+        failed = isinstance(read, OSError) and classify(read, run) is Failure.FILE_SYSTEM
         return Failure.FILE_SYSTEM if failed else Failure.REFUSED
-    if isinstance(error, OSError) and error.errno in FILE_SYSTEM and error.filename is not None:
-        return Failure.FILE_SYSTEM  # without a file it may be an error of a socket
+    if isinstance(error, OSError) and error.filename is not None:  # without a file it may be an error of a socket
+        passing = PASSING if _is_own_file(error.filename, run) else FILE_SYSTEM
+        if error.errno in passing:
+            return Failure.FILE_SYSTEM
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
     return _by_cuda_code(error) or classify_message(f"{type(error).__name__}: {error}") or Failure.USER_ERROR
+
+
+def _is_own_file(name: object, run: Path | None) -> bool:
+    """Returns whether hpc_train has written the file ``name`` in the directory ``run``."""
+    if run is None or not isinstance(name, str | os.PathLike) or not Path(name).is_relative_to(run):
+        return False
+    return Path(name) == run or Path(name).relative_to(run).parts[0] in OWN_FILES
 
 
 def classify_message(text: str) -> Failure | None:
@@ -333,6 +358,10 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "[Errno 121]",
         "Cannot send after transport endpoint shutdown",
         "[Errno 108]",
+        "Required key not available",
+        "[Errno 126]",
+        "Key has expired",
+        "[Errno 127]",
     ),
     Failure.KILLED: ("a data loader process died", "DataLoader worker (pid"),
     # "device-side assertion" is absent: torch ends every CUDA error message with how to enable such assertions.

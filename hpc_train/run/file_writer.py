@@ -32,9 +32,8 @@ CLOSE_S = 5.0  # for a file system that does not respond when the process ends
 
 @dataclass(frozen=True)
 class Outage:
-    """A time in which writes failed or hung: its beginning in seconds since 1970, its length, and the last failure."""
+    """A time in which writes failed or hung, which has just ended: its length, and the last failure."""
 
-    began: float
     seconds: float
     failure: str
 
@@ -212,13 +211,13 @@ class FileWriter:
         if self._outage_began is None:
             return
         if self.on_outage is not None:
-            self.on_outage(Outage(self._outage_began, time.time() - self._outage_began, self._outage_failure))
+            self.on_outage(Outage(time.monotonic() - self._outage_began, self._outage_failure))
         with self._changed:
             self._outage_began = None
             self._changed.notify_all()
 
     def _report_outage(self, failure: str, since_s: float = 0.0) -> None:
-        self._outage_began = self._outage_began or time.time() - since_s
+        self._outage_began = self._outage_began or time.monotonic() - since_s
         self._outage_failure = failure
         if not self._reported:
             self._reported = True

@@ -282,7 +282,7 @@ def claim_run(run: RunDirectory) -> None:
     """
     with _exclusive_freeze(run):
         refuse_live(run)
-        run.update_record(claimed_by=this_process())
+        run.update_record(claimed_by=this_process(), stop_requested=0.0)
 
 
 def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
@@ -383,6 +383,7 @@ def _facts(
         "snapshot": None if code is None else asdict(code),
         "versions": environment_versions(),
         "claimed_by": this_process() if claim else {},
+        "stop_requested": 0.0,
         "submissions": record.get("submissions", []),
         "own_code": own_code,
     }

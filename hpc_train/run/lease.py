@@ -20,6 +20,7 @@ from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, acquire, heartbeats, newest_lock
 from hpc_train.run.files import in_time
 from hpc_train.run.processes import is_alive, process
+from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import job_state
 
 _POLL_S = 5.0
@@ -104,18 +105,53 @@ def add_submission(
     entry: dict[str, Any] = {"executor": executor, "time": time.time(), "job_id": job_id}
     if pid is not None:
         entry |= process(pid)
-    run.update_record(submissions=[*run.record().get("submissions", []), entry | details], claimed_by={})
+    submissions = [*run.record().get("submissions", []), entry | details]
+    run.update_record(submissions=submissions, claimed_by={}, stop_requested=0.0)
 
 
-def refuse_live(run: RunDirectory) -> None:
-    """Raises UserError if another process or job is working on ``run`` or is queued for it."""
-    live = find_live(run)
-    if live is not None:
-        raise UserError(
-            f"the run in {run.path} is live: {live}",
-            where="run.name",
-            fix="wait until it ends, stop it, or set another run.name",
-        )
+# A job stays in Slurm for a few seconds after its agents have ended; one that a user has stopped saves first.
+ENDING_JOB_WAIT_S = 30.0
+POLL_LIVE_S = 3.0
+
+
+def _print_waiting(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def refuse_live(
+    run: RunDirectory,
+    *,
+    is_ending: Callable[[RunDirectory], bool] = stop_was_requested,
+    until: float | None = None,
+    tell: Callable[[str], None] = _print_waiting,
+) -> None:
+    """Raises UserError if another process or job is working on ``run`` or is queued for it.
+
+    Waits for a job that is ending.
+
+    Args:
+        is_ending: whether the live job of the run is about to end. By default, because a user has stopped it.
+        until: of ``time.monotonic()``, until when to wait; ``ENDING_JOB_WAIT_S`` from now by default.
+        tell: gets a line before a wait.
+    """
+    until = time.monotonic() + ENDING_JOB_WAIT_S if until is None else until
+    told = False
+    while (live := find_live(run)) is not None:
+        ends = is_ending(run)
+        if not ends or time.monotonic() >= until:
+            raise _still_live(run, live, ends)
+        if not told:
+            tell(f"waiting until the stopped job has ended: {live}")
+        told = True
+        time.sleep(POLL_LIVE_S)
+
+
+def _still_live(run: RunDirectory, live: str, ends: bool) -> UserError:
+    if ends:
+        fix = f"python -m hpc_train wait {run.path}   waits until it has ended; then repeat this command"
+        return UserError(f"the run in {run.path} is stopping: {live}", where="run.name", fix=fix)
+    fix = "wait until it ends, stop it, or set another run.name"
+    return UserError(f"the run in {run.path} is live: {live}", where="run.name", fix=fix)
 
 
 def find_live(run: RunDirectory) -> str | None:

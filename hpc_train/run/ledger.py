@@ -169,7 +169,7 @@ def _kept_at_end(attempts: Sequence[Attempt], now: float | None) -> float:
 def _newest_checkpoint_step(events: Iterable[Event]) -> int:
     """Returns the step of the newest checkpoint; 0 if there is none."""
     saved = [event for event in events if event["event"] == "checkpoint_saved"]
-    return max(saved, key=lambda event: event["time"])["step"] if saved else 0
+    return max(saved, key=lambda event: (event["attempt"], event["time"]))["step"] if saved else 0
 
 
 def _waiting(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None) -> Account:

@@ -167,6 +167,34 @@ def out_of_descriptors(error: BaseException) -> UserError | None:
     return _few_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
+NO_THREAD = "can't start new thread"  # of a RuntimeError of Python
+
+
+def out_of_resources(error: BaseException) -> UserError | None:
+    """Returns the message for the error that this process may open no more files, or start no more threads or
+    processes; None for any other error.
+    """
+    no_process = isinstance(error, BlockingIOError) and error.filename is None  # EAGAIN of fork
+    if not no_process and not (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
+        return out_of_descriptors(error)
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+        for limit in resource.getrlimit(resource.RLIMIT_NPROC)
+    )
+    return UserError(
+        "the system starts no more threads or processes of this user",
+        where=f"the limit of processes and threads (ulimit -Su: {soft}, ulimit -Hu: {hard}), or that of a container",
+        fix=f"{PROCESS_LIMIT_FIX}; or end other processes of yours",
+    )
+
+
+PROCESS_LIMIT_FIX = (
+    "`ulimit -u unlimited` before the start, in a job in cluster.setup, and for a container a larger --pids-limit; if "
+    "this is refused, ask the site for a higher hard limit: LimitNPROC of slurmd, PropagateResourceLimitsExcept=NPROC, "
+    "or limits.conf"
+)
+
+
 def refuse_few_descriptors() -> None:
     """Raises UserError if this process may open too few files to start workers, however few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -39,17 +39,15 @@ class StopFlag:
             self.reason, self.since = reason, time.monotonic()
 
 
-def record_stop_request(run: RunDirectory) -> None:
+def record_stop_request(run: RunDirectory, by: str = "cancel") -> None:
     """Records in ``run.json`` that a user stops the job: an agent that is still starting cannot record its end."""
     with suppress(OSError):  # a full disk does not keep the job from being stopped
-        run.update_record(stop_requested=time.time())
+        run.update_record(stop_requested=time.time(), stop_requested_by=by)
 
 
 def stop_was_requested(run: RunDirectory) -> bool:
-    """Returns whether a user has stopped the newest submission of ``run``."""
-    record = run.record()
-    submitted: float = (record.get("submissions") or [{}])[-1].get("time", 0.0)
-    return bool(record.get("stop_requested", 0.0) > submitted)
+    """Returns whether a user has stopped the newest submission of ``run``; each new one resets it."""
+    return bool(run.record().get("stop_requested"))
 
 
 def request_stacks(run: RunDirectory) -> int:

@@ -8,6 +8,7 @@ safely be sent twice, is repeated once.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -286,6 +287,39 @@ def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
     if jobs:
         comment = f"{replaced.sub('', jobs[0].comment)} {text}".strip()
         query(["scontrol", "update", f"JobId={own}", f"Comment={comment}"], BRIEF_S)
+
+
+@dataclass(frozen=True)
+class JobTime:
+    """The time of a job by the controller's clock: its limit and how long it has run, in seconds.
+
+    Attributes:
+        limit_s: infinity without a limit.
+        preempted: whether Slurm has begun to preempt the job.
+    """
+
+    limit_s: float
+    run_s: float
+    preempted: bool
+
+
+def time_of_own_job() -> JobTime | None:
+    """Returns the time of the job of this process; None if Slurm does not respond."""
+    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
+    limit, run = (re.search(rf"\b{name}=(\S+)", shown) for name in ("TimeLimit", "RunTime"))
+    if limit is None or run is None:
+        return None
+    preempted = re.search(r"\bPreemptTime=\d", shown) is not None
+    return JobTime(_seconds(limit[1]), _seconds(run[1]), preempted)
+
+
+def _seconds(text: str) -> float:
+    """Returns a time as ``scontrol`` prints it, ``1-02:03:04``, in seconds; infinity for a limit without digits."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if found is None:
+        return math.inf
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def may_requeue(job_id: str) -> bool:

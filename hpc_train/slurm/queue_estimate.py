@@ -23,6 +23,7 @@ from typing import Any
 
 from hpc_train.opening import DamagedFile, read_tail
 from hpc_train.slurm.client import QUERY_S, Problem, SlurmError, check_submission, local_time, query
+from hpc_train.users import user_cache
 
 ESTIMATES = ".queue-estimates.jsonl"  # in the run root
 FRESH_S = 300.0
@@ -87,7 +88,7 @@ def _ask(shape: Sequence[str]) -> Start:
 
 
 def _cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hpc_train", "queue-starts.json")
+    return user_cache() / "queue-starts.json"
 
 
 def _key(shape: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ site without accounting, is None and refuses nothing.
 
 from __future__ import annotations
 
-import getpass
 import re
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ from functools import cache
 
 from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 from hpc_train.slurm.variables import preset_clusters
+from hpc_train.users import own_name
 
 MIG = re.compile(r"\d+g\.\d+gb")  # NVIDIA's names of profiles
 
@@ -148,7 +148,7 @@ def begin_site(ask: Query = query) -> Callable[[], Site]:
 
     A process that ends before that does not wait for them.
     """
-    user = getpass.getuser()
+    user = own_name()
     commands = {
         "config": ["scontrol", "show", "config"],
         "partitions": ["scontrol", "--all", "show", "partition", "--oneliner"],

@@ -29,6 +29,7 @@ class MetricsLog:
         self._path = run.metrics_file(attempt)
         self._texts = run.texts / self._path.name
         self._attempt = attempt
+        self._now = time.time if events is None else events.now
         self._writer = FileWriter("the metrics")
         self._writer.on_outage = None if events is None else events.write_outage
 
@@ -38,7 +39,7 @@ class MetricsLog:
 
     def text(self, step: int, name: str, text: str) -> None:
         """Writes text of a hook to ``texts/attempt-NNN.jsonl``."""
-        head = {"time": time.time(), "step": step, "attempt": self._attempt}
+        head = {"time": self._now(), "step": step, "attempt": self._attempt}
         self._writer.append(self._texts, head | {"name": name, "text": text})
 
     def close(self) -> None:

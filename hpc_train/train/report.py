@@ -53,7 +53,7 @@ class Report:
         """Writes one line of metrics and reports the steps skipped since the previous line."""
         if self.metrics is None:
             return
-        head = {"time": time.time(), "attempt": self.events.attempt, "world_size": self.world_size}
+        head = {"time": self.events.now(), "attempt": self.events.attempt, "world_size": self.world_size}
         self._last = head | line
         self.metrics.write(self._last)
         print(_log_line(self._last, self.total_steps, self.evaluated))
@@ -206,7 +206,7 @@ class Report:
     def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
         """Writes the last event of rank 0 with the time ledger of the run."""
         last = {key: rates[key] for key in ("step_s", "save_s")}
-        head = {"event": event, "time": time.time(), "attempt": self.events.attempt, "step": step}
+        head = {"event": event, "time": self.events.now(), "attempt": self.events.attempt, "step": step}
         total = read_ledger(self.run, closing=head | last).total
         print(spent_line(total))
         self.events.write(event, step=step, **details | last, ledger=total.as_json())

@@ -23,7 +23,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import FILE_SYSTEM, Failure
+from hpc_train.run.exits import PASSING, Failure
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.report import Report
 from hpc_train.train.step import Control
@@ -137,8 +137,8 @@ class BestSoFar:
         self.value = state["value"] if same else None
 
 
-# A full disk may be cleaned, a server may recover, a file system may be mounted again.
-TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT, *FILE_SYSTEM}
+# A full disk may be cleaned, a server may recover, a file system may be mounted again, a ticket renewed.
+TRANSIENT = {errno.ENOSPC, errno.EDQUOT, *PASSING}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 SIGN_OF_LIFE_S = 1.0
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from hpc_train import cli
+from hpc_train.checkpoint.manifest import METADATA
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
+from tests.checkpoint.test_hostile import seal
 from tests.doors.command import TINY, hpc_train
 from tests.ranks import run_ranks
 
@@ -78,6 +80,22 @@ def look_as_somebody_else(rank: int, world_size: int, path: str) -> list[int]:
         if os.geteuid() == 0:
             os.setuid(65534)
     return codes
+
+
+def test_metadata_with_code_is_damage(run: RunDirectory, called: Callable[..., Any]) -> None:
+    """Also if all checksums are right, which anybody can compute. Nothing of it is executed."""
+    checkpoint = run.checkpoints / "step-00000003"
+    (checkpoint / METADATA).write_bytes(b"cos\ngetpid\n.")
+    seal(checkpoint)
+    verified = called("checkpoint", "verify", str(run.path), "--json")
+    problems = [found["problem"] for found in json.loads(verified.stdout)]
+    assert verified.returncode == 1
+    assert problems[:2] == [None, None]
+    assert problems[2].endswith("it refers to os.getpid, which is not on the allow-list")
+    exported = called("checkpoint", "export", str(run.path), "--to", "x.pt")
+    assert exported.returncode == 2
+    assert "is not on the allow-list" in exported.stderr
+    assert "Traceback" not in exported.stderr
 
 
 def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:

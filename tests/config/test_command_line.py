@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpc_train.config.schema import Config
+from hpc_train.config.values import refuse_other_encodings
+from hpc_train.errors import UserError
 from tests.doors.command import environment, hpc_train
 
 
@@ -107,3 +113,37 @@ def test_a_working_directory_that_has_been_removed_is_one_message(tmp_path: Path
     done = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("the working directory has been removed") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("key", ["run.root", "data.path", "cluster.comment", "run.name"])
+def test_a_value_that_is_not_utf8_is_refused(
+    key: str, called: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = called("+strategy=dp", "cluster=local", f"{key}=caf\udce9")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{key} is caf\\udce9, which is not UTF-8\n")
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"the working directory is .*/caf.udce9, which is not UTF-8"):
+        refuse_other_encodings(Config())
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(UserError, match=r"in the encoding ascii of this shell(?s:.*)export LC_ALL=C.UTF-8"):
+        refuse_other_encodings(Config())
+
+
+def test_ctrl_c_while_a_run_starts(
+    called: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpc_train.launch.executors.allocation.run_in_foreground", interrupted)
+    assert called("+strategy=dp", "cluster=local", "run.name=run").returncode == 130
+    (run,) = (json.loads(line) for line in called("status", "--json", "run").stdout.splitlines())
+    assert run["state"] == "cancelled"
+    assert "stopped before the first step (Ctrl-C)" in called("why", "run").stdout

@@ -23,7 +23,7 @@ from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
-from hpc_train.run.requests import DUPLICATE_SIGINT_S
+from hpc_train.run.requests import DUPLICATE_SIGINT_S, record_stop_request
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.config.composing import config_of
 from tests.elastic.conftest import Freeze
@@ -227,6 +227,15 @@ def test_no_worker_outlives_an_agent_killed_with_9(frozen: Freeze) -> None:
     agent.wait()
     until(lambda: not any(alive(pid) for pid in pids))
     assert not lease.is_live(run)
+
+
+def test_a_stop_request_before_the_agent_handles_signals(frozen: Freeze) -> None:
+    """``cancel --save`` while the job starts: its signal ends the agents, and the batch script starts others."""
+    run = frozen()
+    record_stop_request(run)
+    assert end(start_agent(run.path, "until_stopped"))[0] == 75
+    assert last_event(run, "stopped")["reason"] == "SIGUSR1"
+    assert marks(run) == [], "no worker has started"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])

@@ -36,6 +36,10 @@ def test_every_class_of_failure_has_a_response() -> None:
         (Ended(Exit.STOPPED, None, 9, "SIGUSR2"), Action.REQUEUE),
         (failed(Failure.KILLED, stop="SIGUSR2"), Action.REQUEUE),  # what was saved before serves
         (failed(Failure.KILLED, stop="SIGTERM"), Action.FAIL),
+        # stopped by a user while it started: nothing is lost, whatever the code says about it
+        *((failed(failure, 5, "SIGTERM"), Action.STOP) for failure in (Failure.USER_ERROR, Failure.KILLED)),
+        (failed(Failure.USER_ERROR, 5, "SIGUSR2"), Action.FAIL),
+        (failed(Failure.DISK_FULL, 5, "SIGTERM"), Action.FAIL),
         (failed(Failure.OUT_OF_MEMORY, stop="SIGUSR2"), Action.FAIL),
         *((failed(failure), Action.RESTART) for failure in RETRIED),
         (failed(Failure.FILE_SYSTEM), Action.RESTART),

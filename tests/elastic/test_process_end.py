@@ -24,6 +24,7 @@ from hpc_train.elastic.worker_process import _failure, explained
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
 from hpc_train.run.exits import FILE_SYSTEM, Failure, advice_for, classify
+from hpc_train.train.saving import TRANSIENT
 
 
 def semaphore_failure() -> str:
@@ -60,6 +61,21 @@ def semaphore_failure() -> str:
 )
 def test_exceptions(error: Exception, failure: Failure) -> None:
     assert classify(error) is failure
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ESTALE, errno.EKEYEXPIRED])
+def test_a_file_of_the_run_that_is_away_is_a_fault_of_the_file_system(code: int) -> None:
+    """A mount is missing for a moment, or a ticket has expired. Other files are missing by the user's mistake."""
+    run = Path("/scratch/run")
+
+    def of(name: str) -> Failure:
+        return classify(OSError(code, os.strerror(code), name), run)
+
+    assert {of("/scratch/run"), of("/scratch/run/config.yaml")} == {Failure.FILE_SYSTEM}
+    assert of("/scratch/run/checkpoints/step-00000005/0.distcp") is Failure.FILE_SYSTEM
+    expected = Failure.FILE_SYSTEM if code in FILE_SYSTEM else Failure.USER_ERROR
+    assert {of("/data/x"), of("/scratch/run/samples/1.png"), of("/scratch/run2/config.yaml")} == {expected}
+    assert code in TRANSIENT, "the last save is tried again"
 
 
 DEVICE, KERNEL, OUT_OF_MEMORY = Failure.DEVICE, Failure.KERNEL, Failure.OUT_OF_MEMORY
@@ -287,8 +303,8 @@ def test_sizes_at_which_torch_aborts_are_refused() -> None:
 
 def test_what_a_worker_reports_can_be_sent_and_printed() -> None:
     """The name of a file that is not UTF-8 has halves of surrogate pairs."""
-    report = _failure(FileNotFoundError(errno.ENOENT, "No such file", os.fsdecode(b"caf\xe9.jpg")))
+    report = _failure(FileNotFoundError(errno.ENOENT, "No such file", os.fsdecode(b"caf\xe9.jpg")), Path("/run"))
     assert r"caf\udce9.jpg" in report["message"] and "caf" in report["traceback"]
     for text in (report["message"], report["traceback"]):
         assert text.encode().decode() == text
-    assert _failure(SystemExit(3))["message"] == "the code called exit(3)"
+    assert _failure(SystemExit(3), Path("/run"))["message"] == "the code called exit(3)"

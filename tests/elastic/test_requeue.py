@@ -22,13 +22,14 @@ from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.rendezvous.client import Pause, _ask_slurm
 from hpc_train.elastic.rendezvous.orders import Leave
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
+from hpc_train.elastic.requeue import JobEnd, is_announcement, request, request_from_slurm
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_lock import LockOwner
+from hpc_train.run.requests import record_stop_request
 
 
 @pytest.fixture
@@ -186,6 +187,63 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
     assert [path.name for path in run.attempts.glob("*.frozen")] == ([] if reported is None else ["end-7.0.frozen"])
 
 
+def test_a_batch_script_passes_the_signal_of_slurm_on(run: RunDirectory, tmp_path: Path) -> None:
+    """``--signal=B:USR1@60``: the script gets it alone, and again the agents, which were still starting."""
+    got = tmp_path / "got"
+    stand_in(
+        tmp_path,
+        srun=f"trap 'echo again >> {got}' USR2; kill -USR1 $PPID\n"
+        f"until grep -qs again {got}; do /bin/sleep 0.02; done\n"
+        f"printf '75\\n' > {run.attempts}/end-7.0.node-0; exit 75",
+        sleep="/bin/sleep 0.02",
+        squeue="echo RUNNING 100",
+        scontrol='[ "$1" = show ]',
+    )
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_CPUS_PER_NODE": "4", "RUN": str(run.path),
+    }  # fmt: skip
+    script = by_hand(survives=False)
+    call = ["bash", "-euo", "pipefail", "-c", script, "job", "agent"]
+    done = subprocess.run(call, env=environment, check=False, timeout=60)
+    assert done.returncode == 75
+    assert got.read_text() == "again\n"
+
+
+SHOWN = "JobState=RUNNING RunTime={run} TimeLimit={limit} TimeMin=N/A PreemptTime={preempted}"
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "recorded", "expected"),
+    [
+        ("SIGUSR1", SHOWN.format(run="23:50:00", limit="1-00:00:00", preempted="None"), False, True),
+        ("SIGTERM", SHOWN.format(run="00:01:10", limit="00:03:00", preempted="None"), False, True),  # a minute early
+        ("SIGUSR1", SHOWN.format(run="23:50:00", limit="1-00:00:00", preempted="None"), True, False),  # cancel --save
+        ("SIGUSR1", SHOWN.format(run="12:00:00", limit="1-00:00:00", preempted="None"), False, False),  # by hand
+        ("SIGUSR1", SHOWN.format(run="12:00:00", limit="UNLIMITED", preempted="None"), False, False),
+        ("SIGTERM", SHOWN.format(run="12:00:00", limit="UNLIMITED", preempted="2026-01-31T12:00:00"), False, True),
+        ("run.max_gpu_hours", SHOWN.format(run="23:50:00", limit="1-00:00:00", preempted="None"), False, False),
+        ("SIGUSR1", "", False, False),  # Slurm does not respond
+    ],
+)
+def test_a_stop_signal_near_the_limit_that_no_command_has_sent_is_slurms(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    stop: str, shown: str, recorded: bool, expected: bool,
+) -> None:  # fmt: skip
+    stand_in(tmp_path, scontrol=f"echo '{shown}'" if shown else "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    if recorded:
+        record_stop_request(run)
+    assert is_announcement(stop, run) == expected
+    end = JobEnd(run, "7", 0, 0)
+    here = Allocation(1, 0, "n1", "7", "7.0.0", "n1", ("n1",))
+    config, events = Config(), EventLog.open(run, "agent-n1", 0)
+    attempts = Attempts(run, config, here, end, Stores("tests.elastic.entries:serve"), Fabric(run, config, []), events)
+    assert attempts.leave(Leave(RestartDecision(Action.STOP), stop=stop)) == Exit.STOPPED
+    assert end.requeues() == [] and (run.attempts / "end-7.0.requeue").exists() == expected
+
+
 def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(run: RunDirectory) -> None:
     """Slurm wakes it to end it: it sees its nodes gone, and the job is to run again."""
     end = JobEnd(run, "7", 0, 0)
@@ -290,5 +348,5 @@ def test_a_run_has_a_ceiling_of_gpu_hours_over_all_of_its_jobs(run: RunDirectory
     events.write("started", world_size=4, gpus=4, launch="7.0.0", job_id="7", began=began, layout="")
     assert not Budget(run, 9, gpus=4).is_used_up
     assert Budget(run, 7, gpus=4).is_used_up
-    assert over_budget(run, Config(run=RunConfig(max_gpu_hours=9))) is None
-    assert "8.0 GPU-hours" in str(over_budget(run, Config(run=RunConfig(max_gpu_hours=7))))
+    assert over_budget(run, Config(run=RunConfig(max_gpu_hours=9)), time.time()) is None
+    assert "8.0 GPU-hours" in str(over_budget(run, Config(run=RunConfig(max_gpu_hours=7)), time.time()))

@@ -35,6 +35,18 @@ CASES = {
     "--gpus-per-node": ("", {"SLURM_GPUS_PER_NODE": "a100:2", "SLURM_GPUS_ON_NODE": "4"}, JobGpus(2, True), "a100:2"),
     "--gpus-per-node=0": ("", {"SLURM_GPUS_PER_NODE": "0", "SLURM_GPUS_ON_NODE": "4"}, JobGpus(0, True), "0"),
     "--gpus-per-task": ("", {"SLURM_GPUS_PER_TASK": "3", "SLURM_GPUS_ON_NODE": "3"}, JobGpus(3, True), ""),
+    "--gpus-per-task=1, four tasks per node": (
+        f"{ALIKE}   TresPerTask=gres:gpu:1\n",
+        {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4"},
+        JobGpus(4, False),
+        "4",
+    ),
+    "--gpus-per-task=1, six tasks on two nodes": (
+        f"{EXCLUSIVE}   TresPerTask=gres:gpu:1\n",
+        {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "6", "SLURM_JOB_NUM_NODES": "3", "SLURM_GPU_BIND": "single:1"},
+        JobGpus(2, False),
+        "2",
+    ),
     "--gpus": (EXCLUSIVE, {"SLURM_GPUS": "6", "SLURM_GPUS_ON_NODE": "4"}, JobGpus(2, True), ""),
     "--gres": (f"{EXCLUSIVE}   TresPerNode=gres:gpu:1\n", {"SLURM_GPUS_ON_NODE": "4"}, JobGpus(1, True), ""),
     "--gres, Slurm 23": (f"{ALIKE}   TresPerNode=gres/nvme:1,gres/gpu:a100:3\n", {}, JobGpus(3, True), ""),
@@ -76,7 +88,8 @@ def test_the_gpus_that_a_step_gets(
 def test_a_batch_script_names_the_gpus_that_its_steps_would_not_inherit(
     environment: dict[str, str], expected: str
 ) -> None:
-    script = "\n".join(["set -eu", *gpu_export_lines(), 'echo "${SLURM_GPUS_PER_NODE:-}"'])
+    shown = 'echo "${SLURM_GPUS_PER_NODE:-}"; [ -z "${SLURM_GPU_BIND:-}" ]'
+    script = "\n".join(["set -eu", *gpu_export_lines(), shown])
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,15 @@ from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, GPTCon
 from hpc_train.errors import UserError
 from hpc_train.launch.container import Container, container_of
 from hpc_train.launch.executors.array_turns import pass_on_lines
-from hpc_train.launch.sbatch import arguments, options, script_lead, short_lead, stop_note
+from hpc_train.launch.sbatch import (
+    arguments,
+    options,
+    output_file,
+    refuse_lost_signal,
+    script_signal,
+    short_lead,
+    stop_note,
+)
 from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -134,6 +144,12 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
     )
 
 
+def test_slurm_replaces_nothing_in_the_path_of_an_output() -> None:
+    assert output_file(Path("/scratch/50%x runs/%j"), "%j.out") == "/scratch/50%%x runs/%%j/%j.out"
+    with pytest.raises(UserError, match="has a backslash"):
+        output_file(Path("/scratch/a\\b"), "%j.out")
+
+
 def test_cores_and_memory_are_the_share_of_the_gpus(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", gpus_per_node=2), gpus=2)
     kinds = (NodeKind(4, 64, 512000, {"a100": 4}), NodeKind(4, 48, 256000, {"a100": 4}), NodeKind(9, 128, 9, {}))
@@ -190,16 +206,47 @@ def test_what_cannot_be_asked(cluster: ClusterConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("#SBATCH --signal=USR2@120  # before the limit", 120),
-        ("#SBATCH --nodes=2 --signal B:USR1@600", 600),
-        ("#SBATCH --signal=USR2", 60),
-        ("#SBATCH --signal=USR2@60\n#SBATCH --signal=USR2@90", 90),
+        ("#SBATCH --signal=USR2@120  # before the limit", ("USR2", 120, False)),
+        ("#SBATCH --nodes=2 --signal B:USR1@600", ("USR1", 600, True)),
+        ("#SBATCH --signal=USR2", ("USR2", 60, False)),
+        ("#SBATCH --signal=USR2@60\n#SBATCH --signal=USR2@90", ("USR2", 90, False)),
+        ("#SBATCH --signal='R:SIGUSR2@60'", ("USR2", 60, False)),
+        ("#SBATCH --signal=br:sigterm", ("TERM", 60, True)),
+        ("#SBATCH --signal=10@300", ("USR1", 300, False)),
         ("##SBATCH --signal=USR2@120", None),
         ("#SBATCH --nodes=2\n\necho\n#SBATCH --signal=USR2@120", None),
     ],
 )
-def test_the_lead_of_a_script(lines: str, expected: int | None) -> None:
-    assert script_lead(f"#!/bin/bash\n{lines}\n") == expected
+def test_the_signal_of_a_script(lines: str, expected: tuple[str, int, bool] | None) -> None:
+    found = script_signal(f"#!/bin/bash\n{lines}\n")
+    assert (None if found is None else (found.name, found.lead_s, found.to_shell)) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "fix"),
+    [
+        ("USR2@120", None),
+        ("R:USR2@120", None),
+        ("SIGUSR1@60", None),  # as stops the agents: near the limit they take it for Slurm's
+        ("15@300", None),
+        ("B:USR2@60", None),  # job.sh passes it on
+        ("B:10@60", None),
+        ("B:TERM@60", "USR2@90"),  # scancel sends it too
+        ("URG@300", "USR2@300"),
+        ("KILL", "USR2@90"),
+    ],
+)
+def test_a_signal_that_reaches_no_agent_is_refused(asked: str, fix: str | None) -> None:
+    script = f'#!/bin/bash\n#SBATCH --signal={asked}\nsource "$RUN/job.sh" agent\n'
+    if fix is None:
+        refuse_lost_signal(script, StopTime(90.0, ""))
+    else:
+        with pytest.raises(UserError, match=f"--signal={asked} sends ") as found:
+            refuse_lost_signal(script, StopTime(90.0, ""))
+        assert found.value.fix == f"#SBATCH --signal={fix}"
+    if asked.startswith("B:"):
+        with pytest.raises(UserError, match="the batch script alone"):
+            refuse_lost_signal(script.replace('source "$RUN/job.sh"', "srun"), StopTime(90.0, ""))
 
 
 def test_a_script_whose_signal_comes_too_late() -> None:
@@ -220,7 +267,20 @@ def test_freeze_reads_the_script_around_it(
     monkeypatch.setattr(batch.psutil, "Process", lambda: SimpleNamespace(parents=lambda: [shell]))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     run = RunDirectory(tmp_path)
-    batch.warn_of_late_signal(Config(elastic=ElasticConfig(stop_grace_s=121)), run)
+    batch.check_signal(Config(elastic=ElasticConfig(stop_grace_s=121)), run)
     assert "may take 121 s: elastic.stop_grace_s" in capsys.readouterr().err
-    batch.warn_of_late_signal(Config(elastic=ElasticConfig(stop_grace_s=100)), run)
+    batch.check_signal(Config(elastic=ElasticConfig(stop_grace_s=100)), run)
     assert capsys.readouterr().err == ""
+    script.write_text("#!/bin/bash\n#SBATCH --signal=B:TERM@120\n")
+    with pytest.raises(UserError, match="--signal=B:TERM@120 sends TERM to the batch script alone"):
+        batch.check_signal(Config(elastic=ElasticConfig(stop_grace_s=100)), run)
+
+
+def test_the_components_of_a_heterogeneous_job_are_refused(
+    called: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tests.conftest.environment", lambda: {**os.environ, "SLURM_HET_SIZE": "2"})
+    done = called("freeze", "+strategy=dp", "run.name=run")
+    assert done.returncode == 2
+    assert "a heterogeneous job of 2 components" in done.stderr
+    assert not (tmp_path / "outputs").exists()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
-import math
 import shutil
 import subprocess
 import sys
@@ -16,14 +14,16 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+from hpc_train.errors import UserError
+from hpc_train.launch.diagnosis import diagnose
 from hpc_train.launch.executors.executor import Submitted
 from hpc_train.launch.job_status import PRESENT, JobStatus, View, how_stopped, resume_command, time_left
 from hpc_train.launch.job_table import JobTable, plain_line
-from hpc_train.launch.resubmission import wait_if_ending
+from hpc_train.launch.lookup import RunHandle
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
-from hpc_train.run.lease import add_submission, find_live
+from hpc_train.run.lease import add_submission, find_live, refuse_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested
 from hpc_train.telemetry.progress import speed_column
 from tests.launch.jobs import make_job
@@ -56,23 +56,40 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
     add_submission(run, "this machine", pid=1)
     record_stop_request(run)
     assert (item.view(None).state, item.view(None).exit) == ("cancelled", 1)
+    assert item.view(None).message == "stopped before the first step (cancel)"
     add_submission(run, "this machine", pid=1)
     assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
 
 
 def test_a_stopped_job_is_given_the_time_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.launch.resubmission.POLL_LIVE_S", 0.05)
+    """As by the command that follows ``cancel RUN --save``."""
+    monkeypatch.setattr("hpc_train.run.lease.POLL_LIVE_S", 0.05)
     run = submitted(tmp_path).job.run
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     add_submission(run, "this machine", pid=process.pid)
-    out = io.StringIO()
-    wait_if_ending(run, math.inf, Console(file=out))
-    assert out.getvalue() == "", "nobody has stopped it"
+    told: list[str] = []
+    with pytest.raises(UserError, match=r"is live: process \d+"):
+        refuse_live(run, tell=told.append)
+    assert told == [], "nobody has stopped it"
     record_stop_request(run)
+    with pytest.raises(UserError, match=r"is stopping: process \d+(?s:.*)python -m hpc_train wait "):
+        refuse_live(run, tell=told.append, until=0.0)
     threading.Timer(0.2, process.communicate, [b"\n"]).start()
-    wait_if_ending(run, math.inf, Console(file=out, width=200))
-    assert out.getvalue().startswith("waiting until the stopped job has ended: process")
+    refuse_live(run, tell=told.append)
+    (line,) = told
+    assert line.startswith("waiting until the stopped job has ended: process")
     assert find_live(run) is None
+
+
+def test_a_job_that_slurm_cannot_launch_says_so(tmp_path: Path) -> None:
+    """A node cannot create the file of its output."""
+    item = submitted(tmp_path)
+    view = item.view(JobStatus("FAILED", "JobLaunchFailure"))
+    assert (view.state, view.exit) == ("failed", 1)
+    assert view.message == "Slurm could not launch the job (JobLaunchFailure)"
+    handle = RunHandle(item.job.run, 0, {"job_id": "1", "output": "/scratch/runs/1.out"})
+    found = diagnose(handle, {"1": JobStatus("FAILED", "JobLaunchFailure")}, asks_slurm=False)
+    assert found.advice[0].startswith("check that the nodes can create files in /scratch/runs, ")
 
 
 def test_a_job_whose_run_directory_was_deleted_says_so(tmp_path: Path) -> None:

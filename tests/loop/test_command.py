@@ -13,6 +13,7 @@ import pytest
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.script import FolderLooks, FolderProgress, ScriptProgress, StepLog
 from hpc_train.elastic.workers import class_of_script_end
+from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure, end_of_script
 from hpc_train.run.snapshot import snapshot_code
@@ -141,7 +142,7 @@ def test_the_output_of_a_script_tells_its_class(code: int, last: str, expected: 
 
 def test_progress_is_a_touch_a_number_or_a_newer_file(tmp_path: Path) -> None:
     looks, folder = FolderLooks(tmp_path / "checkpoints", nodes=1, bound_s=1800), FolderProgress()
-    metrics = StepLog(RunDirectory(tmp_path), 0, 2)
+    metrics = StepLog(RunDirectory(tmp_path), 0, 2, Clock())
     progress = ScriptProgress(tmp_path / "progress", folder, metrics)
     assert progress.beat() is None, "a script that shows nothing is not watched"
     (tmp_path / "progress").touch()

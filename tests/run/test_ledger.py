@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_train.run.ledger import Account, Event, Ledger, ledger
+from hpc_train.config.schema import Config, RunConfig
+from hpc_train.elastic.decision import over_budget
+from hpc_train.run.clock import Clock, age_of_this_process
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.ledger import Account, Event, Ledger, ledger, read_ledger
+from hpc_train.telemetry.metrics import MetricsLog
 
 
 class Log:
@@ -241,3 +249,48 @@ def log_of_submission() -> Ledger:
     log = Log()
     log.event(1.0, "submitted", job_id="7")
     return log.ledger(1.0)
+
+
+@pytest.mark.parametrize("jump", [7200.0, -7200.0])
+def test_a_wall_clock_that_is_set_is_not_booked(jump: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of a job take over the clock of its agent, which counts on from its start."""
+    run, real = RunDirectory(tmp_path), time.time
+    run.create()
+    agent = EventLog.open(run, "agent-n0", 0, clock=Clock.at(real()))
+    agent.write("started", world_size=4, gpus=8, launch="7.0.0", job_id="7", began=agent.now() - 1)
+    agent.write("worker_failed", **{"class": "killed"})
+    monkeypatch.setattr("time.time", lambda: real() + jump)
+    agent.of(1).write("started", world_size=4, gpus=8, launch="7.0.0", job_id="7", began=agent.now() - 1)
+    worker = EventLog.open(run, "rank-0000", 1, 0, Clock.inherited(agent.clock.environment()))
+    worker.write("resumed", step=0)
+    metrics = MetricsLog(run, 1, worker)
+    metrics.write({"time": worker.now(), "step": 1, "attempt": 1, "step_s": 0.1})
+    metrics.close()
+    agent.of(1).write("stopped", exit_code=75)
+    names = [event["event"] for event in run.read_events()]
+    assert names == ["started", "worker_failed", "started", "resumed", "stopped"]
+    total = read_ledger(run, agent.now()).total
+    assert 1 <= total.held_s < 600
+    assert over_budget(run, Config(run=RunConfig(max_gpu_hours=8 * 600 / 3600)), agent.now()) is None
+
+
+def test_a_clock_counts_on_only_on_its_own_node() -> None:
+    clock = Clock.at(1000.0)
+    assert 1000.0 <= clock.now() < 1600.0
+    assert Clock.inherited(clock.environment()) == clock
+    (name,) = clock.environment()
+    assert Clock.inherited({name: "another-boot 17.0"}) == Clock.inherited({}) == Clock()
+    assert Clock().environment() == {}
+    now = time.time()
+    assert clock.of_wall(now - 5) == pytest.approx(clock.now() - 5, abs=60)
+    assert 0 < age_of_this_process() < 1e6
+
+
+def test_the_events_of_a_job_whose_clock_is_behind_follow_those_of_the_job_before(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    for attempt, begin in enumerate((9000.0, 1000.0)):
+        log = EventLog.open(run, "agent-n0", attempt, clock=Clock.at(begin))
+        log.write("started")
+        log.write("checkpoint_saved", step=5 + attempt)
+    assert [event["attempt"] for event in run.read_events()] == [0, 0, 1, 1]

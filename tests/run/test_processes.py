@@ -8,7 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, out_of_descriptors, process_state
+import pytest
+
+from hpc_train.run.exits import Failure, advice_for
+from hpc_train.run.processes import (
+    cpu_seconds,
+    is_reading_or_writing,
+    out_of_descriptors,
+    out_of_resources,
+    process_state,
+)
 
 
 @contextmanager
@@ -45,3 +54,12 @@ def test_no_free_descriptor_is_a_message_with_a_fix() -> None:
     assert own is not None and "ulimit -n" in own.fix and machine is not None and "fs.file-max" in machine.where
     assert out_of_descriptors(OSError(errno.ENOSPC, "")) is None
     assert out_of_descriptors(RuntimeError()) is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "fork")])
+def test_advice_without_threads_and_processes(error: Exception) -> None:
+    found = out_of_resources(error)
+    assert found is not None
+    assert "ulimit -u unlimited" in found.fix
+    assert out_of_resources(RuntimeError("CUDA")) is out_of_resources(BlockingIOError(errno.EAGAIN, "", "x")) is None
+    assert "ulimit -u" in advice_for(Failure.USER_ERROR, str(error)) or isinstance(error, OSError)

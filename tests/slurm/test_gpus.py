@@ -51,6 +51,16 @@ CASES = {
     "--gres": ({"n5": TWO}, ["--partition=gpu", "--nodelist=n5", "--gres=gpu:2"]),
     "--gpus": ({"n6": ALL, "n7": ONE}, ["--partition=mixed", "--nodes=2", "--gpus=5"]),
     "--gpus-per-task": ({"n6": TWO}, ["--partition=gpu", "--nodelist=n6", "--gpus-per-task=2"]),
+    # scripts for one task per GPU; the one task of the agent gets the GPUs of all of them
+    "--gpus-per-task=1": (
+        {"n5": ALL, "n6": ALL},
+        ["--partition=gpu", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-task=1", "--cpus-per-task=1"],
+    ),
+    "--ntasks-per-gpu": ({"n6": ALL}, ["--partition=gpu", "--nodelist=n6", "--gpus=4", "--ntasks-per-gpu=1"]),
+    "--gpu-bind": (
+        {"n6": TWO},
+        ["--partition=gpu", "--nodelist=n6", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpu-bind=single:1"],
+    ),
 }
 REFUSED = {
     "no GPUs requested": (
@@ -114,7 +124,7 @@ def submitted(shell: Cluster, frozen: Cluster, tmp_path_factory: pytest.TempPath
     steps = {name: (STEP, options) for name, (_, options) in CASES.items()}
     steps |= {name: (step, options) for name, (_, step, options) in REFUSED.items()}
     calls = {
-        name: ["--ntasks-per-node=1", "--output=%j.log", *options, f"--wrap=exec bash -uc '{step}'"]
+        name: [*_one_task(options), "--output=%j.log", *options, f"--wrap=exec bash -uc '{step}'"]
         for name, (step, options) in steps.items()
     }
     calls |= {name: ["--partition=gpu", str(SCRIPTS / name), *TRAINING] for name in BATCH_SCRIPTS}
@@ -122,6 +132,10 @@ def submitted(shell: Cluster, frozen: Cluster, tmp_path_factory: pytest.TempPath
         name: submit(shell if name == "multi_node.sbatch" else frozen, call, tmp_path_factory.mktemp("job"))
         for name, call in calls.items()
     }
+
+
+def _one_task(options: list[str]) -> list[str]:
+    return [] if any("--ntasks" in option for option in options) else ["--ntasks-per-node=1"]
 
 
 def submit(shell: Cluster, call: list[str], directory: Path) -> Submitted:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hpc_train.checkpoint.listing import (
     list_checkpoints,
     list_set_aside,
 )
+from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint
 from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.collector import without_collector
@@ -195,8 +197,21 @@ def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
                 step = item.checkpoint.step
                 print(f"the run has removed its checkpoint of step {step} meanwhile", file=sys.stderr)
             else:
-                verified.append(found)
+                verified.append(_with_metadata(found))
     return verified
+
+
+def _with_metadata(found: Listed) -> Listed:
+    """Returns ``found`` with the problem of its metadata, which a run would refuse, e.g. because it names code."""
+    if found.problem is not None or found.manifest is None:
+        return found
+    from hpc_train.checkpoint.reader import read_metadata  # imports torch
+
+    try:
+        read_metadata((found.checkpoint.path / METADATA).read_bytes(), found.manifest)
+    except (BadCheckpoint, OSError) as error:
+        return replace(found, problem=str(error))
+    return found
 
 
 def _export(options: argparse.Namespace) -> int:

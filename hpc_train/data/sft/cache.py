@@ -28,6 +28,7 @@ import numpy as np
 from hpc_train.data.sft.answers import ANSWER, Encoder, Tokens
 from hpc_train.data.sft.records import Part, read_records
 from hpc_train.errors import UserError
+from hpc_train.users import user_cache
 
 TOKENS, RECORDS = "tokens.bin", "records.npy"
 RECORD = np.dtype([("length", "<u4"), ("first", "<u4"), ("hash", "<f8"), ("largest", "<u4")])
@@ -71,7 +72,7 @@ def cache_directory(given: str | None) -> Path:
     """Returns ``data.cache``, or by default ``hpc_train/sft`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if given is not None:
         return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hpc_train", "sft")
+    return user_cache() / "sft"
 
 
 def tokenized(

@@ -222,7 +222,7 @@ class Coordinator:
         seen_on = self._seen_on(failure)
         decision = self._decide(cause, seen_on)
         if decision.action is Action.STOP:
-            decision = self._stopped()
+            decision, cause = self._stopped(), None
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:

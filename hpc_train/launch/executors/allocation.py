@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
-from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
+from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job, has_several_tasks
 from hpc_train.launch.job_status import final_code, how_stopped, resume_command
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
@@ -87,7 +87,9 @@ class AllocationExecutor(ProcessExecutor):
                     stdout=file,
                     stderr=file,
                     start_new_session=True,
-                    env=environment_for(Receiver.INNER_STEP if is_in_step() else Receiver.SCRIPT),
+                    env=environment_for(
+                        Receiver.INNER_STEP if is_in_step() or has_several_tasks() else Receiver.SCRIPT
+                    ),
                 )
             self._steps[str(step.pid)] = step
             ids.append(str(step.pid))
@@ -120,12 +122,14 @@ class AllocationExecutor(ProcessExecutor):
 def _core_options(job: Job) -> list[str]:
     """Returns the options of srun for the cores of a node.
 
-    Inside a step the new one shares the cores of the job: ``srun --pty bash`` itself has only one without ``-c``.
+    Inside a step the new one shares the cores of the job: ``srun --pty bash`` itself has only one without ``-c``. If
+    the job requests several tasks per node, the agent gets the cores of all of them.
     """
     of_gpu, inside = job.config.cluster.cpus_per_gpu, ["--overlap"] if is_in_step() else []
     if isinstance(of_gpu, int):
         return [f"--cpus-per-task={of_gpu * job.workers}", *inside]
-    of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if inside else []
+    takes_all = bool(inside) or has_several_tasks()
+    of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if takes_all else []
     return [*([f"--cpus-per-task={min(map(int, of_nodes))}"] if of_nodes else []), *inside]
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from functools import cache
 
+from hpc_train.cluster.allocation import refuse_components
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Executor
@@ -23,6 +24,7 @@ def select_executor(cluster: ClusterConfig) -> Executor:
     """
     check_shell(cluster)
     if cluster.kind == "auto" and in_allocation():
+        refuse_components()
         from hpc_train.launch.executors.allocation import AllocationExecutor
 
         return AllocationExecutor()

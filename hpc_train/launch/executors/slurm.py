@@ -43,6 +43,7 @@ from hpc_train.launch.sbatch import (
     array,
     identity,
     options,
+    output_file,
     stop_note,
     survives_node_loss,
 )
@@ -202,7 +203,8 @@ class SlurmJobExecutor:
             for index, job in enumerate(same):
                 write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
-                self._outputs[job_id] = Path(str(asked["output"]).replace("%j", job_id).replace("%A_%a", job_id))
+                pattern = str(asked["output"]).rpartition("/")[2]
+                self._outputs[job_id] = folder / pattern.replace("%j", job_id).replace("%A_%a", job_id)
         return [ids[job.number] for job in jobs]
 
     def identity(self, job_id: str) -> dict[str, Any]:
@@ -318,10 +320,9 @@ class SlurmJobExecutor:
         single = len(same) == 1
         file = chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
         name = "%A_%a" if not single else "%j" if file is None else file.name
-        output = folder / f"{name}.out"
         asked = {
             **options(same[0], self.site),
-            **identity(same, same[0].run.path if single else sweep, output),
+            **identity(same, same[0].run.path if single else sweep, output_file(folder, f"{name}.out")),
             **array(len(same), turn.at_once),
         }
         script = Script(

@@ -6,7 +6,6 @@ metrics come from the files of the run directory.
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.telemetry.monitoring.names import RUN_LABELS
 from hpc_train.telemetry.monitoring.snapshot import Identity, RunReader, Snapshot
 from hpc_train.telemetry.sinks.identity import name_of
+from hpc_train.users import own_name
 
 CLOSE_S = 10.0  # for the last snapshot; a file system may hang
 
@@ -68,7 +68,7 @@ def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation
 
 def identity_of(run: RunDirectory, allocation: Allocation) -> Identity:
     """Returns the labels of ``run`` in this job."""
-    values = (name_of(run), str(run.record().get("run_id") or run.path.name), getpass.getuser())
+    values = (name_of(run), str(run.record().get("run_id") or run.path.name), own_name())
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     labels = dict(zip(RUN_LABELS, values, strict=True))
     return Identity(labels, allocation.job_id or "", partition, allocation.node_name)

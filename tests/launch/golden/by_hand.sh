@@ -14,15 +14,29 @@ unset SLURM_CLUSTERS "${!SQUEUE_@}" "${!SINFO_@}" "${!SACCT_@}" "${!SCANCEL_@}" 
   SLURM_EXIT_IMMEDIATE SLURM_IMMEDIATE SLURM_NO_KILL SLURM_MULTI_PROG "${!SRUN_@}"
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
-# srun does not inherit --cpus-per-task from the job; on exclusive nodes, a task gets all cores of the smallest node
+# srun does not inherit --cpus-per-task from the job; on exclusive nodes, and if the job requests several tasks per
+# node, the agent gets all cores of the smallest node
+if [ "${SLURM_NTASKS_PER_NODE:-1}" -gt 1 ] || [ "${SLURM_NTASKS:-0}" -gt "$SLURM_JOB_NUM_NODES" ]; then
+  unset SLURM_CPUS_PER_TASK
+fi
 cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 
-# A step inherits the GPUs that its job requests, but not those that the job has only through --exclusive. To get these,
-# the step requests as many per node as every node of the job has.
+# The agent is the only task of its node and uses all GPUs that the job has there, also if the script requests resources
+# for one task per GPU.
+unset SLURM_GPU_BIND SLURM_NTASKS_PER_GPU
+tasks=one
+if [ "${SLURM_NTASKS_PER_NODE:-1}" -gt 1 ] || [ "${SLURM_NTASKS:-0}" -gt "${SLURM_JOB_NUM_NODES:-1}" ]; then
+  unset SLURM_GPUS_PER_TASK
+  tasks=several
+fi
+# A step inherits the GPUs that its job requests per job, node or socket, but neither those that the job requests for
+# several tasks of a node, nor those that it has only through --exclusive. To get these, the step requests as many per
+# node as every node of the job has.
 if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
   job=$(scontrol show job --details "$job" 2> /dev/null) || true
+  [ "$tasks" = one ] || job=${job//TresPerTask=/}
   if ! grep -q 'TresPer[A-Za-z]*=[^ ]*gpu' <<< "$job"; then
     gpus=$(sed -n 's/(IDX:[^)]*)//g; s/^ *Nodes=.* GRES=//p' <<< "$job" | awk -F, '
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
@@ -37,6 +51,9 @@ fi
 # scancel also sends TERM to this script. A cancelled job is never requeued.
 cancelled=
 trap 'cancelled=yes' TERM
+# Slurm sends the signal of --signal=B:USR1@SECONDS to this script alone, which passes it on to the agents as USR2.
+announced=0
+trap 'announced=1' USR1 USR2
 
 # the prefix of the files in which the agents record how this start of the job ended, and the id of the job
 end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
@@ -66,6 +83,10 @@ for step in 1 2 3; do
   while [ -z "$recorded" ] && kill -0 "$srun" 2> /dev/null; do
     sleep 1 || true # scancel interrupts the sleep with TERM
     recorded=$(ls "$end".node-* 2> /dev/null) || true
+    if ((announced && SECONDS >= announced)); then # again after 10 s, since agents that are still starting miss it
+      kill -USR2 "$srun" 2> /dev/null || true
+      announced=$((SECONDS + 10))
+    fi
   done
   if ! srun_ends 25; then
     echo "the agents have ended but their step has not (a node may be frozen): asking Slurm to kill the step" >&2
