@@ -11,7 +11,7 @@ continue by themselves (``proof``); ``hang_bounds`` says when workers are examin
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.measure.flight_recorder import Collective, is_queued, read_collectives
 from hpc_train.run.agent_worker import Beat, Phase
-from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state
+from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state, stopped_child
 
 CONTROL = "control"  # group of ``train/step.py``, whose messages are posted without waiting
 AGREEMENT = "all_reduce"  # the operation of these messages
@@ -58,6 +58,7 @@ class RankState:
         waits: whether it is inside any operation with other ranks, except of the control messages of each step.
         cpu_s: processor time that it and its child processes have used since its start.
         storage: whether one of its threads waits for storage.
+        stopped_child: the process id of one of its child processes, such as a loader, that a signal has stopped.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankState:
     waits: bool = False
     cpu_s: float = 0.0
     storage: bool = False
+    stopped_child: int | None = None
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> RankState:
@@ -109,10 +111,17 @@ def _waits(collectives: Sequence[Collective]) -> bool:
     )
 
 
+def _with_stopped_children(states: Sequence[RankState]) -> Iterator[tuple[str, list[RankState]]]:
+    for state in states:
+        if state.stopped_child is not None:
+            yield f"waits for its child process {state.stopped_child} (a loader), which is stopped by a signal", [state]
+
+
 def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
     """Returns the rank that the others wait for and the reason; None if no rank of ``states`` is behind the others."""
     for word, suspects in (
         ("is stopped by a signal", [state for state in states if state.process in ("T", "t")]),
+        *_with_stopped_children(states),
         (
             "does not respond in its interpreter, while others do",
             _minority(states, [s for s in states if not s.answered]),
@@ -352,5 +361,6 @@ def _evidence(question: _Question, node: str) -> Evidence:
         waits=_waits(collectives),
         cpu_s=cpu_seconds(pid),
         storage=is_reading_or_writing(pid),
+        stopped_child=stopped_child(pid),
     )
     return Evidence(state, pid, worker.block.stacks() or "(no stacks)", answer)

@@ -277,7 +277,10 @@ def class_of_end(
         output: the last lines that it printed.
     """
     if with_warm_parent:
-        return Failure.KILLED, "killed by the kernel when the warm parent of the node's workers ended"
+        _, cause = _killed("the warm parent was killed", killed)
+        message = "killed by the kernel when the warm parent of the node's workers ended"
+        # the class stays, as a restart is right: the workers themselves may fit into the memory
+        return Failure.KILLED, message if killed == OomKills() else f"{message}: {cause}"
     if exit_code >= 0:
         return Failure.EXITED, f"exited early with code {exit_code}, without an exception"
     name = f"killed by {signal.Signals(-exit_code).name}"

@@ -302,6 +302,8 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, item
         return []
     saved = CheckpointStore(item.run.checkpoints).newest() is not None
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
+    if facts is not None and facts.exit_code.endswith(":9") and view.state == "stopped":
+        found.append("its batch script was killed by SIGKILL (scancel --batch, or a lack of memory on the batch host)")
     if NOT_LAUNCHED in view.message:
         found.append(NOT_LAUNCHED_ADVICE.format(folder=Path(item.submission.get("output", item.run.logs)).parent))
     if cause is not None and cause.kind in list(Failure):

@@ -83,6 +83,11 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def stopped_child(pid: int) -> int | None:
+    """Returns a child process that is stopped by a signal; None without one."""
+    return next((child for child in _children(pid) if process_state(child) == "T"), None)
+
+
 @dataclass(frozen=True)
 class Activity:
     """Describes the threads of a process and its children.

@@ -315,6 +315,7 @@ def groups(backend: str = "gloo", **entered: tuple[Any, ...]) -> dict[str, objec
             1,
         ),
         ([state(0), state(1, process="D")], 1),
+        ([state(0), state(1, stopped_child=4711)], 1),
         ([state(0), state(1)], None),
     ],
 )

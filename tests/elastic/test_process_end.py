@@ -23,7 +23,7 @@ from hpc_train.elastic.decision import ended_without_report, is_secondary
 from hpc_train.elastic.worker_process import _failure, explained
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
-from hpc_train.run.exits import FILE_SYSTEM, Failure, advice_for, classify
+from hpc_train.run.exits import FILE_SYSTEM, HOST_MEMORY, Failure, advice_for, classify
 from hpc_train.train.saving import TRANSIENT
 
 
@@ -214,6 +214,9 @@ def test_a_worker_that_ends_with_its_warm_parent() -> None:
         Failure.KILLED,
         "killed by the kernel when the warm parent of the node's workers ended",
     )
+    failure, message = class_of_end(255, OomKills(group=1), with_warm_parent=True)
+    assert failure is Failure.KILLED
+    assert message.endswith(f"ended: the warm parent was killed: {HOST_MEMORY} (limit of --mem or of a container)")
 
 
 @pytest.mark.parametrize(

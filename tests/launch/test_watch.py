@@ -20,6 +20,7 @@ from hpc_train.launch.executors.executor import Submitted
 from hpc_train.launch.job_status import PRESENT, JobStatus, View, how_stopped, resume_command, time_left
 from hpc_train.launch.job_table import JobTable, plain_line
 from hpc_train.launch.lookup import RunHandle
+from hpc_train.launch.reasons import JobFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
@@ -90,6 +91,16 @@ def test_a_job_that_slurm_cannot_launch_says_so(tmp_path: Path) -> None:
     handle = RunHandle(item.job.run, 0, {"job_id": "1", "output": "/scratch/runs/1.out"})
     found = diagnose(handle, {"1": JobStatus("FAILED", "JobLaunchFailure")}, asks_slurm=False)
     assert found.advice[0].startswith("check that the nodes can create files in /scratch/runs, ")
+
+
+def test_a_batch_script_that_was_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``scancel --batch --signal=KILL``: Slurm ends the agents, which save."""
+    item = submitted(tmp_path)
+    item.job.run.claim_attempt()
+    EventLog.open(item.job.run, "agent-n0", 0).write("stopped", exit_code=75, reason="SIGTERM")
+    monkeypatch.setattr("hpc_train.launch.diagnosis.read_facts", lambda job: JobFacts(job, "FAILED", exit_code="0:9"))
+    found = diagnose(RunHandle(item.job.run, 0, {"job_id": "1"}), {"1": JobStatus("FAILED")})
+    assert found.advice[0].startswith("its batch script was killed by SIGKILL")
 
 
 def test_a_job_whose_run_directory_was_deleted_says_so(tmp_path: Path) -> None:

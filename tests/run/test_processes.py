@@ -17,6 +17,7 @@ from hpc_train.run.processes import (
     out_of_descriptors,
     out_of_resources,
     process_state,
+    stopped_child,
 )
 
 
@@ -47,6 +48,16 @@ def test_a_process_that_sleeps_is_idle() -> None:
         assert not is_reading_or_writing(pid)
     assert cpu_seconds(pid) == 0.0
     assert not is_reading_or_writing(pid)
+
+
+def test_a_stopped_child_is_found() -> None:
+    with shell("sleep 1000 & kill -STOP $!; echo; wait") as pid:
+        until = time.monotonic() + 60
+        while (child := stopped_child(pid)) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert child is not None
+        assert process_state(child) == "T"
+    assert stopped_child(pid) is None
 
 
 def test_no_free_descriptor_is_a_message_with_a_fix() -> None:
