@@ -18,8 +18,10 @@ STEPS = 400  # of 0.4 s: more than fit into three minutes less start and save; f
 def test_the_time_limit_loses_no_step_and_keeps_the_wandb_run(plain: Cluster, tmp_path: Path) -> None:
     slow = [*SLOW, "+model.args.seconds=0.4", f"train.steps={STEPS}", "telemetry.wandb.mode=offline"]
     case = [*slow, *ONE_NODE, "cluster.time=00:03:00", "elastic.stop_grace_s=40"]
-    done = plain.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path, timeout=800)
-    run = tmp_path / "outputs" / "run"
+    directory = tmp_path / "50%x runs"  # of which Slurm would replace a part in the path of the output
+    directory.mkdir()
+    done = plain.hpc_train(*case, "run.name=run", "-m", cwd=directory, timeout=800)
+    run = directory / "outputs" / "run"
     assert done.returncode == 0, done.stdout + done.stderr
     assert every_step(run) == list(range(1, STEPS + 1)), "each step was taken once"
     requeued = events(run, "requeued")
