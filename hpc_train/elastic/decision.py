@@ -16,7 +16,7 @@ from hpc_train.run.ledger import read_ledger
 
 ANNOUNCEMENT = "SIGUSR2"  # Slurm announces the time limit and preemptions with it; other signals come from a user
 ATTEMPTS_WITHOUT_A_STEP = 3
-OF_CODE = (Failure.USER_ERROR, Failure.REFUSED, Failure.KILLED, Failure.EXITED, Failure.COMMUNICATION)
+OF_CODE = (Failure.USER_ERROR, Failure.REFUSED, Failure.EXITED, Failure.COMMUNICATION)
 GOOD_STEPS = 10  # the first two steps allocate all memory, an evaluation may need a little more
 
 

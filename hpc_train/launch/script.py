@@ -35,7 +35,7 @@ ENVIRONMENT = (
 export SLURM_EXPORT_ENV=ALL
 # srun does not inherit --cpus-per-task from the job; on exclusive nodes, and if the job requests several tasks per
 # node, the agent gets all cores of the smallest node
-if [ "${SLURM_NTASKS_PER_NODE:-1}" -gt 1 ] || [ "${SLURM_NTASKS:-0}" -gt "$SLURM_JOB_NUM_NODES" ]; then
+if [ "${SLURM_NTASKS_PER_NODE:-1}" -gt 1 ] || [ "${SLURM_NTASKS:-0}" -gt "${SLURM_JOB_NUM_NODES:-1}" ]; then
   unset SLURM_CPUS_PER_TASK
 fi
 cores=$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32

@@ -14,6 +14,7 @@ import pytest
 from hpc_train.config.schema import Config
 from hpc_train.config.values import refuse_other_encodings
 from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
 from tests.doors.command import environment, hpc_train
 
 
@@ -137,13 +138,15 @@ def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path: Path, monkeyp
 
 
 def test_ctrl_c_while_a_run_starts(
-    called: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+    called: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def interrupted(*arguments: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hpc_train.launch.executors.allocation.run_in_foreground", interrupted)
     assert called("+strategy=dp", "cluster=local", "run.name=run").returncode == 130
+    started = RunDirectory(tmp_path / "outputs" / "run")
+    started.update_record(claimed_by=started.record()["claimed_by"] | {"pid_started": "before"})  # this process lives
     (run,) = (json.loads(line) for line in called("status", "--json", "run").stdout.splitlines())
     assert run["state"] == "cancelled"
     assert "stopped before the first step (Ctrl-C)" in called("why", "run").stdout

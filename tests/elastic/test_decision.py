@@ -37,7 +37,8 @@ def test_every_class_of_failure_has_a_response() -> None:
         (failed(Failure.KILLED, stop="SIGUSR2"), Action.REQUEUE),  # what was saved before serves
         (failed(Failure.KILLED, stop="SIGTERM"), Action.FAIL),
         # stopped by a user while it started: nothing is lost, whatever the code says about it
-        *((failed(failure, 5, "SIGTERM"), Action.STOP) for failure in (Failure.USER_ERROR, Failure.KILLED)),
+        *((failed(failure, 5, "SIGTERM"), Action.STOP) for failure in (Failure.USER_ERROR, Failure.EXITED)),
+        (failed(Failure.KILLED, 5, "SIGTERM"), Action.FAIL),  # it did not stop in time
         (failed(Failure.USER_ERROR, 5, "SIGUSR2"), Action.FAIL),
         (failed(Failure.DISK_FULL, 5, "SIGTERM"), Action.FAIL),
         (failed(Failure.OUT_OF_MEMORY, stop="SIGUSR2"), Action.FAIL),

@@ -312,7 +312,7 @@ def test_a_file_system_that_was_frozen_is_told(
     log = agent(run)
     if then is not None:
         log.write(then, **{"class": "user_error"} if then == "worker_failed" else {}, message="the consequence")
-    log.write_outage(Outage(time.time() - 31, 31.0, "the file system did not respond for 31 s"))
+    log.write_outage(Outage(31.0, "the file system did not respond for 31 s"))
     log.write("requeued", reason="the rendezvous server cannot continue")
     agent(run, 1).write("finished", exit_code=0)
     text = page(run, capsys)

@@ -75,7 +75,7 @@ def scripts(job: Job) -> list[str]:
     """Returns all kinds of batch scripts of a job."""
     config, run = job.config, job.run.path
     container = container_of(config, job.gpus)
-    asked = {**options(job), **identity([job], run, run / "out")}
+    asked = {**options(job), **identity([job], run, str(run / "out"))}
     code = FrozenCode(str(run), str(run), (str(run / "code"),), None, None)
     title = f"hpc_train, {config.strategy.name}: {job.layout}"
     submitted = Script(title, config.cluster, one_run(run), {}, code, run / "chain", container, ["note"])

@@ -53,7 +53,8 @@ class Cluster:
     def cancel_below(self, directory: Path) -> None:
         """Cancels the jobs submitted from ``directory``, so that the jobs of a failed test do not block other tests."""
         listed = self.call("squeue", "--noheader", "--format=%A %Z").stdout.splitlines()
-        jobs = [job for job, _, path in (line.partition(" ") for line in listed) if Path(path).is_relative_to(directory)]
+        found = (line.partition(" ") for line in listed)
+        jobs = [job for job, _, path in found if Path(path).is_relative_to(directory)]
         if jobs:
             self.call("scancel", *jobs)
 
