@@ -36,7 +36,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
-from hpc_train.run.requests import STOP_SIGNALS, stop_was_requested
+from hpc_train.run.requests import ANNOUNCING, stop_was_requested
 from hpc_train.slurm.client import (
     PATIENT_S,
     may_requeue,
@@ -80,7 +80,7 @@ def is_announcement(stop: str | None, run: RunDirectory) -> bool:
     A batch script may request another signal than USR2 before its limit. Then the job is in the last third of its
     time, or Slurm preempts it, and no command of hpc_train has recorded a stop request.
     """
-    if stop not in {each.name for each in STOP_SIGNALS} or stop_was_requested(run):
+    if stop not in ANNOUNCING or stop_was_requested(run):
         return False
     shown = time_of_own_job()
     if shown is None:

@@ -20,7 +20,7 @@ from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
-from hpc_train.run.requests import STOP_SIGNALS
+from hpc_train.run.requests import ANNOUNCING
 from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, other_clusters, seconds
 from hpc_train.slurm.variables import preset
 
@@ -189,7 +189,7 @@ def signal_lead(job: Job) -> StopTime:
 
 SIGNAL = re.compile(r"#SBATCH\s.*?--signal[=\s]\s*[\"']?(?:([BR]+):)?(\w+)(?:@(\d+))?", re.IGNORECASE)
 DEFAULT_LEAD_S = 60  # sbatch's, without @SECONDS
-AGENT_SIGNALS = frozenset(each.name for each in STOP_SIGNALS)
+AGENT_SIGNALS = (signal.SIGUSR2.name, *ANNOUNCING)
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def script_signal(script: str) -> AskedSignal | None:
 def refuse_lost_signal(script: str, needed: StopTime) -> None:
     """Raises UserError if a script requests a signal before its limit that does not make its agents save.
 
-    The agents take USR2, and near the time limit each signal that stops them, as Slurm's announcement. ``job.sh``
-    passes USR1 and USR2 on that Slurm sends to the batch script alone (``B:``).
+    The agents take USR2, and near the time limit also USR1 and TERM, as Slurm's announcement. ``job.sh`` passes USR1
+    and USR2 on that Slurm sends to the batch script alone (``B:``).
     """
     asked = script_signal(script)
     if asked is None:
@@ -239,7 +239,7 @@ def refuse_lost_signal(script: str, needed: StopTime) -> None:
         loss = "the batch script alone, which does not pass it on to the agents"
     else:
         heard = f"SIG{asked.name}" in AGENT_SIGNALS
-        loss = "the agents, which it kills or which ignore it"
+        loss = "the agents, for which it is no announcement of the limit"
     if heard:
         return
     raise UserError(

@@ -116,6 +116,8 @@ def _folder(run: RunDirectory) -> Path:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+# besides USR2, what a batch script may request before its limit; the others come from a terminal
+ANNOUNCING = (signal.SIGUSR1.name, signal.SIGTERM.name)
 DUPLICATE_SIGINT_S = 0.3  # some wrappers forward a Ctrl-C that the terminal already sent to the whole group
 
 

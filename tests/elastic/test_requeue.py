@@ -222,6 +222,7 @@ SHOWN = "JobState=RUNNING RunTime={run} TimeLimit={limit} TimeMin=N/A PreemptTim
         ("SIGUSR1", SHOWN.format(run="12:00:00", limit="1-00:00:00", preempted="None"), False, False),  # by hand
         ("SIGUSR1", SHOWN.format(run="12:00:00", limit="UNLIMITED", preempted="None"), False, False),
         ("SIGTERM", SHOWN.format(run="12:00:00", limit="UNLIMITED", preempted="2026-01-31T12:00:00"), False, True),
+        ("SIGINT", SHOWN.format(run="23:50:00", limit="1-00:00:00", preempted="None"), False, False),  # Ctrl-C
         ("run.max_gpu_hours", SHOWN.format(run="23:50:00", limit="1-00:00:00", preempted="None"), False, False),
         ("SIGUSR1", "", False, False),  # Slurm does not respond
     ],

@@ -233,6 +233,7 @@ def test_the_signal_of_a_script(lines: str, expected: tuple[str, int, bool] | No
         ("B:10@60", None),
         ("B:TERM@60", "USR2@90"),  # scancel sends it too
         ("URG@300", "USR2@300"),
+        ("INT@300", "USR2@300"),  # as Ctrl-C in a shell of salloc
         ("KILL", "USR2@90"),
     ],
 )
