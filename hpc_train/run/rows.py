@@ -212,7 +212,7 @@ _MEMORY_RANK = record_of(
 )
 RECORD: dict[str, Check] = {
     **dict.fromkeys(("run_id", "config_hash", "next_config_hash", "forked_from", "own_code"), or_none(text)),
-    **dict.fromkeys(("loss_warning", "archived_from"), text),
+    **dict.fromkeys(("loss_warning", "archived_from", "stop_requested_by"), text),
     **dict.fromkeys(("created", "stop_requested"), seconds),
     **dict.fromkeys(("total_steps", "stream_ended"), or_none(count)),
     "overrides": or_none(list_of(text)),

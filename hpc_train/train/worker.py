@@ -161,7 +161,7 @@ def _build(
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, spec.local_world_size)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
-    _check_agreement(mesh, {"config": config_hash(run), "step": start, "data": training.identity})
+    _check_agreement(mesh, {"config": patiently(lambda: config_hash(run)), "step": start, "data": training.identity})
     open_feed = _feed_opener(config, mesh, training, spec.ranks_on_cores)
     skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
