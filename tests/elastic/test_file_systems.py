@@ -184,7 +184,7 @@ def test_node_failures_are_known_while_they_cannot_be_written(
 
 
 def test_a_budget_that_cannot_be_read_is_not_used_up(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(run: RunDirectory) -> float:
+    def fails(run: RunDirectory, now: float) -> float:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr("hpc_train.elastic.decision.used", fails)
