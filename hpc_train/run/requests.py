@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import BackgroundCall, write_text
@@ -42,12 +43,21 @@ class StopFlag:
 def record_stop_request(run: RunDirectory, by: str = "cancel") -> None:
     """Records in ``run.json`` that a user stops the job: an agent that is still starting cannot record its end."""
     with suppress(OSError):  # a full disk does not keep the job from being stopped
-        run.update_record(stop_requested=time.time(), stop_requested_by=by)
+        now = max(time.time(), _submitted(run.record()))  # even if the clock was set back meanwhile
+        run.update_record(stop_requested=now, stop_requested_by=by)
 
 
 def stop_was_requested(run: RunDirectory) -> bool:
     """Returns whether a user has stopped the newest submission of ``run``; each new one resets it."""
-    return bool(run.record().get("stop_requested"))
+    record = run.record()
+    requested: float = record.get("stop_requested", 0.0)
+    return requested > 0 and requested >= _submitted(record)
+
+
+def _submitted(record: Mapping[str, Any]) -> float:
+    """Returns when the newest submission was made, in seconds since 1970; 0 without one."""
+    submitted: float = (record.get("submissions") or [{}])[-1].get("time", 0.0)
+    return submitted
 
 
 def request_stacks(run: RunDirectory) -> int:
