@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 from hpc_train import cli
+from hpc_train.checkpoint import transfer
 from hpc_train.checkpoint.manifest import METADATA
+from hpc_train.config.schema import GPTConfig
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
 from tests.checkpoint.test_hostile import seal
@@ -82,7 +86,9 @@ def look_as_somebody_else(rank: int, world_size: int, path: str) -> list[int]:
     return codes
 
 
-def test_metadata_with_code_is_damage(run: RunDirectory, called: Callable[..., Any]) -> None:
+def test_metadata_with_code_is_damage(
+    run: RunDirectory, called: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if all checksums are right, which anybody can compute. Nothing of it is executed."""
     checkpoint = run.checkpoints / "step-00000001"
     (checkpoint / METADATA).write_bytes(b"cos\ngetpid\n.")
@@ -92,10 +98,10 @@ def test_metadata_with_code_is_damage(run: RunDirectory, called: Callable[..., A
     assert verified.returncode == 1
     assert problems[1:] == [None, None]
     assert problems[0].endswith("it refers to os.getpid, which is not on the allow-list")
-    exported = called("checkpoint", "export", str(run.path), "--step", "1", "--to", "x.pt")
-    assert exported.returncode == 2
-    assert "is not on the allow-list" in exported.stderr
-    assert "Traceback" not in exported.stderr
+    monkeypatch.setattr(transfer, "_model", lambda run: (GPTConfig(), 8))
+    monkeypatch.setattr(transfer, "_format", lambda *arguments: "pt")
+    with pytest.raises(UserError, match=r"os.getpid, which is not on the allow-list"):
+        transfer.export(run, 1, run.path / "x.pt", "pt", None, lambda label, total: nullcontext(lambda count: None))
 
 
 def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:
