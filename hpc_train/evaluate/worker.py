@@ -23,6 +23,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.evaluation import Evaluation, build_evaluation
+from hpc_train.train.guard import check_evaluation_padding
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.step import Control
 
@@ -45,6 +46,7 @@ def evaluate_checkpoint(spec: WorkerSpec, stop: StopFlag) -> Exit:
     path = Path(request.checkpoint)
     manifest = load_weights(engine, mesh, Checkpoint(request.step, path), request.weights)
     check_base(config.model, manifest.extra, str(path))
+    check_evaluation_padding(config, mesh, engine, evaluation)
     began = time.monotonic()
     with heartbeat.during(Phase.EVALUATION, manifest.step):
         metrics = evaluation.run(engine, Control(mesh), stop)

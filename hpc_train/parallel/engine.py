@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,6 +78,9 @@ class Engine(Protocol):
 
     def compressions(self) -> tuple[Compression, ...]:
         """Returns the gradient compression of each part of this rank."""
+
+    def read_anew(self, written: Collection[str]) -> None:
+        """Keeps no copies over a step of the parameters ``written``, to which the forward pass itself writes."""
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """Runs forward and backward pass over all micro-batches, from cleared gradients.
@@ -171,6 +174,9 @@ class WrappedEngine:
 
     def compressions(self) -> tuple[Compression, ...]:
         return self._engine.compressions()
+
+    def read_anew(self, written: Collection[str]) -> None:
+        self._engine.read_anew(written)
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         return self._engine.train_step(step, batch, loss_scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hpc_train.models.modes import evaluating
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
+from hpc_train.parallel.buffers import SharedBuffers
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
@@ -56,6 +57,7 @@ class ReplicaEngine:
             self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates
         )
         self._statistics = batch_norm.RunningStatistics([self._model])
+        self._buffers = SharedBuffers([self._model], config.train.buffers, mesh.group("dp_cp"))
         self._graphed = compiler_mode(config) == CompilerMode.CUDA_GRAPHS
         # CUDA graphs read parameters where they are, but would copy the casts of each step
         casts = None if self._graphed else kept_dtype(config.precision, mesh.layout)
@@ -91,6 +93,10 @@ class ReplicaEngine:
     def compressions(self) -> tuple[Compression, ...]:
         return () if self._replicas.compression is None else (self._replicas.compression,)
 
+    def read_anew(self, written: Collection[str]) -> None:
+        """See ``Engine.read_anew``."""
+        self._casts.leave_out(parameter for name, parameter in self._parameters.items() if name in written)
+
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
         clear_gradients(self._parameters.values(), keep_memory=self._graphed)
@@ -111,6 +117,7 @@ class ReplicaEngine:
         else:
             self._replicas.finish()
         self._statistics.average(self._mesh.group("dp"))
+        self._buffers.share()
         return result
 
     def _accumulate(

@@ -50,6 +50,8 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "gc_every",
         "debug",
         "reproducible",
+        "check",
+        "buffers",
     ),
     "telemetry.profile": ("steps", "ranks"),
 }

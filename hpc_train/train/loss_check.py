@@ -1,69 +1,174 @@
-"""Finds a loss that depends on how a batch is split, before the first step.
+"""Finds a loss that depends on how a batch is split or padded, before the first step.
 
 The sum and the count of a loss must be sums over samples: then they are the same whether one rank computes them for the
 whole batch, or several ranks and micro-batches for parts of it. The module compares those of one micro-batch with those
 of its two halves. They differ for a contrastive loss, for a forward pass that attends across the batch, and for a mean
 with a count of 1.
 
-The model is in evaluation mode, without dropout and with fixed batch statistics. A loss that is random nevertheless, or
-changes with every call, differs between two passes over the same micro-batch and is not compared. Nothing changes for
-the training: random state, buffers and plain attributes of the modules are restored, and there are no gradients.
+Padding fills up a batch whose samples do not divide over the ranks and micro-batches: copies of a sample whose targets
+are all ``IGNORED``. What such a row contains must not matter, and it must not count. Micro-batches are compared that
+differ only in the inputs of a row without targets, or in having it.
+
+The model is in evaluation mode, without dropout and with fixed batch statistics. A loss that is random nevertheless
+draws from a generator, or differs between two passes over the same micro-batch; it is not compared with its halves.
+Nothing changes for the training: random state, buffers and plain attributes of the modules are restored, and there are
+no gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
 
 from hpc_train.checkpoint.agreement import lowest
-from hpc_train.data.dataset import Batch, Dataset, Nested, Ragged, StepBatch, map_leaves
+from hpc_train.data.dataset import IGNORED, Batch, Dataset, Nested, Ragged, StepBatch, leaves, map_leaves
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
-from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.engine import Engine, StepResult
+from hpc_train.parallel.engine import Engine, StepResult, seed_micro_batch
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.exits import Failure, classify
+from hpc_train.train.kept_state import drawn, kept_random_state, kept_state
 
 Sums = tuple[float, float]  # of the losses and of the counts, over all ranks
 
 
-def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> str | None:
-    """Returns a warning if the loss of a micro-batch of ``dataset`` is not the sum over its halves. Collective.
+@dataclass(frozen=True)
+class LossCheck:
+    """Holds what was found.
+
+    Attributes:
+        warning: the loss depends on the split of a batch, or was not compared; None if neither.
+        padding: how padding enters the loss; None if it does not.
+    """
+
+    warning: str | None = None
+    padding: str | None = None
+
+
+def check_loss(
+    engine: Engine, dataset: Dataset, mesh: Mesh, precision: str, *, halves: bool = True, padding: bool = True
+) -> LossCheck:
+    """Compares the loss of a micro-batch of ``dataset`` with that of its parts and with padding. Collective.
 
     Args:
         precision: the precision of the config, whose rounding errors are tolerated.
+        halves: whether to compare the two halves.
+        padding: whether to look for padding in the loss.
 
     Raises:
         UserError: the count is NaN or negative, or it is 0 while the sum is not 0.
     """
-    size = max(2, mesh.layout.micro_size)
-    batch = example_micro_batch(dataset, replace(mesh.layout, micro_size=size), mesh.device)
-    devices = [mesh.device] if mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _restored(engine.parts), torch.compiler.set_stance("force_eager"):
-        whole, again = _sums(engine, batch), _sums(engine, batch)
-        if math.isnan(whole[1]):
+    with kept_random_state(mesh.device), kept_state(engine.parts), torch.compiler.set_stance("force_eager"):
+        check = _Check(engine, dataset, mesh, TOLERANCE.get(precision, ROUGH))
+        return LossCheck(check.split() if halves else None, check.padding() if padding else None)
+
+
+TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
+ROUGH = 0.02  # of losses in half precision
+REPEATED = 1e-5  # of two passes over rows that are equal where they count; only sums in another order differ
+FLOOR = 1e-6  # differences of a loss per sample that do not count
+
+
+class _Check:
+    """Computes the loss of a micro-batch and its variants."""
+
+    def __init__(self, engine: Engine, dataset: Dataset, mesh: Mesh, tolerance: float) -> None:
+        self._engine, self._dataset, self._mesh, self._tolerance = engine, dataset, mesh, tolerance
+        self._size = max(2, mesh.layout.micro_size)
+        self._batch = self._read(0, self._size)
+        seed_micro_batch(0, 0, 0, mesh.device)
+        before = drawn(mesh.device)
+        self._whole = self._global(engine.eval_step(StepBatch((self._batch,), 1)))
+        self._draws = drawn(mesh.device) != before
+        if math.isnan(self._whole[1]):
             raise UserError(
                 "the loss of the model returned a count that is not a number (NaN)",
                 where="the method loss of the model",
                 fix="return as the count the number of samples or the sum of their weights",
             )
-        tolerance = TOLERANCE.get(precision, ROUGH)
-        if not _equal(whole, again, tolerance):
+
+    def split(self) -> str | None:
+        """Returns a warning if the loss is not the sum over the halves."""
+        if self._agreed(self._draws):
             return None
-        halves, problem = _sums_of_halves(engine, dataset, batch, size, mesh)
-    if problem is not None:
-        return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch fails: {problem}"
-    return None if _equal(whole, halves, tolerance) else _warning(size, whole, halves, mesh.layout.dp)
+        middle = self._size // 2 // 2 * 2 or 1  # even, because samples may belong together in pairs
+        halves, problem = self._tried(self._part(0, middle), self._part(middle, self._size))
+        if halves is None:
+            return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch {problem}"
+        if _equal(self._whole, halves, self._tolerance) or not self._is_repeatable():
+            return None
+        return _warning(self._size, self._whole, halves, self._mesh.layout.dp)
 
+    def padding(self) -> str | None:
+        """Returns how a row without targets enters the loss; None if it does not, or the loss cannot be computed."""
+        if isinstance(self._batch.inputs, Ragged):  # which is not padded
+            return None
+        # the feed pads with copies of the first sample of a micro-batch
+        last = self._size - 1
+        padded, _ = self._tried(_without_targets(self._batch, last, copied=True))
+        other, _ = self._tried(_without_targets(self._batch, last, copied=False))
+        if padded is None or other is None:
+            return None
+        counted = any(bool((value[last] != IGNORED).any()) for value in leaves(self._batch.targets))
+        if counted and padded[1] == self._whole[1] > self._mesh.layout.dp_cp:  # a count of 1 is that of a mean
+            return f"its count is {padded[1] / self._mesh.layout.dp:g} with and without the targets of a row"
+        if not _equal(padded, other, REPEATED) and self._is_repeatable():
+            one, two = (total / self._mesh.layout.dp for total, _ in (padded, other))
+            return f"its sum is {one:.6g} or {two:.6g}, depending on the inputs of a row without targets"
+        # a loss that is rounded to bf16 may hide this difference, and other shapes may draw other random numbers
+        shorter = None if self._agreed(self._draws) else self._tried(self._part(0, last))[0]
+        if shorter is None or _equal(padded, shorter, self._tolerance) or not self._is_repeatable():
+            return None
+        one, two = (total / self._mesh.layout.dp for total, _ in (padded, shorter))
+        return f"its sum is {one:.6g} with a row without targets and {two:.6g} without this row"
 
-TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
-ROUGH = 0.02  # of losses in half precision
-FLOOR = 1e-6  # differences of a loss per sample that do not count
+    def _read(self, first: int, last: int) -> Batch:
+        layout = replace(self._mesh.layout, micro_size=last - first)
+        return example_micro_batch(self._dataset, layout, self._mesh.device, first)
+
+    def _part(self, first: int, last: int) -> Batch:
+        """Returns some of the samples of the micro-batch."""
+        if isinstance(self._batch.inputs, Ragged):  # which is built from its items
+            return self._read(first, last)
+        batch = self._batch
+        return _mapped(batch, lambda rows: rows[first:last], lambda rows: rows[first:last], batch.samples[first:last])
+
+    def _is_repeatable(self) -> bool:
+        """Returns whether a second pass over the micro-batch has the same loss."""
+        return _equal(self._whole, self._sums(self._batch), REPEATED)
+
+    def _agreed(self, fact: bool) -> bool:
+        """Returns whether any rank has found ``fact``."""
+        return lowest(True if fact else None, self._mesh.control) is not None
+
+    def _tried(self, *micro_batches: Batch) -> tuple[Sums | None, str]:
+        """Returns the sums, or what happens if the model does not accept these micro-batches."""
+        problem = result = None
+        try:
+            result = self._pass(*micro_batches)
+        except Exception as error:
+            if classify(error) not in (Failure.USER_ERROR, Failure.REFUSED):
+                raise  # such as an error of the GPU, which no batch size cures
+            # training may still succeed, since its micro-batches have their full size
+            problem = f"fails: {type(error).__name__}: {error}"
+        problem = lowest(problem, self._mesh.control)
+        if problem is not None or result is None:
+            return None, str(problem)
+        return self._global(result), ""
+
+    def _sums(self, batch: Batch) -> Sums:
+        return self._global(self._pass(batch))
+
+    def _pass(self, *micro_batches: Batch) -> StepResult:
+        seed_micro_batch(0, 0, 0, self._mesh.device)  # what is drawn is the same in each pass
+        return self._engine.eval_step(StepBatch(micro_batches, 1))
+
+    def _global(self, result: StepResult) -> Sums:
+        numbers = self._engine.reduce(result)
+        return numbers.loss * (numbers.target_count or 1.0), numbers.target_count
 
 
 def _equal(one: Sums, other: Sums, tolerance: float) -> bool:
@@ -84,59 +189,31 @@ def _warning(samples: int, whole: Sums, halves: Sums, dp: int) -> str:
     )
 
 
-def _sums(engine: Engine, batch: Batch) -> Sums:
-    return _global(engine, engine.eval_step(StepBatch((batch,), 1)))
+def _without_targets(batch: Batch, row: int, copied: bool) -> Batch:
+    """Returns ``batch`` without the targets of ``row``.
+
+    Args:
+        copied: whether the inputs of the row are those of the first row.
+    """
+
+    def inputs(value: torch.Tensor) -> torch.Tensor:
+        if not copied:
+            return value
+        changed = value.clone()
+        changed[row] = value[0]
+        return changed
+
+    def targets(value: torch.Tensor) -> torch.Tensor:
+        changed = value.clone()
+        changed[row] = IGNORED
+        return changed
+
+    return _mapped(batch, inputs, targets, batch.samples)
 
 
-def _global(engine: Engine, result: StepResult) -> Sums:
-    numbers = engine.reduce(result)
-    return numbers.loss * (numbers.target_count or 1.0), numbers.target_count
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _sums_of_halves(engine: Engine, dataset: Dataset, batch: Batch, size: int, mesh: Mesh) -> tuple[Sums, str | None]:
-    """Returns the sums of the two halves, or the error if the model does not accept half a micro-batch."""
-    middle = size // 2 // 2 * 2 or 1  # even, because samples may belong together in pairs
-    problem = result = None
-    try:
-        if isinstance(batch.inputs, Ragged):  # its halves are built from their items
-            parts = [(0, middle), (middle, size - middle)]
-            layouts = [(first, replace(mesh.layout, micro_size=count)) for first, count in parts]
-            halves = [example_micro_batch(dataset, layout, mesh.device, first) for first, layout in layouts]
-        else:
-            halves = [_part(batch, 0, middle), _part(batch, middle, size)]
-        result = engine.eval_step(StepBatch(tuple(halves), 1))
-    except Exception as error:
-        if classify(error) not in (Failure.USER_ERROR, Failure.REFUSED):
-            raise  # such as an error of the GPU, which no batch size cures
-        # training may still succeed, since its micro-batches have their full size
-        problem = f"{type(error).__name__}: {error}"
-    problem = lowest(problem, mesh.control)
-    if problem is not None or result is None:
-        return (math.nan, math.nan), problem
-    return _global(engine, result), None
-
-
-def _part(batch: Batch, first: int, last: int) -> Batch:
-    def rows(part: Nested) -> Nested:
-        return map_leaves(lambda value: value[first:last], part)
-
-    context = {name: rows(value) for name, value in batch.context.items()}
-    return Batch(rows(batch.inputs), rows(batch.targets), context, batch.samples[first:last])
-
-
-@contextmanager
-def _restored(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the buffers of all modules, and their attributes that are tensors or plain values."""
-    found = [*parts, *(part.bare for part in parts if isinstance(part, WrappedModel))]
-    modules = [module for part in found for module in part.modules()]
-    values = [(vars(module), name, value) for module in modules for name, value in vars(module).items()]
-    plain = [entry for entry in values if isinstance(entry[2], bool | int | float | str | tuple | Tensor | None)]
-    tensors = [value for _, _, value in values if isinstance(value, Tensor)]
-    tensors += [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    copies = [tensor.detach().clone() for tensor in tensors]
-    yield
-    for attributes, name, value in plain:
-        attributes[name] = value
-    with torch.no_grad():
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
+def _mapped(batch: Batch, inputs: Change, targets: Change, samples: tuple[int, ...]) -> Batch:
+    context: dict[str, Nested] = {name: map_leaves(inputs, value) for name, value in batch.context.items()}
+    return Batch(map_leaves(inputs, batch.inputs), map_leaves(targets, batch.targets), context, samples)

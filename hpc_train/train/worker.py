@@ -56,8 +56,8 @@ from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.evaluation import build_evaluation
 from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.guard import check_own_code, is_own
 from hpc_train.train.length import Length, run_length
-from hpc_train.train.loss_check import check_loss
 from hpc_train.train.measuring.measures import Measures, Meter, make_meter
 from hpc_train.train.measuring.memory import explained
 from hpc_train.train.measuring.pipeline_watch import PipelineWatch
@@ -65,8 +65,9 @@ from hpc_train.train.measuring.profiler import Profiler
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.groups import check_groups
 from hpc_train.train.optimizers.learning_rate import describe_rates
+from hpc_train.train.own_writes import CheckedWrites
 from hpc_train.train.processes import answer_requests, join, leave
-from hpc_train.train.report import Report, open_report
+from hpc_train.train.report import open_report
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.streams import restored_positions, skipped_data
@@ -170,8 +171,7 @@ def _build(
     evaluation = evaluation.limited(config.train, trained.samples(trained.total_steps))
     report = open_report(run, mesh, events, length.total_steps)
     report.advice, report.evaluated = _advice_watch(config, mesh, spec, training), evaluation.extent()
-    if start == 0 and engine.check_loss:
-        _warn_of_loss(check_loss(engine, training, mesh, config.precision.name), run, report)
+    check_own_code(config, run, mesh, engine, training, evaluation, report)
     meter = make_meter(config, mesh, training)
     trainer = Trainer(
         config=config,
@@ -260,14 +260,6 @@ def _feed_opener(config: Config, mesh: Mesh, training: Dataset, local_ranks: int
     return open_feed
 
 
-def _warn_of_loss(warning: str | None, run: RunDirectory, report: Report) -> None:
-    """Reports ``warning`` in the log and the events, and records it for the summary at the end of the run."""
-    if warning is not None:
-        report.warning(0, warning)
-        if report.metrics is not None:
-            report.events.record(run, loss_warning=warning)
-
-
 def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
     """Builds the engine with the choices of earlier attempts and wraps it for balance reports and debugging."""
     check_compiler_device(config, int(mesh.device.type == "cuda"))
@@ -276,7 +268,9 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
     engine = build_engine(known, mesh, None if plan is None else plan.layers, bucket_choice_recorder(run, mesh, events))
     if mesh.layout.pp > 1:
         engine = _watch_pipeline(engine, mesh, plan, events)
-    return DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1) if config.train.debug else engine
+    if config.train.debug:
+        engine = DebuggedEngine(engine, mesh.rank, mesh.layout.tp == 1)
+    return CheckedWrites(engine, mesh) if is_own(config, engine) else engine
 
 
 def _name_parts_in_evaluation(engine: Engine) -> None:

@@ -1,4 +1,7 @@
-"""Before the first step: a loss that depends on the split of a batch is reported, and no other; nothing changes."""
+"""Before the first step: a loss that depends on the split of a batch is reported, and no other; nothing changes.
+
+The rehearsal finds nothing in these models, whose gradients are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from hpc_train.config.schema import Config, CustomModelConfig
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.custom import CustomDataset
 from hpc_train.data.dataset import IGNORED, Dataset
+from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.train.loss_check import check_loss
+from hpc_train.train.own_writes import CheckedWrites
+from hpc_train.train.rehearsal import rehearse
 from tests.layouts.cells import CLASSES, IMAGE, Cell
 from tests.layouts.module import Tiny
 from tests.layouts.oracle import Record, global_batch, mesh_of, train_engine
@@ -121,17 +127,28 @@ def config_of(cell: Cell, name: str | None) -> Config:
 
 
 def dataset_of(cell: Cell) -> Dataset:
-    return CustomDataset(list(zip(*global_batch(cell, 0), strict=True)), OwnKeys(kind="samples"), 0)
+    dataset = CustomDataset(list(zip(*global_batch(cell, 0), strict=True)), OwnKeys(kind="samples"), 0)
+    dataset.floats = "float64" if cell.precision == "fp64" else "float32"
+    return dataset
 
 
 def trained(cell: Cell, mesh: Mesh, name: str | None, check: bool) -> tuple[Record, str | None]:
     torch.manual_seed(1)
     engine = build_engine(config_of(cell, name), mesh)
     before, warning = torch.get_rng_state(), None
-    if check and engine.check_loss:
-        warning = check_loss(engine, dataset_of(cell), mesh, cell.precision)
+    if check:
+        if engine.check_loss:
+            warning = check_loss(engine, dataset_of(cell), mesh, cell.precision).warning
+        found = rehearse(config_of(cell, name), mesh, engine, example_micro_batch(dataset_of(cell), mesh.layout, CPU))
+        assert found.not_compared in (None, "no rank computes all of the model", GATHERS), found
+        assert (found.attributes == ["calls", "scale"]) == (name == "Stateful"), found
+        engine = CheckedWrites(engine, mesh)
     assert torch.equal(before, torch.get_rng_state())
     return train_engine(cell, mesh, engine), warning
+
+
+CPU = torch.device("cpu")
+GATHERS = "the loss compares the samples of all ranks"
 
 
 def warnings_of(rank: int, world_size: int, cases: list[tuple[Cell, str | None]]) -> list[str | None]:

@@ -325,6 +325,21 @@ class TrainConfig:
         "any_world_size computes bitwise the same weights on any number of ranks, under strategy single and dp.",
         choices=("any_world_size",),
     )
+    check: str = key(
+        "auto",
+        "Whether a model that is not hpc_train's is tried before the first step: whether its loss depends on the split "
+        "of a batch or on padding, its forward pass writes to parameters that ZeRO shards, and its gradients are those "
+        "of one process. auto does so once for each code, config and version of torch; off does not.",
+        choices=("auto", "off"),
+    )
+    buffers: str = key(
+        "refuse",
+        "What happens to buffers that the forward pass changes and that differ between ranks, such as codebooks and "
+        "queues. refuse ends the run in its first step. rank0 gives all ranks the values of rank 0 after each step, as "
+        "DDP does; mean does so for integers, and averages other buffers. Neither computes what one process would. "
+        "Batch statistics are always averaged.",
+        choices=("refuse", "rank0", "mean"),
+    )
     threads: int | str = key("auto", "Intra-op CPU threads per rank.", choices=("auto",), at_least=1)
 
 

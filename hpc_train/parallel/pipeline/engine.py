@@ -12,7 +12,7 @@ blocks until its receive.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from hpc_train.models.modes import evaluating
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
+from hpc_train.parallel.buffers import SharedBuffers
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
@@ -121,6 +122,7 @@ class PipelineEngine:
             for replicas in [self._replicas[stage]]
         ]
         self._statistics = batch_norm.RunningStatistics(self.parts)
+        self._buffers = SharedBuffers(self.parts, config.train.buffers, mesh.group("dp_cp"))
         self._casts = KeptCasts(models.values(), kept_dtype(config.precision, layout))
         self._loss = _Loss()
         self._schedule: Schedule | None = None
@@ -146,6 +148,10 @@ class PipelineEngine:
         found = (replicas.compression for replicas in self._replicas.values())
         return tuple(compression for compression in found if compression is not None)
 
+    def read_anew(self, written: Collection[str]) -> None:
+        """See ``Engine.read_anew``."""
+        self._casts.leave_out(parameter for name, parameter in self._parameters.items() if name in written)
+
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
         self._tied.refresh()
@@ -164,6 +170,7 @@ class PipelineEngine:
         self._finish(result, batch.target_count)
         self._tied.add_gradients()
         self._statistics.average(self._mesh.group("dp"))
+        self._buffers.share()
         return result
 
     def _finish(self, result: StepResult, target_count: int) -> None:

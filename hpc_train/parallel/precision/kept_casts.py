@@ -71,6 +71,16 @@ class KeptCasts:
         self._modules = [module for module in modules if _casts_weight(module, dtype)]
         self._owners = [module for module in modules if isinstance(getattr(module, "together", None), Together)]
 
+    def leave_out(self, written: Iterable[nn.Parameter]) -> None:
+        """Keeps no casts of the parameters ``written``, to which the forward pass itself writes."""
+        left_out = set(written)
+
+        def keeps(module: nn.Module) -> bool:
+            return not any(parameter in left_out for parameter in module.parameters())
+
+        self._modules = [module for module in self._modules if keeps(module)]
+        self._owners = [owner for owner in self._owners if keeps(owner)]
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Returns a context for all forward and backward passes of a step.

@@ -1,0 +1,377 @@
+"""Rehearses a step with a model that is not hpc_train's, before the first one, and compares it with one process.
+
+All ranks compute the same micro-batch of the first samples with the same random numbers, forward and backward. The mean
+over the ranks is then the gradient of that micro-batch, and the first rank computes it again with a plain copy of the
+model, without sharding, recomputation or compilation. Rounding is measured: where the gradients differ, the plain copy
+computes them again from parameters that are changed by one unit in the last place.
+
+Nothing stays of the rehearsal: random state, buffers and plain attributes are restored, gradients are freed, and no
+optimizer sees them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.checkpoint.agreement import lowest
+from hpc_train.config.schema import Config
+from hpc_train.data.collate import target_count
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import UserError
+from hpc_train.models import batch_norm
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model, canonical_name, keep_shared, named_parameters
+from hpc_train.models.modes import begin_training
+from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.engine import Engine, seed_micro_batch
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import is_meta
+from hpc_train.parallel.plain_objects import broadcast_plain
+from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, parameter_dtype, set_hidden_dtype
+from hpc_train.parallel.writes import watching_writes
+from hpc_train.train.debug import join_names
+from hpc_train.train.kept_state import (
+    changed_attributes,
+    kept_parameters,
+    kept_random_state,
+    kept_state,
+    plain_attributes,
+)
+from hpc_train.units import format_bytes
+
+EXACT = 1e-3  # relative difference of two gradients that is not looked into
+LARGE = 0.02  # that which is reported, if it is not rounding
+NOISE = 10.0  # how many times the measured rounding a difference must exceed
+NEGLIGIBLE = 1e-3  # norms of gradients relative to the largest one, below which they are not compared
+SCALE = 1024.0  # of the loss in fp16, whose gradients would underflow
+
+
+@dataclass
+class Rehearsal:
+    """Holds what the rehearsal has found.
+
+    Attributes:
+        attributes: plain attributes of modules that the forward pass changes.
+        written: parameters that the forward pass writes to.
+        not_compared: why the gradients were not compared with those of one process; None if they were, or need not be.
+    """
+
+    attributes: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    not_compared: str | None = None
+
+
+def rehearse(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> Rehearsal:
+    """Runs the rehearsal with ``batch``, which is the same on every rank. Collective.
+
+    Raises:
+        UserError: the forward pass writes to parameters that are sharded, or the gradients are not those of one
+            process.
+    """
+    rehearsed = Rehearsal()
+    with kept_random_state(mesh.device), torch.compiler.set_stance("force_eager"):
+        with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts):
+            before = plain_attributes(engine.parts)
+            memory = _allocated(mesh.device)
+            with watching_writes(engine.parts) as written:
+                _train(config, mesh, engine, batch)
+            needed = _peak(mesh.device) - memory
+            changed = changed_attributes(before, plain_attributes(engine.parts))
+        again = lowest(changed or None, mesh.control) is not None
+        rehearsed.written = lowest(sorted(written) or None, mesh.control) or []
+        if rehearsed.written:
+            _keep_writes(config, mesh, engine, batch, rehearsed.written)
+        try:
+            rehearsed.not_compared = _compare(config, mesh, engine, batch, needed)
+        finally:
+            _clear(engine)
+        if again:
+            rehearsed.attributes = _state_of(config, mesh, engine, batch)
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(mesh.device)
+    return rehearsed
+
+
+def _state_of(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> list[str]:
+    """Returns the attributes that change once more in a second pass over the same micro-batch.
+
+    What a module only keeps of its last call, such as its outputs, is the same in both.
+    """
+    found = []
+    with kept_state(engine.parts):
+        for _ in range(2):
+            with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts, attributes=False):
+                _train(config, mesh, engine, batch)
+            found.append(plain_attributes(engine.parts))
+        _clear(engine)
+    return changed_attributes(*found)
+
+
+def _train(config: Config, mesh: Mesh, engine: Engine, batch: Batch) -> None:
+    """Computes the gradients of ``batch`` on all ranks."""
+    layout = mesh.layout
+    micro_batches = layout.micro_batches if layout.pp > 1 else 1
+    seed_micro_batch(config.train.seed, 0, 0, mesh.device)
+    count = target_count(batch.targets) * layout.dp * micro_batches
+    engine.train_step(0, StepBatch((batch,) * micro_batches, count), _scale(config, mesh))
+
+
+def _scale(config: Config, mesh: Mesh) -> Tensor | None:
+    return torch.tensor(SCALE, device=mesh.device) if config.precision.name == "fp16" else None
+
+
+def _clear(engine: Engine) -> None:
+    for part in engine.parts:
+        for parameter in part.parameters():
+            parameter.grad = None
+
+
+def _keep_writes(config: Config, mesh: Mesh, engine: Engine, batch: Batch, written: list[str]) -> None:
+    """Prepares ``engine`` for a forward pass that writes to parameters, and computes the gradients again with it.
+
+    Raises:
+        UserError: the parameters are sharded.
+    """
+    if mesh.layout.kind.sharder is not None and mesh.layout.dp_cp > 1:
+        raise UserError(
+            f"the forward pass writes to the parameters {join_names(written)}, but {mesh.layout.data_parallel} "
+            "computes with copies of them, so that what is written is lost",
+            where=f"strategy.data_parallel={mesh.layout.data_parallel}, model",
+            fix="strategy=dp or single, which keep what is written",
+        )
+    engine.read_anew(written)
+    with kept_parameters(engine.named_parameters().values()), kept_state(engine.parts):
+        _train(config, mesh, engine, batch)
+
+
+def _compare(config: Config, mesh: Mesh, engine: Engine, batch: Batch, activations: int) -> str | None:
+    """Compares the gradients of ``engine`` with those of a plain copy. Collective.
+
+    Args:
+        activations: the bytes that a micro-batch takes on the device beside parameters.
+
+    Returns:
+        Why they were not compared; None if they were, or if a single rank has computed them.
+
+    Raises:
+        UserError: they differ.
+    """
+    if mesh.layout.dp_cp == 1:
+        return None
+    reason = broadcast_plain(_hindrance(config, mesh, engine, activations), mesh.control)
+    if reason is not None:
+        return str(reason)
+    comparison = None
+    if mesh.rank == 0:
+        comparison = _Plain(config, mesh, batch)
+    problem = lowest(None if comparison is None else comparison.problem, mesh.control)
+    if problem is None:
+        _take_values(engine, None if comparison is None else comparison.model, mesh)
+        found = _differences(engine, comparison, mesh)
+        problem = lowest(found, mesh.control)
+    if problem is None:
+        return None
+    if isinstance(problem, str):
+        return problem
+    raise _different(problem, mesh)
+
+
+def _hindrance(config: Config, mesh: Mesh, engine: Engine, activations: int) -> str | None:
+    """Returns why no rank can compute the gradients of the whole model alone; None if the first rank can."""
+    layout = mesh.layout
+    if layout.pp > 1 or layout.tp > 1 or layout.cp > 1:
+        return "no rank computes all of the model"
+    if any(isinstance(part, Model | WrappedModel) and part.mixes_samples for part in engine.parts):
+        return "the loss compares the samples of all ranks"
+    if config.strategy.offload == "all":
+        return "strategy.offload=all keeps the parameters in host memory"
+    if config.precision.fp8 is not None:
+        return "the gradients of precision.fp8 are too coarse"
+    parameters = sum(value.numel() * value.element_size() for part in engine.parts for value in part.parameters())
+    needed = 3 * parameters + max(0, activations)  # parameters and two sets of gradients
+    free = _free(mesh.device)
+    return None if needed < 0.9 * free else f"needs {format_bytes(needed)}, and {format_bytes(free)} are free"
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+class _Plain:
+    """Computes with an unsharded copy of the model, as one process does.
+
+    Attributes:
+        problem: why there is no copy; None if there is one.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, batch: Batch) -> None:
+        self._config, self._mesh, self._batch = config, mesh, batch
+        self.problem: str | None = None
+        self.model: Model | WrappedModel | None = None
+        try:
+            self.model = self._built()
+        except Exception as error:
+            self.problem = f"a second copy of the model cannot be built: {type(error).__name__}: {error}"
+
+    def _built(self) -> Model | WrappedModel:
+        config, device = self._config, self._mesh.device
+        model = build_model(config.model, config.train.seed)
+        set_hidden_dtype(model, config.precision)
+        batch_norm.keep_weights_fp32(model)
+        dtype = parameter_dtype(config.precision.name)
+        if is_meta(model):
+            with keep_shared(model):
+                model.to_empty(device=device)
+        model.to(device=device, dtype=dtype)
+        begin_training(model)
+        return model
+
+    def gradients(self, noise: float = 0.0) -> dict[str, Tensor | None]:
+        """Returns the gradients by name.
+
+        Args:
+            noise: the relative size of a random change of all parameters.
+        """
+        model = self.model
+        assert model is not None
+        parameters = named_parameters([model], getattr(model, "tied", {}))
+        for parameter in parameters.values():
+            parameter.grad = None
+        if noise:
+            _disturb(parameters, noise)
+        seed_micro_batch(self._config.train.seed, 0, 0, self._mesh.device)
+        with kept_state([model]):
+            with autocast(self._config.precision.name, self._mesh.device):
+                total, count, *_ = model(self._batch.inputs, self._batch.context, self._batch.targets)
+            loss = total / torch.where(count == 0, 1.0, count).to(total.dtype)
+            scale = _scale(self._config, self._mesh)
+            (loss if scale is None else loss * scale).backward()
+        return {name: parameter.grad for name, parameter in parameters.items()}
+
+
+def _disturb(parameters: Mapping[str, nn.Parameter], noise: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            parameter.mul_(1 + noise * signs.to(parameter.device, parameter.dtype))
+
+
+def _take_values(engine: Engine, model: nn.Module | None, mesh: Mesh) -> None:
+    """Copies parameters and buffers of the engine to the plain copy of the first rank. Collective."""
+    with torch.no_grad():
+        for part in engine.parts:
+            held = {} if model is None else dict(_named_tensors(model))
+            for name, value in _named_tensors(part):
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                if name in held:
+                    held[name].copy_(full)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield canonical_name(name), tensor
+
+
+def _differences(engine: Engine, plain: _Plain | None, mesh: Mesh) -> Any:
+    """Returns on the first rank name -> relative difference of the gradients that differ, or why they cannot be
+    compared; None if they are equal. Collective."""
+    expected: dict[str, Tensor | None] = {}
+    problem = None
+    if plain is not None:
+        try:
+            expected = plain.gradients()
+        except Exception as error:
+            problem = f"a second copy of the model cannot be computed: {type(error).__name__}: {error}"
+    problem = lowest(problem, mesh.control)
+    if problem is not None:
+        return problem if plain is not None else None
+    distances = _distances(engine, expected if plain is not None else None)
+    if plain is None:
+        return None
+    norms = {name: 0.0 if value is None else _norm(value) for name, value in expected.items()}
+    if not all(map(math.isfinite, (*norms.values(), *distances.values()))):
+        return "the gradients are not finite"
+    floor = NEGLIGIBLE * max(norms.values(), default=0.0)
+    if all(distances[name] <= EXACT * norms[name] + floor * EXACT for name in distances):
+        return None
+    unused = [name for name in distances if expected[name] is None and engine.named_parameters()[name].requires_grad]
+    if unused and mesh.layout.data_parallel == "ddp":  # which refuses this in its next forward pass
+        return f"the forward pass does not use {join_names(unused)}"
+    rounding = _rounding(plain, expected)
+    found = {
+        name: distance / max(norms[name], floor)
+        for name, distance in distances.items()
+        if distance > max(LARGE * norms[name], floor, NOISE * rounding[name])
+    }
+    return found or None
+
+
+def _distances(engine: Engine, expected: Mapping[str, Tensor | None] | None) -> dict[str, float]:
+    """Returns the norms of the differences from the ``expected`` gradients, which only the first rank has.
+    Collective."""
+    found: dict[str, float] = {}
+    for name, parameter in engine.named_parameters().items():
+        gradient = parameter.grad
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        if expected is None or name not in expected:
+            continue
+        other = expected[name]
+        if full is None or other is None:
+            found[name] = 0.0 if full is other else _norm(full if other is None else other)  # type: ignore[arg-type]
+        else:
+            found[name] = _norm(full.detach().double() - other.detach().double())
+    return found
+
+
+def _rounding(plain: _Plain, expected: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Returns by how much the gradients change if every parameter changes by one unit in the last place."""
+    precision = plain._config.precision.name
+    dtype = compute_dtype(precision) or parameter_dtype(precision)
+    disturbed = plain.gradients(torch.finfo(dtype).eps)
+    found = {}
+    for name, value in expected.items():
+        other = disturbed[name]
+        found[name] = math.inf if (value is None) != (other is None) else 0.0
+        if value is not None and other is not None:
+            found[name] = _norm(value.double() - other.double())
+    return found
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float64))
+
+
+def _different(found: Mapping[str, float], mesh: Mesh) -> UserError:
+    worst = sorted(found, key=lambda name: -found[name])
+    listed = join_names([f"{name} (by {found[name]:.2g} of its norm)" for name in worst])
+    kind = mesh.layout.data_parallel
+    return UserError(
+        f"under {kind} the gradients of these parameters are not those of one process: {listed}",
+        where=f"strategy.data_parallel={kind}, model",
+        fix="strategy=dp or single; train.check=off trains with these gradients",
+    )
