@@ -118,7 +118,7 @@ def test_the_agent_with_the_server_estimates_the_time_to_stop_from_few_files(run
     for number in range(100):
         run.events_file(f"agent-n{number}", 0).touch()
         run.events_file(f"rank-{number:04d}", 0).touch()
-    EventLog.open(run, "rank-0000", 1).write("checkpoint_saved", seconds=77.0)
+    EventLog.open(run, "rank-0000", 1).write("checkpoint_saved", step=2, seconds=77.0)
     allocation = Allocation(2, 0, "n0", None, "scale.1", "127.0.0.1", ("n0", "n1"))
     events = EventLog.open(run, "agent-n0", 2)
     fabric = Fabric(run, config_of(2), [])
@@ -132,7 +132,7 @@ def test_the_agent_with_the_server_estimates_the_time_to_stop_from_few_files(run
 def test_an_agent_reads_no_events_for_an_attempt(
     run: RunDirectory, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    EventLog.open(run, "rank-0000", 0).write("checkpoint_saved", seconds=1000.0)
+    EventLog.open(run, "rank-0000", 0).write("checkpoint_saved", step=1, seconds=1000.0)
     graces: list[float] = []
 
     def run_attempt(specs: Sequence[WorkerSpec], log: object, stop: object, grace_s: float, *_: object) -> Outcome:

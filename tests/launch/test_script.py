@@ -180,8 +180,8 @@ def test_a_job_is_asked_to_stop_in_time_for_its_save(tmp_path: Path) -> None:
     assert options(job)["signal"] == "USR2@960"
     assert "2 x 771 GiB at 0.5 GB/s per node" in stop_note(job)
     events = EventLog.open(job.run, "rank-0000", job.run.claim_attempt())
-    for seconds in (41.0, 77.0):
-        events.write("checkpoint_saved", seconds=seconds)
+    for step, seconds in ((1, 41.0), (2, 77.0)):
+        events.write("checkpoint_saved", step=step, seconds=seconds)
     append_line(job.run.metrics_file(0), {"step": 1, "step_s": 12.0})
     job.run.claim_attempt()  # has no step yet
     assert options(job)["signal"] == "USR2@210"  # 2 x 77 + 2 x 12 + 30
