@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,12 +178,46 @@ class ExtraLoad:
             UserError: an entry is not what ``extra_state`` writes.
         """
         for entries in self._entries:
-            state: OrderedDict[str, Any] = OrderedDict()
-            state._metadata = entries.metadata  # type: ignore[attr-defined]
-            for key, raw in entries.keys.items():
-                if key not in self.missing:
-                    state[raw] = read_entry(key, {name: self.targets[name] for name in names_of(key, self.targets)})
-            entries.root.load_state_dict(state, strict=False)
+            found = [key for key in entries.keys if key not in self.missing]
+            tensors = {key: {name: self.targets[name] for name in names_of(key, self.targets)} for key in found}
+            _give(entries, {key: read_entry(key, tensors[key]) for key in found})
+
+
+def _give(entries: _Entries, values: Mapping[str, Any]) -> None:
+    state: OrderedDict[str, Any] = OrderedDict((entries.keys[key], value) for key, value in values.items())
+    state._metadata = entries.metadata  # type: ignore[attr-defined]
+    entries.root.load_state_dict(state, strict=False)
+
+
+@contextmanager
+def kept_extra_state(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores the entries of ``parts``.
+
+    Raises:
+        UserError: an entry is of a type that no checkpoint holds.
+    """
+    kept = [(entries, _copies(entries)) for part in parts if (entries := _entries(part)).values]
+    try:
+        yield
+    finally:
+        for entries, copies in kept:
+            _give(entries, copies)
+
+
+def copy_extra_state(part: nn.Module, other: nn.Module) -> None:
+    """Gives the entries of ``part`` to ``other``, a model of the same class."""
+    source, target = _entries(part), _entries(other)
+    if source.values:
+        _give(target, {key: value for key, value in _copies(source).items() if key in target.keys})
+
+
+def _copies(entries: _Entries) -> dict[str, Any]:
+    found = {}
+    for key, value in entries.values.items():
+        text, tensors = _encoded(key, value)
+        copies = {path: tensor.detach().clone() for path, tensor in tensors.items()}
+        found[key] = decoded(json.loads(text), copies)["state"]
+    return found
 
 
 def keys(stored: Mapping[str, object]) -> list[str]:

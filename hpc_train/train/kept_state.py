@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.checkpoint.extra_state import kept_extra_state
 from hpc_train.models.model import canonical_name
 from hpc_train.models.modes import all_modules
 from hpc_train.models.wrapped import WrappedModel
@@ -47,7 +48,8 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
     """Restores the buffers of all modules.
 
     Args:
-        attributes: whether to restore their attributes that are tensors or plain values as well.
+        attributes: whether to restore as well their attributes that are tensors or plain values, and what their state
+            dicts have beyond parameters and buffers.
     """
     modules = [module for part in parts for module in all_modules(part)]
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
@@ -57,7 +59,8 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
     tensors = [value for _, _, value in kept if isinstance(value, Tensor)]
     copies = [tensor.detach().clone() for tensor in tensors]
     try:
-        yield
+        with kept_extra_state(parts) if attributes else nullcontext():
+            yield
     finally:
         for holder, name, value in kept:
             holder[name] = value

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.checkpoint.agreement import lowest
+from hpc_train.checkpoint.extra_state import copy_extra_state
 from hpc_train.config.schema import Config
 from hpc_train.data.collate import target_count
 from hpc_train.data.dataset import Batch, StepBatch
@@ -282,7 +283,7 @@ def _disturb(parameters: Mapping[str, nn.Parameter], noise: float) -> None:
 
 
 def _take_values(engine: Engine, model: nn.Module | None, mesh: Mesh) -> None:
-    """Copies parameters and buffers of the engine to the plain copy of the first rank. Collective."""
+    """Copies parameters, buffers and extra state of the engine to the plain copy of the first rank. Collective."""
     with torch.no_grad():
         for part in engine.parts:
             held = {} if model is None else dict(_named_tensors(model))
@@ -290,6 +291,8 @@ def _take_values(engine: Engine, model: nn.Module | None, mesh: Mesh) -> None:
                 full = value.full_tensor() if isinstance(value, DTensor) else value
                 if name in held:
                     held[name].copy_(full)
+            if model is not None:
+                copy_extra_state(part, model)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,11 +17,14 @@ from hpc_train.checkpoint.listing import choose
 from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.transfer import export
 from hpc_train.config.compose import typed
+from hpc_train.data.build import build_dataset
+from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.loop.state import LoopState
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
+from hpc_train.train.rehearsal import rehearse
 from tests.checkpoint.test_hf import quiet_bar
 from tests.checkpoint.training import Training, join_again
 from tests.config.composing import compose
@@ -201,6 +204,24 @@ def test_it_is_restored_under_every_layout(
     module.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
     assert digests([module]) == before
     assert run.read_events() == [] or all(event["event"] != "warning" for event in run.read_events())
+
+
+def rehearsed(rank: int, world_size: int, path: Path) -> Any:
+    """Rehearses a step after two steps; returns whether the state is the same, and the attributes that are named."""
+    config = load(RunDirectory(path))
+    training = Training.of(RunDirectory(path), config, join_again(config, rank, world_size))
+    training.steps(0, 2)
+    before = digests(training.engine.parts)
+    data = build_dataset(config.data, "train", config.train.seed)
+    batch = example_micro_batch(data, training.mesh.layout, training.mesh.device)
+    found = rehearse(config, training.mesh, training.engine, batch)
+    return digests(training.engine.parts) == before, found.attributes, found.not_compared
+
+
+def test_the_check_before_the_first_step_leaves_it_and_knows_it(tmp_path: Path) -> None:
+    """The plain copy has it too: the gradients depend on it."""
+    run = frozen(tmp_path / "run", Plain, "+strategy=zero3")
+    assert run_on_world(2, rehearsed, run.path) == [(True, [], None)] * 2
 
 
 class ByRank(Plain):
