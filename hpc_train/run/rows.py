@@ -124,7 +124,7 @@ EVENT_FIELDS: dict[str, Check] = {
     **dict.fromkeys(("job_id", "stacks"), or_none(text)),
     **dict.fromkeys(("seconds", "until", "began", "save_s", "step_s", "eval_s"), seconds),
     **dict.fromkeys(("exit_code", "world_size", "to_step", "steps", "micro_batches", "times", "bytes"), count),
-    "gpu": count,
+    "gpu": text,
     "nodes": list_of(text),
     "partners": list_of(text),
     "record": or_none(group),

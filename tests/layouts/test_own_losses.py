@@ -118,6 +118,7 @@ def evaluations(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[flo
             torch.cat(both)[:13] for both in zip(global_batch(cell, 0), global_batch(cell, 1), strict=True)
         )
         dataset = CustomDataset([*zip(inputs, targets, strict=True)], OwnKeys(kind="samples"), 0)
+        dataset.floats = "float64"
         config, mesh = cell.config(), mesh_of(cell, rank)
         feed = EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device)
         numbers = evaluate(build_engine(config, mesh), feed)

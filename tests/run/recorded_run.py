@@ -58,7 +58,7 @@ RANK_0 = (
             bus_gb_per_s={"nodes": {"n1": 1.0}, "rails": [1.0], "world": None}, findings=[],
         ),
         _event(26, "slow_node", 0, 0, partners=["n2"], message="slow", drain="scontrol"),
-        _event(27, "slow_gpu", 0, 0, gpu=0, message="slow"),
+        _event(27, "slow_gpu", 0, 0, gpu="GPU-7", message="slow"),
         _event(28, "unfit_node", 0, 0, reason="memory", message="unfit"),
         _event(29, "step_skipped", 0, 0, step=3, steps=1, in_a_row=1),
         _event(29.5, "file_system_failed", 0, 0, began=BEGAN + 29, seconds=0.5, message="EIO"),
