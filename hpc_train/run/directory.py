@@ -155,7 +155,11 @@ class RunDirectory:
 
         ``run.json`` names it, and that of another user might name a private file of the reader.
         """
-        found = resolved_below(path, [self.path, self.path.parent / "slurm"])
+        found = resolved_below(path, [self.path])
+        if found is None:  # the jobs of a sweep write to its folder slurm, which may not be a link of another user
+            of_sweep = resolved_below(path, [self.path.absolute().parent])
+            if of_sweep is not None and of_sweep[0].relative_to(of_sweep[1]).parts[0] == "slurm":
+                found = of_sweep
         try:
             if found is not None:
                 return read_tail(*found, OUTPUT_BYTES)

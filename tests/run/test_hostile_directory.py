@@ -159,6 +159,20 @@ def test_the_output_of_a_job_is_found_after_its_directory_was_renamed_and_linked
 
 
 @needs_root
+def test_the_slurm_folder_of_a_sweep_is_no_link_of_another_user(root: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "secret.key").write_text(SECRET)
+    run = RunDirectory(root / "done")
+    slurm = root / "slurm"
+    slurm.symlink_to(home)
+    assert run.end_of_output(slurm / "secret.key") == SECRET, "a user may keep the outputs on another disk"
+    os.lchown(slurm, OTHER, OTHER)
+    assert run.end_of_output(slurm / "secret.key") == ""
+    assert run.end_of_output(home / "secret.key") == ""
+
+
+@needs_root
 def test_links_of_other_users_are_not_followed_and_those_of_this_user_are(root: Path, tmp_path: Path) -> None:
     run = RunDirectory(root / "done")
     elsewhere = tmp_path / "elsewhere"
