@@ -115,6 +115,8 @@ def _descriptor(path: Path, below: Path, flags: int) -> int:
         error.filename = str(path)
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and _has_link(below, names)):
             raise _damaged(path, "is a symbolic link of another user, or lies behind one") from None
+        if error.errno == errno.ENOTDIR:
+            raise _damaged(path, "lies below a name that is not a directory") from None
         if error.errno == errno.ENXIO:
             raise _damaged(path, "is a socket or a pipe instead of a regular file") from None
         raise

@@ -158,6 +158,19 @@ def test_the_output_of_a_job_is_found_after_its_directory_was_renamed_and_linked
     assert RunDirectory(root / "sweep" / "0").end_of_output(sweep / "7_0.out") == "of the array\n"
 
 
+@pytest.mark.parametrize("folder", ["metrics", "events", "attempts", "checkpoints", "logs"])
+def test_a_pipe_in_place_of_a_folder_hides_no_other_run(
+    root: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(root / "bad" / folder)
+    os.mkfifo(root / "bad" / folder)
+    for command in ("status", "why", "compare", "report"):
+        assert cli.run([command, str(root / "bad")]) in (0, 1, 2), "no exception"
+    capsys.readouterr()
+    assert cli.run(["status", str(root)]) in (0, 1)
+    assert "done" in capsys.readouterr().out
+
+
 @needs_root
 def test_the_slurm_folder_of_a_sweep_is_no_link_of_another_user(root: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
