@@ -20,6 +20,7 @@ from hpc_train.errors import UserError
 
 LARGEST = 8 << 30  # bytes of a file with a line per step or event
 SMALL = 64 << 20  # bytes of a file that is read whole
+_PIECE = 1 << 20  # bytes
 CONFIG = 4 << 20  # bytes of a config, which takes seconds to parse then
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -68,8 +69,11 @@ def open_to_append(path: Path, below: Path) -> BinaryIO:
 
 def read_file(path: Path, below: Path, largest: int = SMALL) -> bytes:
     """Returns the content of ``path``; the arguments and errors are those of ``open_file``."""
-    with open_file(path, below, largest) as file:
-        return file.read(largest)
+    content = bytearray()
+    with open_file(path, below, largest) as file:  # in pieces: a read of n bytes allocates them in advance
+        while piece := file.read(min(_PIECE, largest - len(content))):
+            content += piece
+    return bytes(content)
 
 
 def read_tail(path: Path, below: Path, size: int) -> str:

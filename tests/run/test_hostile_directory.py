@@ -455,6 +455,7 @@ DIRECT = {  # function with a direct access -> what it opens, which is no file o
     "commands/early.py": "the config of the user",
     "telemetry/plots.py": "--out",
     "telemetry/monitoring/prometheus.py": "the token, and files that it creates",
+    "run/clock.py": "the kernel's files",
     "elastic/script.py": "the metrics that the user's own command writes",
     "elastic/requeue.py": "the end of a job that it creates",
     "elastic/rendezvous/addresses.py": "the address that it creates",

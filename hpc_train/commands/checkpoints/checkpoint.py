@@ -35,6 +35,7 @@ from hpc_train.collector import without_collector
 from hpc_train.commands.checkpoints import ACTIONS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
+from hpc_train.opening import DamagedFile, read_file
 from hpc_train.plan.layout import Layout
 from hpc_train.registry.registry import REGISTRIES
 from hpc_train.run.access import open_run
@@ -207,9 +208,11 @@ def _with_metadata(found: Listed) -> Listed:
         return found
     from hpc_train.checkpoint.reader import read_metadata  # imports torch
 
+    folder = found.checkpoint.path
     try:
-        read_metadata((found.checkpoint.path / METADATA).read_bytes(), found.manifest)
-    except (BadCheckpoint, OSError) as error:
+        content = read_file(folder / METADATA, folder, found.manifest.files[METADATA].size)
+        read_metadata(content, found.manifest)
+    except (BadCheckpoint, DamagedFile, OSError) as error:
         return replace(found, problem=str(error))
     return found
 
