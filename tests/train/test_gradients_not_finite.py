@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,11 @@ def validation_is_nan(spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.train import evaluation
 
     evaluate = evaluation.evaluate
-    evaluation.evaluate = lambda *args: replace(evaluate(*args), loss=float("nan"))  # type: ignore[assignment, type-var]
+
+    def not_finite(*arguments: Any, **named: Any) -> Any:
+        return replace(evaluate(*arguments, **named), loss=float("nan"))
+
+    evaluation.evaluate = not_finite
 
 
 def test_a_validation_loss_that_is_not_finite_fails_the_run_and_keeps_its_weights(tmp_path: Path) -> None:
