@@ -6,7 +6,8 @@ import importlib
 import re
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -119,7 +120,8 @@ def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:
 
 
 def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn.Module | None:
-    """Returns the module on ``meta``; None if its constructor reads values or keeps tensors that are no buffers."""
+    """Returns the module on ``meta``; None if its constructor reads values, or keeps tensors that are neither
+    parameters nor buffers, also in lists and dicts."""
     try:
         with torch.device("meta"):
             built = target(**config.args)
@@ -129,8 +131,20 @@ def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn
         not tensor.is_meta for tensor in (*built.parameters(), *built.buffers())
     ):
         return None
-    kept = (value for module in built.modules() for value in vars(module).values())
-    return None if any(isinstance(value, torch.Tensor) for value in kept) else built
+    kept = (value for module in built.modules() for name, value in vars(module).items() if name not in _OF_TORCH)
+    return None if any(map(_holds_tensors, kept)) else built
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, such as its parameters
+
+
+def _holds_tensors(value: object) -> bool:
+    """Returns whether ``value`` is or contains a tensor that is no parameter."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _in_parts(target: Callable[..., Any], config: CustomModelConfig) -> Model:

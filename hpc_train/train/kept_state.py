@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +23,7 @@ from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.writes import checksum
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, such as ``training``
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 
 
 @contextmanager
@@ -48,25 +51,63 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
     """Restores the buffers of all modules.
 
     Args:
-        attributes: whether to restore as well their attributes that are tensors or plain values, and what their state
-            dicts have beyond parameters and buffers.
+        attributes: whether to restore as well their attributes that are tensors, plain values or containers of them,
+            and what their state dicts have beyond parameters and buffers. New attributes of these kinds are removed.
     """
     modules = [module for part in parts for module in all_modules(part)]
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
-    if attributes:
-        values = [(vars(module), name, value) for module in modules for name, value in vars(module).items()]
-        kept += [entry for entry in values if _is_plain(entry[2])]
+    of_modules = [vars(module) for module in modules] if attributes else []
+    names = [frozenset(held) for held in of_modules]
+    containers: dict[int, Any] = {}
+    for held in of_modules:
+        for name, value in held.items():
+            if name not in _OF_TORCH:
+                _add_containers(value, containers)
+            if _is_plain(value) or id(value) in containers:
+                kept.append((held, name, value))
+    contents = [(container, copy.copy(container)) for container in containers.values()]
     tensors = [value for _, _, value in kept if isinstance(value, Tensor)]
+    tensors += [value for container in containers.values() for value in _values(container) if isinstance(value, Tensor)]
     copies = [tensor.detach().clone() for tensor in tensors]
     try:
         with kept_extra_state(parts) if attributes else nullcontext():
             yield
     finally:
+        for held, before in zip(of_modules, names, strict=True):
+            for name in [name for name in held if name not in before]:
+                if _is_plain(held[name]) or type(held[name]) in _CONTAINERS:
+                    del held[name]
         for holder, name, value in kept:
             holder[name] = value
+        for container, content in contents:
+            _refill(container, content)
         with torch.no_grad():
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
+            for tensor, values in zip(tensors, copies, strict=True):
+                tensor.copy_(values)
+
+
+def _add_containers(value: Any, found: dict[int, Any]) -> None:
+    """Adds ``value`` and the containers in it to ``found``, except those of parameters and modules, which torch and
+    FSDP exchange."""
+    if type(value) not in _CONTAINERS or id(value) in found:
+        return
+    values = _values(value)
+    if not any(isinstance(each, nn.Parameter | nn.Module) for each in values):
+        found[id(value)] = value
+    for each in values:
+        _add_containers(each, found)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _values(container: Any) -> list[Any]:
+    return [*(container.values() if isinstance(container, dict) else container)]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.checkpoint.agreement import lowest
 from hpc_train.checkpoint.extra_state import copy_extra_state
@@ -265,13 +266,22 @@ class _Plain:
         if noise:
             _disturb(parameters, noise)
         seed_micro_batch(self._config.train.seed, 0, 0, self._mesh.device)
-        with kept_state([model]):
+        with kept_state([model]), _Alone():
             with autocast(self._config.precision.name, self._mesh.device):
                 total, count, *_ = model(self._batch.inputs, self._batch.context, self._batch.targets)
             loss = total / torch.where(count == 0, 1.0, count).to(total.dtype)
             scale = _scale(self._config, self._mesh)
             (loss if scale is None else loss * scale).backward()
         return {name: parameter.grad for name, parameter in parameters.items()}
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses collectives, for which the first rank would wait without an end: the other ranks do not compute."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("the model communicates with other ranks")
+        return func(*args, **(kwargs or {}))
 
 
 def _disturb(parameters: Mapping[str, nn.Parameter], noise: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,12 +149,45 @@ class Extra(Tiny):
         self.calls = state
 
 
+class Diary(Tiny):
+    """Counts its calls in containers, of which one is new in the first call."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.calls: list[int] = []
+        self.longer: list[int] = []
+        self.sums: dict[str, Any] = {"calls": torch.zeros(()), "nested": [set()]}
+        self.recent: deque[int] = deque(maxlen=4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late: list[int] = []
+        self.longer = [*self.longer, 1]
+        for each in (self.calls, self.recent, self.late):
+            each.append(1)
+        self.sums["calls"] += 1
+        self.sums["nested"][0].add(len(self.sums["nested"][0]))
+        counts = [self.calls, self.recent, self.late, self.longer, self.sums["nested"][0]]
+        outputs: Tensor = super().forward(inputs)
+        return outputs * (1 + float(self.sums["calls"]) + sum(map(len, counts)))
+
+
 class RankAware(Tiny):
     """Computes something else on each rank."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = super().forward(inputs)
         return outputs * (1 + dist.get_rank())
+
+
+class Sinkhorn(Tiny):
+    """Subtracts the mean over all ranks, as DINO, SwAV and torch's SyncBatchNorm do."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs)
+        center = outputs.detach().mean(0)
+        dist.all_reduce(center)
+        return outputs - center / dist.get_world_size()
 
 
 class Variational(Tiny):
@@ -226,7 +260,7 @@ WRITTEN = {"Teacher": "teacher.bias, teacher.weight", "Clipped": "last.weight", 
 def test_parameters_that_the_forward_pass_writes_are_kept_or_refused() -> None:
     cells = [of("Teacher", kind) for kind in KINDS]
     cells += [of(target, kind) for target in WRITES[1:] for kind in ("ddp", "zero3")]
-    single = [of(target, dp=1) for target in (*WRITES, "Centers", "Scaling", "Habits", "Extra")]
+    single = [of(target, dp=1) for target in (*WRITES, "Centers", "Scaling", "Habits", "Extra", "Diary")]
     found, other = run_on_world(2, outcomes, cells)
     (alone,) = run_on_world(1, outcomes, single)
     assert max(alone) < 1e-10
@@ -254,6 +288,7 @@ def test_state_that_differs_between_replicas_is_refused_before_the_first_update(
 def test_habits_that_change_no_results_are_accepted() -> None:
     cells = [of(target, kind) for target in ("Habits",) for kind in KINDS]
     cells += [of("Tiny", kind, precision="fp32") for kind in ("ddp", "zero3")]
+    cells += [of("Diary"), of("Diary", "zero3")]
     found, _ = run_on_world(2, outcomes, cells)
     assert [(cell.strategy, value) for cell, value in zip(cells, found, strict=True) if not float(value) < 1e-5] == []
 
@@ -272,6 +307,12 @@ def test_rounding_is_no_difference() -> None:
     # casts that are kept for a step would hide what the forward pass writes
     found, _ = run_on_world(2, half_precision, [*cells, of("Clipped", precision="bf16")])
     assert found == [*[Rehearsal()] * len(cells), Rehearsal(written=["last.weight"])]
+
+
+def test_a_model_that_communicates_is_not_compared() -> None:
+    for found in run_on_world(2, half_precision, [of("Sinkhorn"), of("Sinkhorn", "zero3")], timeout=60):
+        for rehearsal in found:
+            assert "the model communicates with other ranks" in str(rehearsal.not_compared)
 
 
 class Normed(Tiny):
