@@ -35,7 +35,7 @@ from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.loss_check import check_loss
+from hpc_train.train.loss_check import LossCheck, check_loss
 from hpc_train.train.step import Control
 from hpc_train.train.streams import has_ended, positions
 from tests.checkpoint.training import join_again
@@ -163,8 +163,8 @@ def test_ranks_and_stops_change_nothing(name: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-12) and error(found, weights) < 1e-10
 
 
-def measures_of_several_inputs(rank: int, world_size: int) -> tuple[Any, str | None]:
-    """The shape of a sample in ``bench step``, and the warning about the loss."""
+def measures_of_several_inputs(rank: int, world_size: int) -> tuple[Any, LossCheck]:
+    """The shape of a sample in ``bench step``, and what was found about the loss."""
     config = config_of("collate", world_size)
     bench = StepBench(config, join_again(config, rank, world_size), StopFlag())
     dataset = build_dataset(config.data, "train", 3)
@@ -172,4 +172,4 @@ def measures_of_several_inputs(rank: int, world_size: int) -> tuple[Any, str | N
 
 
 def test_a_dict_of_inputs_is_measured_and_its_loss_checked() -> None:
-    assert run_on_world(1, measures_of_several_inputs) == [(None, None)]
+    assert run_on_world(1, measures_of_several_inputs) == [(None, LossCheck())]

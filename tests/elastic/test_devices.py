@@ -27,6 +27,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.train import processes
@@ -51,8 +52,8 @@ def specs_of(
         0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a", 60
     )
     nothing = cast(Any, None)
-    names = ("allocation", "server", "stop", "watch", "gpu_errors", "budget", "events", "output", "deletion")
-    others = dict.fromkeys(names, nothing)
+    names = ("allocation", "server", "stop", "watch", "gpu_errors", "budget", "output", "deletion")
+    others = dict.fromkeys(names, nothing) | {"events": EventLog.open(RunDirectory(path), "agent-n1", 0)}
     agent = Agent(run=RunDirectory(path), config=config, node=node, stores=None, on_tick=print, entry="entry", **others)
     return agent._specs(attempt)
 
@@ -159,6 +160,7 @@ def test_the_flight_recorder_uses_the_gpu_of_the_rank(
 THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/manager.py": "copies and saves tensors",
     "checkpoint/removals.py": "no",
+    "data/shared_files.py": "no",
     "doctor/reach.py": "no",
     "elastic/rendezvous/client.py": "no",
     "elastic/rendezvous/server.py": "no",
