@@ -77,7 +77,10 @@ class DeviceCopy:
         moved = with_document_ends(batch, pin=self._stream is not None).to(self._device)
         if self._scale is not None:
             moved = replace(moved, inputs=self._normalized(moved.inputs))
-        return moved.map(lambda value: value.to(self._floats) if value.is_floating_point() else value)
+        for tensor in moved.tensors:
+            if tensor.is_floating_point() and tensor.dtype != self._floats:
+                return moved.map(lambda value: value.to(self._floats) if value.is_floating_point() else value)
+        return moved
 
     def _normalized(self, pixels: Tensor) -> Tensor:
         assert self._scale is not None

@@ -30,9 +30,13 @@ class SharedBuffers:
         modules = [module for part in parts for module in part.modules()] if shares else []
         self._modules = [module for module in modules if not isinstance(module, _NormBase)]
 
-    @torch.no_grad()
     def share(self) -> None:
         """Makes the buffers equal. Collective; does nothing with the policy ``refuse``."""
+        if self._modules:
+            self._share_all()
+
+    @torch.no_grad()
+    def _share_all(self) -> None:
         of_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for module in self._modules:
             for buffer in module._buffers.values():

@@ -130,7 +130,7 @@ def run_command(folder: Path, page: str, arguments: Sequence[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
     if trains and not {"-m", "--cfg"}.intersection(arguments):
-        assert "done: " in done.stdout, "the summary of a run"
+        assert re.search(r"^done(: |$)", done.stdout, re.MULTILINE), "the summary of a run"
 
 
 @pytest.mark.timeout(3600 if LONG else 300)

@@ -248,9 +248,9 @@ class PipelineEngine:
 
 def _check_tensors(micro: Batch) -> None:
     """Raises UserError if the inputs or targets are several tensors, which no stage sends on."""
-    refuse_ragged(micro)
     for name, value in (("inputs", micro.inputs), ("targets", micro.targets)):
         if not isinstance(value, Tensor):
+            refuse_ragged(micro)
             raise UserError(
                 f"the {name} of a micro-batch are a dict, but pipeline stages take one tensor",
                 where="strategy.pp, data.collate",
