@@ -95,7 +95,7 @@ def uses_slurm() -> bool:
     """
     found, said = _controller()
     if found is Controller.UNCONFIGURED:
-        _tell(f"note: Slurm's commands are on this machine, but find no cluster: training on this machine ({said})")
+        _note_no_cluster(said, os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
     if found is Controller.SILENT:
         raise UserError(
             f"Slurm is installed on this machine, but its controller does not respond: {said}",
@@ -121,6 +121,9 @@ def _found_controller(path: str | None, conf: str | None) -> tuple[Controller, s
 
 
 @cache
-def _tell(text: str) -> None:
-    """Prints a line once per process."""
-    print(text, file=sys.stderr)
+def _note_no_cluster(said: str, path: str | None, conf: str | None) -> None:
+    """Prints a note once per process, ``path`` and ``conf``."""
+    print(
+        f"note: Slurm's commands are on this machine, but find no cluster: training on this machine ({said})",
+        file=sys.stderr,
+    )
