@@ -46,7 +46,7 @@ test-share: install-dev
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest
 
-TESTS ?= tests/layouts tests/checkpoint tests/faults tests/doors tests/train/test_resume.py
+TESTS ?= tests/parallel tests/checkpoint tests/faults tests/doors tests/train/test_resume.py
 
 test-torch: .venv-torch/.torch-$(TORCH)
 	.venv-torch/bin/python -m pytest -n 3 $(TESTS)
@@ -64,7 +64,7 @@ endif
 	@touch $@
 
 bench-peers: .venv-peers/.installed
-	.venv-peers/bin/python -m tests.benchmarks.peers $(PEERS)
+	.venv-peers/bin/python -m benchmarks.peers $(PEERS)
 
 .venv-peers/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-peers
@@ -75,7 +75,7 @@ endif
 	@touch $@
 
 bench-compression: install-dev
-	$(PY) -m tests.benchmarks.compression_convergence $(COMPRESSION)
+	$(PY) -m benchmarks.compression_convergence $(COMPRESSION)
 
 lint: install-dev
 	$(PY) -m ruff check .

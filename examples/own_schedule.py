@@ -7,8 +7,8 @@ The file imports no torch: the schedule's class is named by its import path.
 
 from __future__ import annotations
 
-from hpc_train.plan.orders import FORWARD, FULL_BACKWARD, Action, PipelineShape
-from hpc_train.plan.techniques import PipelineSchedule
+from hpc_train.layout.orders import FORWARD, FULL_BACKWARD, Action, PipelineShape
+from hpc_train.layout.techniques import PipelineSchedule
 
 
 def _in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:

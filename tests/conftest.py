@@ -32,33 +32,33 @@ HEAVY = (
     "tests/slurm/",
     "tests/doors/test_readme.py",
     "tests/faults/test_nodes.py",
-    "tests/layouts/test_pipeline.py",
-    "tests/layouts/test_compile.py",
+    "tests/parallel/test_pipeline.py",
+    "tests/parallel/test_compile.py",
     "tests/faults/test_faults.py",
     "tests/doors/test_doors.py",
-    "tests/layouts/test_layouts.py",
-    "tests/layouts/test_hf.py",
-    "tests/layouts/test_context.py",
+    "tests/parallel/test_layouts.py",
+    "tests/parallel/test_hf.py",
+    "tests/parallel/test_context.py",
     "tests/train/test_resume.py",
     "tests/faults/",
     "tests/notebooks/",
     "tests/elastic/test_agent.py",
     "tests/elastic/test_hub.py",
     "tests/data/test_prepare.py",
-    "tests/layouts/",
+    "tests/parallel/",
     "tests/doors/",
     "tests/checkpoint/",
     "tests/train/",
-    "tests/benchmarks/",
+    "benchmarks/",
     "tests/telemetry/",
-    "tests/measure/",
+    "tests/train/watch/",
     "tests/config/",
 )
 # Read by OpenMP when torch is imported: threads that wait for each other sleep. Otherwise they spin, and processes that
 # share the cores, each with a thread per core, take several times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test depends on a network
-SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests")
+SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests", "benchmarks", "gpu_checks")
 # The long forms that --long-share draws from besides the cases with the mark long_form, with the seconds that a case
 # takes on two cores.
 LONG_FORMS = {

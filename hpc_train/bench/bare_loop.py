@@ -31,6 +31,9 @@ from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.feed import loader_workers
 from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.errors import UserError
+from hpc_train.layout.buckets import first_cap
+from hpc_train.layout.loss_chunks import loss_form
+from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
@@ -44,9 +47,6 @@ from hpc_train.parallel.parallelize import (
 from hpc_train.parallel.pipeline.schedules import schedule_class
 from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
-from hpc_train.plan.buckets import first_cap
-from hpc_train.plan.loss_chunks import loss_form
-from hpc_train.plan.recomputation import recomputation_of
 
 Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, targets in the global batch)
 

@@ -26,14 +26,14 @@ from typing import Any
 
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
-from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.host_memory import free_memory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.validate import validate
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.host_memory import free_memory
+from hpc_train.report.plots import check_plot
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.plots import check_plot
 from hpc_train.units import GIB, format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"

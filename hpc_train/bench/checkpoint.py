@@ -9,9 +9,9 @@ from typing import Any
 
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import CheckpointRequest
-from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.errors import UserError
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import workers_per_node
 from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.checkpoint_worker:measure"

@@ -15,11 +15,11 @@ from typing import Any
 
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import CollectivesRequest
-from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.plan.validate import validate
-from hpc_train.telemetry.plots import check_plot
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import current_allocation, workers_per_node
+from hpc_train.report.plots import check_plot
 
 ENTRY = "hpc_train.bench.collectives_worker:measure_all"
 SIZES = ("1K-16M", "1K-1G")  # default sizes without and with GPUs

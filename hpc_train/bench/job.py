@@ -16,9 +16,9 @@ from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.sbatch import arguments, options, output_file
 from hpc_train.launch.script import ENVIRONMENT, python
 from hpc_train.launch.shell import exports, own_lines, shell_word
-from hpc_train.slurm import client
-from hpc_train.slurm.client import LostAnswer, Problem, SlurmError
-from hpc_train.slurm.states import FORGOTTEN
+from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
+from hpc_train.schedulers.slurm.states import FORGOTTEN
 
 _OF_A_TRAINING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options that a measurement does not need
 _POLL_S, _ASK_EVERY_S, _SETTLE_S = 1.0, 15.0, 75.0

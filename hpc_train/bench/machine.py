@@ -18,12 +18,12 @@ from hpc_train.bench.job import submit, wait
 from hpc_train.bench.machine_figures import machine_of
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import MachineRequest
-from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.submission import prepare
+from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.planner.machine import Machine, parse_machine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_train.measure.peak_rates import chip, peak_flops
 from hpc_train.planner.machine import NAMES, OPTIONAL, Figure, Machine, read_machine, shipped
+from hpc_train.train.watch.peak_rates import chip, peak_flops
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _FP8 = ("fp8_flops", "fp8_share")
@@ -85,7 +85,7 @@ def _peaks(result: Mapping[str, Any], found: Mapping[str, float], source: str) -
         if sheet is None:
             peaks[name] = Figure(found[name], "measured", f"{source}; the largest matrix product")
         else:
-            peaks[name] = Figure(sheet, "table", "data sheet, without sparsity (hpc_train/measure/peak_rates.py)")
+            peaks[name] = Figure(sheet, "table", "data sheet, without sparsity (hpc_train/train/watch/peak_rates.py)")
     return peaks
 
 

@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from hpc_train.bench.machine_figures import fit_rate
 from hpc_train.bench.request import MachineRequest, write_progress, write_result
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig
-from hpc_train.measure.utilization import device_memory
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
@@ -34,6 +33,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.processes import join, leave
+from hpc_train.train.watch.utilization import device_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 BLOCKS = 12

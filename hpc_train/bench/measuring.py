@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.bench.request import REQUEST, read_progress, read_result
-from hpc_train.cluster.allocation import Allocation, current_allocation
-from hpc_train.cluster.temporary import BENCH, TemporaryDirectory
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.launcher import register_launcher
+from hpc_train.machine.allocation import Allocation, current_allocation
+from hpc_train.machine.temporary import BENCH, TemporaryDirectory
 from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory

@@ -11,16 +11,16 @@ from typing import Any
 
 from hpc_train.bench.measuring import run_benchmark
 from hpc_train.bench.request import REQUEST
-from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
 from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import python
+from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json
-from hpc_train.slurm.variables import Receiver, environment_for
+from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 
 ENTRY = "hpc_train.bench.collectives_worker:run_preflight"
 

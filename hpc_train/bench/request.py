@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 

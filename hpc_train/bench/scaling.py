@@ -20,17 +20,17 @@ from typing import Any
 from hpc_train.bench.job import submit, wait
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
-from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.submission import prepare
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import workers_per_node
+from hpc_train.report.plots import check_plot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.plots import check_plot
 from hpc_train.units import GIB
 
 ENTRY = "hpc_train.bench.step_worker:measure"

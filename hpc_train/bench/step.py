@@ -9,9 +9,9 @@ from typing import Any
 
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest, bare_loop
-from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.errors import UserError
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"

@@ -23,15 +23,8 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
-from hpc_train.measure.step_gap import advice, losses, mean_of_ranks, profiled
-from hpc_train.measure.time_breakdown import bubble_share, communication_share
-from hpc_train.measure.utilization import (
-    count_flops,
-    describe_utilization,
-    device_peak,
-    peak_device_memory,
-    peak_host_memory,
-)
+from hpc_train.layout.loss_chunks import loss_form
+from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.bucket_search import MOST_STEPS
@@ -41,18 +34,25 @@ from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
-from hpc_train.plan.loss_chunks import loss_form
-from hpc_train.plan.recomputation import recomputation_of
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.measuring.measures import Measures
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.step import Control, StepOutcome, TrainStep
+from hpc_train.train.watch.measures import Measures
+from hpc_train.train.watch.step_gap import advice, losses, mean_of_ranks, profiled
+from hpc_train.train.watch.time_breakdown import bubble_share, communication_share
+from hpc_train.train.watch.utilization import (
+    count_flops,
+    describe_utilization,
+    device_peak,
+    peak_device_memory,
+    peak_host_memory,
+)
 
 HORIZON = 1_000_000  # steps of the learning rate's schedule
 

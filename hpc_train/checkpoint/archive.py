@@ -22,9 +22,9 @@ from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest, ha
 from hpc_train.checkpoint.removals import Kept, Retention, removable
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.evaluation import BestMetric, best_metric
 from hpc_train.config.schema import Config
+from hpc_train.machine.storage import renames_by_copying
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import ARCHIVE, EventLog
 from hpc_train.run.files import write_json

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train.cluster.host_memory import free_memory
+from hpc_train.machine.host_memory import free_memory
 from hpc_train.parallel.precision.block_codes import copy_values, is_coded
 from hpc_train.units import format_bytes
 

@@ -41,11 +41,11 @@ from hpc_train.checkpoint.store import (
     record_save,
 )
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
-from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.evaluation import best_metric
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
+from hpc_train.machine.storage import renames_by_copying
 from hpc_train.models.hf.lora import BASE, base_identity, check_base
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.storage import FILE_SYSTEM, room_in
 from hpc_train.config.schema import Config
-from hpc_train.plan.memory import state_bytes
+from hpc_train.layout.memory import state_bytes
+from hpc_train.machine.storage import FILE_SYSTEM, room_in
 from hpc_train.run.directory import RunDirectory
 from hpc_train.units import format_bytes
 

@@ -6,9 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from hpc_train.cluster.allocation import refuse_misplaced
 from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
+from hpc_train.machine.allocation import refuse_misplaced
 from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.code_copies import check_copy
@@ -44,7 +44,7 @@ def start_agent(arguments: list[str], begun: HeadStart | None = None) -> int:
         return _run(run, options.progress and is_first, begun)
     with stdout_for_results() as results:
         code = _run(run, options.progress and is_first, begun)
-        from hpc_train.launch.job_status import outcome, view_at_end
+        from hpc_train.runs.job_status import outcome, view_at_end
 
         if is_first:
             print(outcome(run, view_at_end(run, code)), file=results)
@@ -58,11 +58,11 @@ def _run(run: RunDirectory, shows_progress: bool, begun: HeadStart | None) -> in
         return run_in_foreground(run, None, begun)
     code = run_agent(run, begun=begun)
     if os.environ.get("SLURM_NODEID", "0") == "0":
-        from hpc_train.launch.page.build import write_at_end  # other agents do not need its modules
+        from hpc_train.report.page.build import write_at_end  # other agents do not need its modules
 
         write_at_end(run)
     if "SLURM_JOB_ID" in os.environ:
         return code  # the batch script asks the agents' records
-    from hpc_train.launch.job_status import final_code
+    from hpc_train.runs.job_status import final_code
 
     return final_code(code, run)

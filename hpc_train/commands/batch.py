@@ -18,8 +18,6 @@ from pathlib import Path
 import psutil
 
 from hpc_train.checkpoint.space import stop_time
-from hpc_train.cluster.allocation import refuse_components, workers_per_node
-from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import own_files_checked
@@ -42,7 +40,9 @@ from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import NO_SITE, options, refuse_lost_signal, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
 from hpc_train.launch.submission import with_layout
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import refuse_components, workers_per_node
+from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze
@@ -50,8 +50,8 @@ from hpc_train.run.imported import with_imported_model
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import TRUST, warn_if_open
 from hpc_train.run.snapshot import snapshot_code
-from hpc_train.slurm.client import own_job
-from hpc_train.slurm.site import read_site
+from hpc_train.schedulers.slurm.client import own_job
+from hpc_train.schedulers.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script
 

@@ -21,12 +21,12 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json, write_text
 
 if TYPE_CHECKING:  # the quick check of a node starts without what the others import
+    from hpc_train.bench.doctor.job import Asked
+    from hpc_train.bench.doctor.node import NodeReport
     from hpc_train.config.schema import Config
-    from hpc_train.doctor.job import Asked
-    from hpc_train.doctor.node import NodeReport
-    from hpc_train.fabric.recording import FabricReport
-    from hpc_train.fabric.versions import Version
-    from hpc_train.health.finding import Finding
+    from hpc_train.machine.health.finding import Finding
+    from hpc_train.machine.network.recording import FabricReport
+    from hpc_train.machine.network.versions import Version
 
 SHORT = "00:10:00"
 OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--measure", "--submit", "--sbatch", "--node", "--quiet", "--gpus",
@@ -38,12 +38,12 @@ def main(arguments: list[str]) -> int:
     _check(options, overrides)
     if options.quiet:
         return _check_quickly(options)
-    from hpc_train.fabric.versions import parse_version
+    from hpc_train.machine.network.versions import parse_version
 
     nccl = None if options.nccl is None else parse_version(options.nccl)
     if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
         return _examine_recording(options, nccl)
-    from hpc_train.doctor.job import composed
+    from hpc_train.bench.doctor.job import composed
 
     asked = composed(overrides)
     if options.submit:
@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> int:
     if options.report_to is not None:
         _write_report(own, options.report_to)
         return Exit.DONE
-    from hpc_train.doctor.job import check_slurm_and_job
-    from hpc_train.doctor.nodes import examine_all, nodes_of_allocation
-    from hpc_train.health.finding import ERROR, worst
+    from hpc_train.bench.doctor.job import check_slurm_and_job
+    from hpc_train.bench.doctor.nodes import examine_all, nodes_of_allocation
+    from hpc_train.machine.health.finding import ERROR, worst
 
     count = 1 if options.node else nodes_of_allocation()
     reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
@@ -115,7 +115,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _check_quickly(options: argparse.Namespace) -> int:
     """Checks the hardware of this node; prints one line, or all findings as JSON."""
-    from hpc_train.health.health_check import check_node, metrics, node_name
+    from hpc_train.machine.health.health_check import check_node, metrics, node_name
 
     health = check_node(node_name(), gpus=options.gpus)
     if options.openmetrics is not None:
@@ -134,11 +134,11 @@ def _check_quickly(options: argparse.Namespace) -> int:
 
 
 def _examine_recording(options: argparse.Namespace, nccl: Version | None) -> int:
-    from hpc_train.doctor.report import recording_lines
-    from hpc_train.fabric.decision import FabricJob
-    from hpc_train.fabric.nccl_settings import settings
-    from hpc_train.fabric.rank_binding import unknown_cores
-    from hpc_train.fabric.recording import gpus_recorded, read_recording, report
+    from hpc_train.bench.doctor.report import recording_lines
+    from hpc_train.machine.network.decision import FabricJob
+    from hpc_train.machine.network.nccl_settings import settings
+    from hpc_train.machine.network.rank_binding import unknown_cores
+    from hpc_train.machine.network.recording import gpus_recorded, read_recording, report
 
     facts = read_recording(options.sysfs, options.topo, options.ibstat)
     outcome = report(facts, FabricJob(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
@@ -164,7 +164,7 @@ def _write_report(own: NodeReport, folder: Path) -> None:
 
 def _submit(asked: Asked, overrides: Sequence[str], options: argparse.Namespace) -> int:
     """Submits the same command as a job with the run's resources and follows its output to the end."""
-    from hpc_train.doctor.job import resources
+    from hpc_train.bench.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
     from hpc_train.launch.executors.select import controller_answers
 
@@ -188,8 +188,8 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
     """Runs the preflight here, or in an allocation as a task on each node."""
+    from hpc_train.bench.doctor.nodes import nodes_of_allocation
     from hpc_train.bench.preflight import measure_allocation, measure_nodes
-    from hpc_train.doctor.nodes import nodes_of_allocation
 
     nodes = 0 if options.task else nodes_of_allocation()
     if nodes:
@@ -199,13 +199,13 @@ def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespa
 
 def _examine_this_node(config: Config) -> NodeReport:
     """Examines this node. A task of an allocation also finds the route to the first node, and tests connections."""
-    from hpc_train.cluster.allocation import current_allocation
-    from hpc_train.doctor.node import examine
-    from hpc_train.doctor.reach import check_reach
-    from hpc_train.fabric.facts import NodeFacts
-    from hpc_train.fabric.node import automatic_interface, interface_to, this_node
-    from hpc_train.fabric.versions import read_versions
-    from hpc_train.health.health_check import check_node
+    from hpc_train.bench.doctor.node import examine
+    from hpc_train.bench.doctor.reach import check_reach
+    from hpc_train.machine.allocation import current_allocation
+    from hpc_train.machine.health.health_check import check_node
+    from hpc_train.machine.network.facts import NodeFacts
+    from hpc_train.machine.network.node import automatic_interface, interface_to, this_node
+    from hpc_train.machine.network.versions import read_versions
 
     here = current_allocation()
     first = None
@@ -234,11 +234,11 @@ class Seen:
 
     @classmethod
     def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
-        from hpc_train.doctor.node import check_environment
-        from hpc_train.fabric.decision import FabricJob, decide, site_profile
-        from hpc_train.fabric.nccl_settings import merged
-        from hpc_train.fabric.recording import report
-        from hpc_train.fabric.versions import lowest_nccl
+        from hpc_train.bench.doctor.node import check_environment
+        from hpc_train.machine.network.decision import FabricJob, decide, site_profile
+        from hpc_train.machine.network.nccl_settings import merged
+        from hpc_train.machine.network.recording import report
+        from hpc_train.machine.network.versions import lowest_nccl
 
         facts = [found.facts for found in reports]
         gpus = min(len(found.visible or found.gpus) for found in facts)
@@ -253,7 +253,7 @@ class Seen:
 
 
 def _show_live(seen: Seen, findings: Sequence[Finding], options: argparse.Namespace) -> None:
-    from hpc_train.doctor.report import environment_lines, finding_lines, gpu_lines, verdict
+    from hpc_train.bench.doctor.report import environment_lines, finding_lines, gpu_lines, verdict
 
     located = [*(("", finding) for finding in findings)]
     located += [(node.name, finding) for node in seen.nodes for finding in node.findings]

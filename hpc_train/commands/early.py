@@ -32,7 +32,7 @@ DEFAULTS = {"cluster.cpu_workers": "4", "cluster.gpus_per_node": "auto", "train.
 def train(arguments: list[str]) -> int:
     """Trains in the foreground, or submits with ``-m``; see ``hpc_train.commands.train``."""
     if submits(arguments):
-        from hpc_train.slurm.site import begun_site
+        from hpc_train.schedulers.slurm.site import begun_site
 
         begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
     values = dict(each.lstrip("+").split("=", 1) for each in arguments if "=" in each)
@@ -77,7 +77,7 @@ def threads_of_worker(values: Mapping[str, str]) -> int:
     if gpus.isdecimal():
         count = int(gpus) or count
     else:
-        from hpc_train.cluster.gpus import visible_gpus  # a node without GPUs may not need it
+        from hpc_train.machine.gpus import visible_gpus  # a node without GPUs may not need it
 
         count = visible_gpus() or count
     return max(1, len(os.sched_getaffinity(0)) // max(1, count))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hpc_train.collector import without_collector
 from hpc_train.errors import UserError
-from hpc_train.launch.page.build import write_page
 from hpc_train.planner.machine import read_machine
+from hpc_train.report.page.build import write_page
 from hpc_train.run.exits import Exit
 
 

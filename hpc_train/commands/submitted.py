@@ -15,21 +15,21 @@ from rich.console import Console
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.launch.job_status import SlurmStatuses, View, outcome
-from hpc_train.launch.job_table import JobTable, print_messages, print_results
 from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
 from hpc_train.launch.monitor import worst
-from hpc_train.launch.page.build import write_after, write_sweep_at_end
 from hpc_train.launch.proof import refuse_foreign_lease, refuse_unproven
 from hpc_train.launch.resubmission import resubmit
-from hpc_train.run.comparison import Comparison, metric_of
+from hpc_train.report.page.build import write_after, write_sweep_at_end
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import is_live
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import record_stop_request, request_stacks, stacks_answers
-from hpc_train.slurm.client import cancel as cancel_jobs
+from hpc_train.runs.comparison import Comparison, metric_of
+from hpc_train.runs.job_status import SlurmStatuses, View, outcome
+from hpc_train.runs.job_table import JobTable, print_messages, print_results
+from hpc_train.schedulers.slurm.client import cancel as cancel_jobs
 from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted

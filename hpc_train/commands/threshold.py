@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.errors import UserError
-from hpc_train.run.comparison import is_number
+from hpc_train.runs.comparison import is_number
 
 BASELINE = "baseline"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"

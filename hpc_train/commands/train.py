@@ -14,7 +14,6 @@ from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
@@ -26,14 +25,14 @@ from hpc_train.errors import UserError, check_all
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import check_shell, in_allocation, uses_slurm
 from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
-from hpc_train.launch.job_status import outcome, view_at_end
 from hpc_train.launch.launcher import Ended, collect_garbage, register_launcher
 from hpc_train.launch.search import JobFailed
 from hpc_train.launch.submission import with_layout
-from hpc_train.plan.compilation import check_compiler_device
-from hpc_train.plan.user_keys import user_keys
-from hpc_train.plan.validate import validate
-from hpc_train.plan.without_effect import Place, notices, without_effect
+from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.user_keys import user_keys
+from hpc_train.layout.validate import validate
+from hpc_train.layout.without_effect import Place, notices, without_effect
+from hpc_train.machine.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
@@ -42,6 +41,7 @@ from hpc_train.run.owner import TRUST, warn_if_open
 from hpc_train.run.requests import record_stop_request
 from hpc_train.run.snapshot import snapshot_code
 from hpc_train.run.streams import stdout_for_results
+from hpc_train.runs.job_status import outcome, view_at_end
 
 JSON = "--json"
 

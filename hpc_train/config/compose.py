@@ -176,7 +176,10 @@ def to_config(values: dict[str, Any]) -> Config:
 
 
 def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``metrics`` or ``hooks`` as ``TargetConfig``."""
+    """Returns the entries of ``metrics`` or ``hooks`` as ``TargetConfig``.
+
+    Configs of earlier versions name classes of ``hpc_train.metrics`` and ``hpc_train.hooks``.
+    """
     found = {}
     for name, value in named.items():
         where = f"{group}.{name}"
@@ -191,7 +194,8 @@ def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
             raise UserError(what, where=where, fix=f"+{where}.args.{unknown[0]}=VALUE")
         if not isinstance(value.get("args", {}), dict):
             raise UserError(f"{where}.args is not a table", where=where, fix=f"+{where}.args.NAME=VALUE")
-        found[str(name)] = TargetConfig(**value)
+        target = value["_target_"].replace(f"hpc_train.{group}.", f"hpc_train.train.{group}.")
+        found[str(name)] = TargetConfig(**{**value, "_target_": target})
     return found
 
 

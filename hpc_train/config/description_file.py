@@ -146,5 +146,5 @@ def load_row(path: str, key: str, kind: type) -> Any:
     raise UserError(
         f"{path} is of type {type(row).__name__}, but must be a {kind.__name__}",
         where=location(path),
-        fix=f"{path.partition(':')[2]} = {kind.__name__}(...) from hpc_train.plan.techniques",
+        fix=f"{path.partition(':')[2]} = {kind.__name__}(...) from hpc_train.layout.techniques",
     )

@@ -22,7 +22,7 @@ from hpc_train.data.mixture import MixedOrder, MixtureDataset, SourceSeen
 from hpc_train.data.sampler import Order, Skipped, SpacedOrder, StreamOrder, TokenBalance, processes_for
 from hpc_train.data.stream import States, StreamDataset, StreamReader
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 
 NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # upper limit of batch.loader_workers=auto

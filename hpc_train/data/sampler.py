@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from hpc_train.data.dataset import IGNORED, Array, Indices, Sample
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 
 PADDING = -1  # marks a slot without a sample
 

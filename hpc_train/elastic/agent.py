@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from hpc_train.cluster.allocation import (
-    Allocation,
-    current_allocation,
-    listening_at,
-    meeting_at,
-    workers_per_node,
-)
-from hpc_train.cluster.environment import (
+from hpc_train.config.schema import Config
+from hpc_train.config.services import message_kinds, webhook
+from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
+from hpc_train.elastic.nodes import Node, Unfit
+from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.warm_parent.head_start import HeadStart
+from hpc_train.elastic.worker_process import start_warm_parent
+from hpc_train.errors import UserError
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.machine.allocation import Allocation, current_allocation, listening_at, meeting_at, workers_per_node
+from hpc_train.machine.environment import (
     Variable,
     apply,
     export_job_environment,
@@ -30,18 +33,10 @@ from hpc_train.cluster.environment import (
     refuse_unknown_interface,
     threads_per_rank,
 )
-from hpc_train.cluster.gpus import UnusableGpus
-from hpc_train.cluster.placement import switch_address
-from hpc_train.cluster.rejected_variable import refuse_unreadable_sizes
-from hpc_train.config.schema import Config
-from hpc_train.config.services import message_kinds, webhook
-from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
-from hpc_train.elastic.nodes import Node, Unfit
-from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.warm_parent.head_start import HeadStart
-from hpc_train.elastic.worker_process import start_warm_parent
-from hpc_train.errors import UserError
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.machine.gpus import UnusableGpus
+from hpc_train.machine.placement import switch_address
+from hpc_train.machine.rejected_variable import refuse_unreadable_sizes
+from hpc_train.report.monitoring.exporter import monitored
 from hpc_train.run.clock import VARIABLE, Clock
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
@@ -54,13 +49,12 @@ from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_resources, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StopRequests, stop_was_requested, watch_signals
 from hpc_train.run.streams import nonfailing_streams
-from hpc_train.telemetry.monitoring.exporter import monitored
 
 if TYPE_CHECKING:
     from hpc_train.elastic.script import Script
 
 ENTRY = "hpc_train.train.worker:train"
-LOOP_ENTRY = "hpc_train.loop.worker:train"  # of run.entry
+LOOP_ENTRY = "hpc_train.train.custom_loop.worker:train"  # of run.entry
 STORE = "hpc_train.elastic.rendezvous.store:serve"
 
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]

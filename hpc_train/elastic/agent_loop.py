@@ -10,10 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import (
-    Allocation,
-)
-from hpc_train.cluster.environment import threads_per_rank
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import run_attempt
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, WorkerFailure
@@ -33,7 +29,9 @@ from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import OtherNodes, Watch
-from hpc_train.fabric.rank_binding import Device, bindings, devices
+from hpc_train.machine.allocation import Allocation
+from hpc_train.machine.environment import threads_per_rank
+from hpc_train.machine.network.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
@@ -42,7 +40,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
 from hpc_train.run.requests import StacksRequests, StopRequests
-from hpc_train.slurm.client import is_current_start, was_suspended
+from hpc_train.schedulers.slurm.client import is_current_start, was_suspended
 
 TICK_S = 0.25
 MIN_PAUSE_S = 5.0  # on a busy machine, a process may wait seconds for a core

@@ -15,8 +15,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import LOOPBACK, Allocation
-from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import Agent
 from hpc_train.elastic.attempts import Attempts
@@ -35,8 +33,10 @@ from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.script import FolderLooks, Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
-from hpc_train.fabric.node import this_node
-from hpc_train.health.idle_gpus import IdleGpus
+from hpc_train.machine.allocation import LOOPBACK, Allocation
+from hpc_train.machine.gpus import gpu_memory
+from hpc_train.machine.health.idle_gpus import IdleGpus
+from hpc_train.machine.network.node import this_node
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit
@@ -44,7 +44,7 @@ from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.run.requests import StacksRequests, StopRequests
-from hpc_train.slurm.client import extend_comment, is_suspended
+from hpc_train.schedulers.slurm.client import extend_comment, is_suspended
 from hpc_train.telemetry.sinks.tracking import TrackingProcess, tracked
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
-from hpc_train.cluster.allocation import Allocation
-from hpc_train.cluster.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.config.schema import Config
 from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
@@ -31,6 +29,8 @@ from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import crash_of, ensure_warm_parent
 from hpc_train.elastic.workers import Workers, cpu_limit
 from hpc_train.errors import UserError
+from hpc_train.machine.allocation import Allocation
+from hpc_train.machine.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.clock import age_of_this_process
 from hpc_train.run.directory import RunDirectory
@@ -39,7 +39,7 @@ from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import with_digest
 from hpc_train.run.requests import StopRequests
-from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
+from hpc_train.schedulers.slurm.client import is_current_start, show_topology, unavailable_nodes
 from hpc_train.telemetry.tracebacks import own_frames
 
 REPLACED = "Slurm has ended or requeued the job"

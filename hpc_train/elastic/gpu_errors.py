@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.fabric.facts import NodeFacts
-from hpc_train.fabric.rank_binding import devices
-from hpc_train.health.finding import ERROR, OK, Finding
-from hpc_train.health.gpu_health import MEMORY_LEFT, SUBJECT, GpuState, judge_processes
-from hpc_train.health.health_check import NodeHealth, check_gpus, read_states
-from hpc_train.health.kernel_log import Defect
+from hpc_train.machine.health.finding import ERROR, OK, Finding
+from hpc_train.machine.health.gpu_health import MEMORY_LEFT, SUBJECT, GpuState, judge_processes
+from hpc_train.machine.health.health_check import NodeHealth, check_gpus, read_states
+from hpc_train.machine.health.kernel_log import Defect
+from hpc_train.machine.network.facts import NodeFacts
+from hpc_train.machine.network.rank_binding import devices
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure, concerns_gpu
 from hpc_train.run.requests import StopRequests

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hpc_train.fabric.nccl_settings import ib_retry_s
+from hpc_train.machine.network.nccl_settings import ib_retry_s
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.processes import Activity
 

@@ -18,9 +18,9 @@ from typing import Any
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
-from hpc_train.measure.flight_recorder import Collective, is_queued, read_collectives
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state, stopped_child
+from hpc_train.train.watch.flight_recorder import Collective, is_queued, read_collectives
 
 CONTROL = "control"  # group of ``train/step.py``, whose messages are posted without waiting
 AGREEMENT = "all_reduce"  # the operation of these messages

@@ -52,7 +52,7 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
     """Returns the step that ran ``attempt``, if it belongs to this start of the job and its agents were killed.
 
     Args:
-        launch_id: that of this step: job, step and restart (``cluster/allocation.py``).
+        launch_id: that of this step: job, step and restart (``machine/allocation.py``).
     """
     path = run.attempts / f"{attempt:03d}.json"
     if attempt < 0 or launch_id.count(".") != 2 or not path.exists() or not path.stat().st_size:

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.gpus import KEY as GPUS_KEY
-from hpc_train.cluster.placement import node_order, with_nvlink_domain
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.fabric.facts import NodeFacts, distance
+from hpc_train.machine.gpus import KEY as GPUS_KEY
+from hpc_train.machine.network.facts import NodeFacts, distance
+from hpc_train.machine.placement import node_order, with_nvlink_domain
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.field_types import check_fields
 from hpc_train.run.file_writer import FileWriter

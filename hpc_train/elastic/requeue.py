@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import expand
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range
 from hpc_train.elastic.decision import over_budget
 from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.machine.allocation import expand
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import ANNOUNCING, stop_was_requested
-from hpc_train.slurm.client import (
+from hpc_train.schedulers.slurm.client import (
     PATIENT_S,
     may_requeue,
     own_job,
@@ -46,7 +46,7 @@ from hpc_train.slurm.client import (
     time_of_own_job,
     usable_nodes,
 )
-from hpc_train.slurm.states import Phase
+from hpc_train.schedulers.slurm.states import Phase
 
 MIN_USEFUL_SHARE = 0.2
 MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting

@@ -30,10 +30,10 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.rejected_variable import rejected_variable
-from hpc_train.cluster.temporary import SOCKETS, TemporaryDirectory
 from hpc_train.elastic.warm_parent.head_start import SIGNALS, HeadStart
 from hpc_train.errors import UserCodeError, UserError
+from hpc_train.machine.rejected_variable import rejected_variable
+from hpc_train.machine.temporary import SOCKETS, TemporaryDirectory
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.processes import die_with_parent, process_state

@@ -17,11 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.decision import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
 from hpc_train.elastic.script import Script, ScriptProcess, ScriptProgress
 from hpc_train.elastic.worker_process import FORKSERVER, REPORTS, died_with_warm_parent, fork_process, main
+from hpc_train.machine.kernel_counters import OomKills
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import HOST_MEMORY, SHELL_SIGNALS, Exit, Failure, classify_message, end_of_script
 from hpc_train.run.requests import STOP_SIGNALS

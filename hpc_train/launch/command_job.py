@@ -17,10 +17,10 @@ from hpc_train.launch.sbatch import NO_SITE, output_file
 from hpc_train.launch.script import python
 from hpc_train.launch.shell import exports, setup_lines, shell_word
 from hpc_train.run.exits import Exit
-from hpc_train.slurm import client
-from hpc_train.slurm.client import LostAnswer, Problem, SlurmError
-from hpc_train.slurm.site import other_clusters
-from hpc_train.slurm.variables import unset_lines
+from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
+from hpc_train.schedulers.slurm.site import other_clusters
+from hpc_train.schedulers.slurm.variables import unset_lines
 
 CORES = 2  # one hashes, one reads and writes
 SETTLE_S = 75.0  # wait at most this long until a file of another node is visible (attribute caches)

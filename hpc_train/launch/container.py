@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hpc_train.cluster.amd_gpus import amd_memory
-from hpc_train.cluster.gpus import Machine
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.shell import shell_command, shell_word
-from hpc_train.slurm.client import query
+from hpc_train.machine.amd_gpus import amd_memory
+from hpc_train.machine.gpus import Machine
+from hpc_train.schedulers.slurm.client import query
 
 LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, for caches
 IN_SHELL = "HPC_TRAIN_BINDS"  # placeholder for the variable BINDS of a batch script

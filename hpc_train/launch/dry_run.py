@@ -21,9 +21,9 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.memory import MemoryNeed, memory_need
 from hpc_train.launch.submission import notices_of, prepare
-from hpc_train.plan.activation_offload import node_bytes
-from hpc_train.plan.memory import host_copy_bytes
-from hpc_train.plan.optimizers import describe_values
+from hpc_train.layout.activation_offload import node_bytes
+from hpc_train.layout.memory import host_copy_bytes
+from hpc_train.layout.optimizers import describe_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.terminal import Terminal

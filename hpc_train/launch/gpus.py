@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from hpc_train.cluster.gpus import gpu_memory, gpu_names
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.slurm.client import own_job, show_job
-from hpc_train.slurm.site import MIG, NodeKind, Site, gpus_of, other_clusters
-from hpc_train.slurm.variables import preset
+from hpc_train.machine.gpus import gpu_memory, gpu_names
+from hpc_train.schedulers.slurm.client import own_job, show_job
+from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, gpus_of, other_clusters
+from hpc_train.schedulers.slurm.variables import preset
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
 

@@ -33,7 +33,6 @@ from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import View
 from hpc_train.launch.monitor import Display, hand_over, report, wait
 from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
 from hpc_train.launch.submission import JobQueue, notices_of, prepare
@@ -43,6 +42,7 @@ from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.snapshot import snapshot_code, unfrozen_note
+from hpc_train.runs.job_status import View
 from hpc_train.telemetry.terminal import Terminal
 
 T = TypeVar("T")

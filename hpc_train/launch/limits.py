@@ -13,8 +13,16 @@ from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import cores, memory
-from hpc_train.slurm.site import MIG, Association, Partition, PartitionLimits, Site, other_clusters, seconds
-from hpc_train.slurm.variables import preset
+from hpc_train.schedulers.slurm.site import (
+    MIG,
+    Association,
+    Partition,
+    PartitionLimits,
+    Site,
+    other_clusters,
+    seconds,
+)
+from hpc_train.schedulers.slurm.variables import preset
 
 SIZE_MB = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)  # sbatch --mem
 UNIT_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}

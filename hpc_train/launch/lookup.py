@@ -19,9 +19,8 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
-from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.open_keys import NAME as AUTO
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.open_keys import NAME as AUTO
 from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
@@ -29,7 +28,8 @@ from hpc_train.run.lease import job_ids
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
 from hpc_train.run.requests import record_stop_request
-from hpc_train.slurm.client import QUERY_S
+from hpc_train.runs.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
+from hpc_train.schedulers.slurm.client import QUERY_S
 
 COMMENT = "hpc_train:"
 

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.schema import Config
 from hpc_train.launch.executors.executor import Executor
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import Memory, estimate, needed_bytes
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.memory import Memory, estimate, needed_bytes
+from hpc_train.machine.gpus import gpu_memory
 from hpc_train.units import format_bytes
 
 

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from hpc_train.launch.executors.cost import can_ask
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.job_status import View, how_stopped, resume_command
-from hpc_train.launch.job_table import JobTable, common_directory, print_messages, print_results
 from hpc_train.launch.submission import JobQueue
-from hpc_train.run.comparison import Comparison
 from hpc_train.run.exits import Exit, worst_exit
+from hpc_train.runs.comparison import Comparison
+from hpc_train.runs.job_status import View, how_stopped, resume_command
+from hpc_train.runs.job_table import JobTable, common_directory, print_messages, print_results
 from hpc_train.telemetry.messages import Relay
 from hpc_train.telemetry.progress import Progress
 
@@ -185,7 +185,7 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
 
 def _write_page(queue: JobQueue) -> None:
     """Writes the page of the sweep, or that of the run if its agents could not, and tells where it is."""
-    from hpc_train.launch.page.build import write_after, write_sweep_at_end  # a submission does not need its modules
+    from hpc_train.report.page.build import write_after, write_sweep_at_end  # a submission does not need its modules
 
     if len(queue.jobs) == 1:
         write_after(queue.jobs[0].run)

@@ -14,13 +14,11 @@ from rich.console import Console
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import attempt_end, outcome
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.monitor import hand_over, report, wait, worst
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.code_copies import check_copy
-from hpc_train.run.comparison import Comparison
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -30,6 +28,8 @@ from hpc_train.run.lease import ENDING_JOB_WAIT_S, refuse_live
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.run.snapshot import has_changed, snapshot_code
+from hpc_train.runs.comparison import Comparison
+from hpc_train.runs.job_status import attempt_end, outcome
 from hpc_train.telemetry.terminal import Terminal
 
 

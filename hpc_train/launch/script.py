@@ -26,7 +26,7 @@ from hpc_train.launch.sbatch import Options, arguments
 from hpc_train.launch.shell import comment, exports, own_lines, setup_lines, shell_word
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
-from hpc_train.slurm.variables import unset_lines
+from hpc_train.schedulers.slurm.variables import unset_lines
 
 ENVIRONMENT = (
     "\n".join(unset_lines())

@@ -22,11 +22,11 @@ from rich.status import Status
 from hpc_train.config.evaluation import best_metric
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.job_status import View
-from hpc_train.launch.job_table import plain_line, print_messages, print_results
 from hpc_train.launch.monitor import Display
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.exits import Exit, worst_exit
+from hpc_train.runs.job_status import View
+from hpc_train.runs.job_table import plain_line, print_messages, print_results
 
 HOPELESS = 3  # trials that fail before one succeeds
 FAILURE_RATES = {"optuna": "max_failure_rate", "nevergrad": "optim.max_failure_rate"}  # keys of sweepers

@@ -10,8 +10,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from hpc_train.cluster.environment import job_environment
 from hpc_train.errors import UserError
+from hpc_train.machine.environment import job_environment
 
 
 def shell_word(value: str) -> str:

@@ -14,13 +14,13 @@ from pathlib import Path
 from hpc_train.checkpoint.manifest import BadCheckpoint
 from hpc_train.checkpoint.space import MARGIN
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
-from hpc_train.plan.memory import state_bytes
-from hpc_train.slurm.client import show_nodes
+from hpc_train.layout.memory import state_bytes
+from hpc_train.machine.storage import FileSystem, Room, file_system_of, is_exported, room_in
+from hpc_train.schedulers.slurm.client import show_nodes
 from hpc_train.units import format_bytes
 
 OTHER_FILES = 64  # files of a run besides checkpoints: logs, events, metrics, W&B

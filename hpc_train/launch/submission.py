@@ -19,20 +19,20 @@ from hpc_train.config.values import fewest_nodes, runs_own_code
 from hpc_train.errors import Mistakes
 from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import in_allocation, select_executor
-from hpc_train.launch.job_status import NOT_STARTED, View
 from hpc_train.launch.memory import memory_need
-from hpc_train.plan.compilation import check_compiler_device
-from hpc_train.plan.float8_gpus import check_gpus
-from hpc_train.plan.open_keys import check_chosen, open_keys
-from hpc_train.plan.user_keys import user_keys
-from hpc_train.plan.validate import validate
-from hpc_train.plan.without_effect import Place, notices, without_effect
+from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.float8_gpus import check_gpus
+from hpc_train.layout.open_keys import check_chosen, open_keys
+from hpc_train.layout.user_keys import user_keys
+from hpc_train.layout.validate import validate
+from hpc_train.layout.without_effect import Place, notices, without_effect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import concurrently, is_present
 from hpc_train.run.freeze import check_freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
+from hpc_train.runs.job_status import NOT_STARTED, View
 
 if TYPE_CHECKING:
     from hpc_train.planner.auto import Choice

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hpc_train.config.schema import BatchConfig, DataConfig, StreamDataConfig
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -36,12 +36,12 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, Ragged, map_leaves
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
+from hpc_train.layout.counted import Block, Counts, file_hash, has_own_samples, sample_shape, versions
+from hpc_train.layout.layout import Layout
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_layers import calls_of, products_of
 from hpc_train.models.model import Model, keep_shared
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.plan.counted import Block, Counts, file_hash, has_own_samples, sample_shape, versions
-from hpc_train.plan.layout import Layout
 
 SAMPLES = 2  # of the micro-batch: a norm over a batch needs more than one
 MEMORY = 16 << 30  # bytes that the process may allocate, for models that cannot be built without values

@@ -10,7 +10,7 @@ With tensor parallelism the rows of the matrix, so the words of the logits, are 
 are gathered once, and ``vocabulary_shard.py`` reduces three numbers per token over the ranks.
 
 The matrix's gradient waits for the backward pass in the place of the logits. A pipeline stage that keeps several
-micro-batches at a time would keep as many of them (``plan/loss_chunks.py`` then chooses chunks that are computed
+micro-batches at a time would keep as many of them (``layout/loss_chunks.py`` then chooses chunks that are computed
 again).
 """
 

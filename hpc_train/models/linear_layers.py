@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hpc_train.layout.float8 import Products
 from hpc_train.models.model import Model, canonical_name
 from hpc_train.models.wrapped import layers_of
-from hpc_train.plan.float8 import Products
 
 
 def linear_layers(model: nn.Module, plain: Sequence[type] = (nn.Linear,)) -> Iterator[tuple[str, nn.Linear, str]]:

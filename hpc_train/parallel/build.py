@@ -10,6 +10,7 @@ from torch import nn
 
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.mixing import check_balancing, check_mixing
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -24,7 +25,6 @@ from hpc_train.parallel.parallelize import sharder_of
 from hpc_train.parallel.precision.float8 import check_use
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
-from hpc_train.plan.mixing import check_balancing, check_mixing
 
 
 def build_engine(

@@ -38,13 +38,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc_train.config.schema import Config
+from hpc_train.layout.compilation import CompilerMode
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.graph_keys import stable_keys
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
-from hpc_train.plan.compilation import CompilerMode
 
 FUSES_FP64 = not torch.__version__.startswith(("2.11.", "2.12."))  # compiled attention on CPUs
 # The settings of TorchInductor for the number of parts of a concatenation that one kernel writes; torch 2.13 has both.

@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from hpc_train.layout.techniques import DataParallelKind
 from hpc_train.models.wrapped import layers_of
 from hpc_train.parallel.mesh import Mesh, reduce_scatter_tensor
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
-from hpc_train.plan.techniques import DataParallelKind
 
 
 def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:

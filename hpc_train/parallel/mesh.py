@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 

@@ -19,6 +19,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.activation_offload import parse_activation_offload
+from hpc_train.layout.compilation import CompilerMode, compiler_mode
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.loss_chunks import LossForm, loss_form
+from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models import batch_norm
 from hpc_train.models.hf.whole import HFWhole
 from hpc_train.models.linear_head import LinearHead
@@ -36,11 +41,6 @@ from hpc_train.parallel.precision.dtypes import parameter_dtype, set_hidden_dtyp
 from hpc_train.parallel.precision.float8 import use_float8
 from hpc_train.parallel.precision.masters import narrow_weights
 from hpc_train.parallel.tensor import apply_tensor_parallel
-from hpc_train.plan.activation_offload import parse_activation_offload
-from hpc_train.plan.compilation import CompilerMode, compiler_mode
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.loss_chunks import LossForm, loss_form
-from hpc_train.plan.recomputation import recomputation_of
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 

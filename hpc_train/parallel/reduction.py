@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from hpc_train.layout.buckets import IN_FLIGHT
 from hpc_train.parallel.compression.exchange import Dense, Exchange
 from hpc_train.parallel.gradient_norm import sparse_gradient
-from hpc_train.plan.buckets import IN_FLIGHT
 
 SendOrder = list["GradientReduction"]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
+from hpc_train.layout.compilation import CompilerMode, compiler_mode
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, aliases, named_buffers, named_parameters, refuse_ragged
 from hpc_train.models.modes import evaluating
@@ -28,7 +29,6 @@ from hpc_train.parallel.precision.kept_casts import KeptCasts
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 from hpc_train.parallel.wrong_target import refusing_wrong_targets
-from hpc_train.plan.compilation import CompilerMode, compiler_mode
 
 
 class ReplicaEngine:

@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.buckets import first_cap
+from hpc_train.layout.layout import Layout
 from hpc_train.models.model import canonical_name
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import fsdp
@@ -33,8 +35,6 @@ from hpc_train.parallel.in_backward import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
 from hpc_train.parallel.shared_groups import SharedGroups
-from hpc_train.plan.buckets import first_cap
-from hpc_train.plan.layout import Layout
 
 
 class LocalReplicas:

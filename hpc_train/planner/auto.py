@@ -19,9 +19,9 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
 from hpc_train.errors import UserError
-from hpc_train.plan.compilation import compiler_mode
-from hpc_train.plan.open_keys import SIMPLEST, open_keys
-from hpc_train.plan.validate import check_values
+from hpc_train.layout.compilation import compiler_mode
+from hpc_train.layout.open_keys import SIMPLEST, open_keys
+from hpc_train.layout.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
 from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, nested, refusal, with_values
 from hpc_train.planner.machine import Machine

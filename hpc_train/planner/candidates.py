@@ -14,10 +14,10 @@ from typing import Any
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.counted import counted
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.open_keys import SIMPLEST
-from hpc_train.plan.validate import checked_layout
+from hpc_train.layout.counted import counted
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.open_keys import SIMPLEST
+from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
 from hpc_train.planner.traced import count_model

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hpc_train.checkpoint.failures import Saves, shares
 from hpc_train.config.schema import PriceConfig
-from hpc_train.planner.failures import Saves, shares
 from hpc_train.units import format_hours
 
 HOURS_PER_YEAR = 8766

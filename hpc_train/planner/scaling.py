@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from hpc_train.config.schema import Config
-from hpc_train.errors import UserError
-from hpc_train.plan.memory import state_bytes
-from hpc_train.planner.candidates import Candidate, candidates, fastest, with_values
-from hpc_train.planner.failures import (
+from hpc_train.checkpoint.failures import (
     LLAMA_3,
     RECOVERY_S,
     RSC_1,
@@ -24,6 +20,10 @@ from hpc_train.planner.failures import (
     between_failures,
     shares,
 )
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.layout.memory import state_bytes
+from hpc_train.planner.candidates import Candidate, candidates, fastest, with_values
 from hpc_train.planner.machine import Machine
 
 EQUAL = 0.02  # layouts closer than this are equally fast

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.orders import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.orders import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, PipelineShape
 
 
 @dataclass(frozen=True)

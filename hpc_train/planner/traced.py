@@ -1,7 +1,7 @@
 """Counts a model of the user's own, or of Hugging Face, in another process with torch, and keeps the counts.
 
-``plan/counted.py`` reads them. The process builds the model without values where its constructor permits this, and runs
-it without values, so it needs seconds and hardly any memory, whatever the size of the model.
+``layout/counted.py`` reads them. The process builds the model without values where its constructor permits this, and
+runs it without values, so it needs seconds and hardly any memory, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.counted import counts_file, key_of, needs_counts, read_counts
+from hpc_train.layout.counted import counts_file, key_of, needs_counts, read_counts
 
 LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute
 _FIX = (

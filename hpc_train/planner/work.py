@@ -14,7 +14,7 @@ from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
-from hpc_train.plan.counted import CountedModel, counted
+from hpc_train.layout.counted import CountedModel, counted
 
 # Kernels of a layer's forward in eager mode: four projections, the three products of the feed-forward branch,
 # attention, two norms, rotary positions, casts, residuals. torch.compile fuses all but products and attention.

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_train.fabric.facts import NodeFacts
-from hpc_train.fabric.machines import by_machine, with_own_facts
-from hpc_train.fabric.rails import match, usable_nics
+from hpc_train.machine.network.facts import NodeFacts
+from hpc_train.machine.network.machines import by_machine, with_own_facts
+from hpc_train.machine.network.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import DamagedFile
 

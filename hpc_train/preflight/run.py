@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_train.cluster.allocation import Allocation, current_allocation
 from hpc_train.config.schema import Config
 from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
-from hpc_train.fabric.facts import NodeFacts
-from hpc_train.fabric.machines import by_machine
-from hpc_train.fabric.rails import judge_ports
+from hpc_train.machine.allocation import Allocation, current_allocation
+from hpc_train.machine.network.facts import NodeFacts
+from hpc_train.machine.network.machines import by_machine
+from hpc_train.machine.network.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
 from hpc_train.preflight.checks import (
@@ -55,7 +55,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import UnfitNode
 from hpc_train.run.freeze import config_hash
-from hpc_train.slurm.site import node_features
+from hpc_train.schedulers.slurm.site import node_features
 
 clock = time.time  # seconds since the epoch on this node
 KEY = "cluster.preflight_action"

@@ -19,7 +19,7 @@ from enum import IntEnum
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 
 
 @dataclass(frozen=True)

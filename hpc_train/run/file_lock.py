@@ -26,7 +26,7 @@ from pathlib import Path
 from hpc_train.opening import DamagedFile, open_file, read_file
 from hpc_train.run.files import patiently
 from hpc_train.run.processes import boot_id, started
-from hpc_train.slurm import client
+from hpc_train.schedulers.slurm import client
 
 BEAT_S = 15.0
 STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats

@@ -21,7 +21,7 @@ from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, 
 from hpc_train.run.files import in_time
 from hpc_train.run.processes import is_alive, process
 from hpc_train.run.requests import stop_was_requested
-from hpc_train.slurm.client import job_state
+from hpc_train.schedulers.slurm.client import job_state
 
 _POLL_S = 5.0
 

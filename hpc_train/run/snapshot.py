@@ -32,7 +32,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
-from hpc_train.plan.optimizers import own_code
+from hpc_train.layout.optimizers import own_code
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.code_copies import CACHE, SHARED, content_digest, remove_unnamed, shared_copies, use_copy
 from hpc_train.run.files import concurrently
@@ -42,7 +42,7 @@ LIMIT_BYTES = 50 * 2**20
 LISTED = 8  # files and folders named in a refusal
 NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
 OWN_COPY = "copy"  # of run.snapshot
-OF_DEVELOPERS = ("tests", "docs", "notebooks")  # directories of the work tree of hpc_train
+OF_DEVELOPERS = ("tests", "docs", "notebooks", "benchmarks", "gpu_checks")  # directories of the work tree of hpc_train
 SAMPLE = 20  # files that are written first, which tells how fast the file system is
 
 

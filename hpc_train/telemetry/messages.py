@@ -25,7 +25,7 @@ from hpc_train.config.services import webhook
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import NewLines, read_or
-from hpc_train.slurm.client import own_job
+from hpc_train.schedulers.slurm.client import own_job
 from hpc_train.telemetry.sinks.identity import name_of
 from hpc_train.units import format_duration
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hpc_train.parallel.compile import KeptArtifacts
-from hpc_train.train.measuring.measures import Meter
 from hpc_train.train.report import Report
+from hpc_train.train.watch.measures import Meter
 
 
 @dataclass

@@ -21,6 +21,7 @@ from hpc_train.config.schema import Config, CustomModelConfig, StreamDataConfig
 from hpc_train.data.dataset import IGNORED, Dataset, Ragged, leaves
 from hpc_train.data.feed import EvalFeed, example_micro_batch
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.models.model import Model
 from hpc_train.models.own_loss import place
 from hpc_train.models.wrapped import WrappedModel
@@ -29,7 +30,6 @@ from hpc_train.parallel.engine import Engine, WrappedEngine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.writes import written_in_lookups
-from hpc_train.plan.layout import Layout
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.debug import join_names

@@ -20,8 +20,8 @@ from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.schema import OptimConfig
 from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
+from hpc_train.layout.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
 from hpc_train.parallel.precision.block_codes import copy_values, is_coded, parts, store_values
-from hpc_train.plan.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
 from hpc_train.train.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.held import Held, MasterShard, hold

@@ -14,7 +14,6 @@ from hpc_train.config.schema import Config
 from hpc_train.data.feed import LocalBatch
 from hpc_train.data.mixture import SourceSeen
 from hpc_train.data.sampler import Skipped
-from hpc_train.measure.suggestions import AdviceWatch
 from hpc_train.models.attention import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
 from hpc_train.parallel.engine import Engine
@@ -26,8 +25,9 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
-from hpc_train.train.measuring.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
+from hpc_train.train.watch.memory import MemoryReport
+from hpc_train.train.watch.suggestions import AdviceWatch
 from hpc_train.units import format_duration
 
 RESULT = ("loss", "samples", "tokens", "mfu", "hfu")

@@ -1,6 +1,6 @@
 """Schedules saves by steps, by time or automatically, and retries the last save of an attempt.
 
-``auto`` uses the interval of ``planner/failures.py``, with the seconds that a save has blocked training.
+``auto`` uses the interval of ``checkpoint/failures.py``, with the seconds that a save has blocked training.
 
 If the last save fails, no later save can replace it, so it is retried for a bounded time, e.g. until there is room on
 the disk. Rank 0 decides for all ranks whether to retry.
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.checkpoint.space import LEAVING_S
 from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.config.values import SaveEvery
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import PASSING, Failure

@@ -22,7 +22,6 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
-from hpc_train.hooks.runner import Hooks
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
@@ -32,15 +31,16 @@ from hpc_train.train.divergence import NO_LOSS, Divergence, DivergenceWatch
 from hpc_train.train.evaluation import Evaluation
 from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.hooks.runner import Hooks
 from hpc_train.train.length import Length
-from hpc_train.train.measuring.late_line import SKIPPED, SUMS, Line, Readback, logs_late
-from hpc_train.train.measuring.measures import Measures, Meter
-from hpc_train.train.measuring.memory import report_memory
-from hpc_train.train.measuring.profiler import Profiler
 from hpc_train.train.report import Report, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 from hpc_train.train.streams import has_ended, positions, restored_positions, skipped_data
+from hpc_train.train.watch.late_line import SKIPPED, SUMS, Line, Readback, logs_late
+from hpc_train.train.watch.measures import Measures, Meter
+from hpc_train.train.watch.memory import report_memory
+from hpc_train.train.watch.profiler import Profiler
 
 NO_TARGETS = (
     "no target counts in {}, so its loss is 0; targets of -100 do not count. Look at the data, for example for prompts "

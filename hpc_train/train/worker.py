@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
 from hpc_train.checkpoint.agreement import lowest
+from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
 from hpc_train.config.evaluation import best_metric
@@ -24,10 +25,9 @@ from hpc_train.data.feed import NOTHING, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.errors import UserError
-from hpc_train.hooks.hook import HookContext
-from hpc_train.hooks.runner import Hooks
-from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
-from hpc_train.measure.utilization import FORMULA, describe_utilization
+from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.notices import long_warmup
+from hpc_train.layout.open_keys import for_nodes
 from hpc_train.models.modes import parts_in_evaluation
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
@@ -37,10 +37,6 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.pipeline.balance import SplitPlan, plan_split
 from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.plan.compilation import check_compiler_device
-from hpc_train.plan.notices import long_warmup
-from hpc_train.plan.open_keys import for_nodes
-from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
@@ -57,11 +53,9 @@ from hpc_train.train.evaluation import build_evaluation
 from hpc_train.train.first_step import FirstStep
 from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.guard import check_own_code, is_own
+from hpc_train.train.hooks.hook import HookContext
+from hpc_train.train.hooks.runner import Hooks
 from hpc_train.train.length import Length, run_length
-from hpc_train.train.measuring.measures import Measures, Meter, make_meter
-from hpc_train.train.measuring.memory import explained
-from hpc_train.train.measuring.pipeline_watch import PipelineWatch
-from hpc_train.train.measuring.profiler import Profiler
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.groups import check_groups
 from hpc_train.train.optimizers.learning_rate import describe_rates
@@ -72,6 +66,12 @@ from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_ra
 from hpc_train.train.step import TrainStep
 from hpc_train.train.streams import restored_positions, skipped_data
 from hpc_train.train.trainer import OpenFeed, Trainer
+from hpc_train.train.watch.measures import Measures, Meter, make_meter
+from hpc_train.train.watch.memory import explained
+from hpc_train.train.watch.pipeline_watch import PipelineWatch
+from hpc_train.train.watch.profiler import Profiler
+from hpc_train.train.watch.suggestions import AdviceWatch, SuggestedSetting
+from hpc_train.train.watch.utilization import FORMULA, describe_utilization
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.auto_choice import CHOSEN, MODELS, layout_of, layouts_of, result, table
+from benchmarks.auto_choice import CHOSEN, MODELS, layout_of, layouts_of, result, table
 
 
 def test_the_chosen_layout_is_measured_once_beside_others() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.checkpoint_scale import measure
+from benchmarks.checkpoint_scale import measure
 
 
 def test_the_table_has_a_row_for_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.compression_link import TECHNIQUES
+from benchmarks.compression_link import TECHNIQUES
 from tests.doors.command import REPOSITORY, environment
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net"]
-RANK = f"{sys.executable} -m tests.benchmarks.compression_link --address 127.0.0.1 --device lo --steps 1 --rank"
+RANK = f"{sys.executable} -m benchmarks.compression_link --address 127.0.0.1 --device lo --steps 1 --rank"
 
 
 def own_network() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from tests.benchmarks.compression_convergence import main
+from benchmarks.compression_convergence import main
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
 

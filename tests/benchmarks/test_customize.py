@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from benchmarks.customize.lines import FRAMEWORKS, ROOT, TASKS, code_lines, user_lines
 from examples.own_optimizer import Lion
-from tests.benchmarks.customize.lines import FRAMEWORKS, ROOT, TASKS, code_lines, user_lines
 
 PAGE = (ROOT / "docs" / "customize.md").read_text()
 SOURCE = '''"""A docstring
@@ -42,7 +42,7 @@ def test_the_page_has_the_lines_of_each_task(task: str) -> None:
 
 
 def test_the_losses_of_hpc_train_are_part_of_its_lines() -> None:
-    alone = len(code_lines((ROOT / "tests/benchmarks/customize/with_hpc_train/own_loss.py").read_text()))
+    alone = len(code_lines((ROOT / "benchmarks/customize/with_hpc_train/own_loss.py").read_text()))
     assert user_lines("hpc_train", "own_loss") == alone + 5
 
 

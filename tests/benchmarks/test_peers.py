@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.benchmarks.peers.__main__ import rows
-from tests.benchmarks.peers.processes import BUILDERS, FIRST, OURS, Found, Results, Work, run_case
+from benchmarks.peers.__main__ import rows
+from benchmarks.peers.processes import BUILDERS, FIRST, OURS, Found, Results, Work, run_case
 from tests.checkpoint.progress import IN_LONG_FORM
 
 SMALL = ("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "data.sequence_length=16", "batch.global_size=4")

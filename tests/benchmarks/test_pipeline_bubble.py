@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.pipeline_bubble import SCHEDULES, compare
+from benchmarks.pipeline_bubble import SCHEDULES, compare
 from tests.checkpoint.progress import LONG
 
 MARGIN = 0.03  # of the step, for the work of the host; this machine may be busy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import planning_cpu
-from tests.benchmarks.planning_cpu import LAYOUTS, Compared, measure, rank_correlation, table, wrong_pairs
+from benchmarks import planning_cpu
+from benchmarks.planning_cpu import LAYOUTS, Compared, measure, rank_correlation, table, wrong_pairs
 
 
 def test_errors_and_order() -> None:

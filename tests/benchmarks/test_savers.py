@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import savers
-from tests.benchmarks.savers import AS_IT_STANDS, ROWS, Row, keep, measure, measured, text_of
+from benchmarks import savers
+from benchmarks.savers import AS_IT_STANDS, ROWS, Row, keep, measure, measured, text_of
 
 RESULT: dict[str, Any] = {
     "tokens_per_s": {"median": 1000.0},

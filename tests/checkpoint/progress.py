@@ -47,7 +47,7 @@ class Progress:
 
 def _code() -> str:
     digest = hashlib.sha256()
-    for folder in ("hpc_train", "tests/checkpoint", "tests/faults", "tests/layouts"):
+    for folder in ("hpc_train", "tests/checkpoint", "tests/faults", "tests/parallel"):
         for path in sorted((_TOP / folder).rglob("*.py")):
             digest.update(path.relative_to(_TOP).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]

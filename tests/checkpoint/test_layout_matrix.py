@@ -28,7 +28,7 @@ from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.tiny import LIMIT_S
 from tests.checkpoint.training import Training, join_again
 from tests.config.composing import compose
-from tests.layouts.oracle import error, relative, whole
+from tests.parallel.oracle import error, relative, whole
 from tests.ranks import run_on_world
 from tests.train.runs import TINY
 

@@ -13,7 +13,7 @@ from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import COMMITTED, NAME, BadCheckpoint
 from hpc_train.checkpoint.removals import Retention
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.storage import FileSystem
+from hpc_train.machine.storage import FileSystem
 from tests.checkpoint.made import is_complete
 from tests.checkpoint.test_crash_states import Recorder
 from tests.checkpoint.tiny import LIMIT_S, commit

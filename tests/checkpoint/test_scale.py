@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from benchmarks.checkpoint_scale import SimulatedSave
 from hpc_train.checkpoint import disk, manifest
 from hpc_train.checkpoint.agreement import broadcast_bytes, from_rank, lowest
 from hpc_train.checkpoint.encoding import encode_metadata
@@ -38,7 +39,6 @@ from hpc_train.checkpoint.removals import Removals, Retention
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch
 from hpc_train.checkpoint.writer import TensorWriter, _describe, quiet
-from tests.benchmarks.checkpoint_scale import SimulatedSave
 from tests.checkpoint.tiny import commit, state_of
 from tests.ranks import run_on_world, run_ranks
 

@@ -24,10 +24,10 @@ from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream, 
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
-from hpc_train.cluster.host_memory import NODE, FreeMemory
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.config.values import saves_asynchronously
+from hpc_train.machine.host_memory import NODE, FreeMemory
 from hpc_train.parallel.precision.block_codes import codebook, copy_values, is_coded
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load

@@ -8,16 +8,16 @@ from itertools import cycle
 import pytest
 import yaml
 
+from benchmarks.savers import ROWS
 from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import SCRATCH
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.memory import estimate
-from hpc_train.plan.validate import check_values, validate
-from tests.benchmarks.savers import ROWS
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.memory import estimate
+from hpc_train.layout.validate import check_values, validate
 from tests.config.composing import config_of
 
 CONF = config_directory()

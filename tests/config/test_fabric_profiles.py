@@ -8,10 +8,10 @@ import pytest
 
 from hpc_train.config.groups import config_directory
 from hpc_train.errors import UserError
-from hpc_train.fabric.decision import FabricJob, decide, site_profile
-from hpc_train.fabric.facts import Gpu, NodeFacts
-from hpc_train.fabric.nccl_settings import RENAMED, Setting
-from hpc_train.plan.validate import check_values
+from hpc_train.layout.validate import check_values
+from hpc_train.machine.network.decision import FabricJob, decide, site_profile
+from hpc_train.machine.network.facts import Gpu, NodeFacts
+from hpc_train.machine.network.nccl_settings import RENAMED, Setting
 from tests.config.composing import config_of
 
 PROFILES = sorted(path.stem for path in (config_directory() / "cluster" / "fabric").glob("*.yaml"))

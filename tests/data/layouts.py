@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 
 
 def replicas(dp: int, global_size: int, micro_batches: int = 1) -> Layout:

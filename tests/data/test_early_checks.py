@@ -11,7 +11,7 @@ import pytest
 
 from hpc_train.config.schema import Config, MixtureDataConfig
 from hpc_train.errors import UserError
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
 from tests.config.composing import config_of
 
 FILE = """

@@ -39,7 +39,7 @@ from hpc_train.train.loss_check import LossCheck, check_loss
 from hpc_train.train.step import Control
 from hpc_train.train.streams import has_ended, positions
 from tests.checkpoint.training import join_again
-from tests.layouts.oracle import error, whole
+from tests.parallel.oracle import error, whole
 from tests.ranks import run_on_world
 
 RATE, GLOBAL_SIZE = 0.1, 10

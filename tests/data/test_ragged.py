@@ -27,9 +27,9 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Ragged, StepBatch, moved
 from hpc_train.data.feed import EvalFeed, TrainFeed
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze
 from hpc_train.train.evaluation import evaluate
@@ -37,7 +37,7 @@ from hpc_train.train.step import Control
 from tests.checkpoint.training import join_again
 from tests.config.composing import compose
 from tests.data.layouts import replicas
-from tests.layouts.oracle import error, whole
+from tests.parallel.oracle import error, whole
 from tests.ranks import run_on_world
 from tests.train.runs import TINY, run_attempt
 

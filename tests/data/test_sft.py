@@ -30,13 +30,13 @@ from hpc_train.data.feed import TrainFeed
 from hpc_train.data.sft import cache, records
 from hpc_train.data.sources import SFT
 from hpc_train.errors import UserError
+from hpc_train.layout.validate import validate
 from hpc_train.parallel.build import build_engine
-from hpc_train.plan.validate import validate
 from hpc_train.train.step import Control
 from tests.checkpoint.training import join_again
 from tests.config.composing import config_of
 from tests.data.chats import CHATML, LAST_ONLY, TAGGED, chats, write_jsonl, write_tokenizer
-from tests.layouts.oracle import error, whole
+from tests.parallel.oracle import error, whole
 from tests.ranks import run_on_world
 
 pytest.importorskip("transformers")

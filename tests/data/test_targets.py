@@ -21,7 +21,7 @@ from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.wrong_target import refusing_wrong_targets
 from tests.data.layouts import replicas
-from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
+from tests.parallel.cells import SEQUENCE, VOCABULARY, Cell
 
 
 def forward(labels: list[Any], module: nn.Module | None = None) -> Any:

@@ -17,7 +17,7 @@ from hpc_train.data.dataset import IGNORED, Dataset, Indices, Sample, SampleErro
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
 from hpc_train.data.sampler import PADDING, WIDTHS, BatchRow, Order, TokenBalance, pad_or_truncate
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 from tests.data.layouts import replicas
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ import numpy as np
 from hpc_train.config import schema
 from hpc_train.config.extensions import SOURCES, load_source
 from hpc_train.config.schema.key import info
-from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.without_effect import Place, without_effect
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.without_effect import Place, without_effect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from tests.data.chats import chats, write_jsonl, write_tokenizer
@@ -167,7 +167,7 @@ def run_in_own_folder(folder: Path, env: dict[str, str], number: int) -> None:
     assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
 
 
-CHECKS = ("hpc_train.plan.", "hpc_train.config.", "sitecustomize")  # they read a key to check or estimate
+CHECKS = ("hpc_train.layout.", "hpc_train.config.", "sitecustomize")  # they read a key to check or estimate
 # Modules that hold or compare the value of a key, and use it only where the condition of the key holds.
 WITHOUT_USE = {
     "CheckpointConfig.best_mode": {"checkpoint.manager", "train.worker", "launch.search"},  # beside keep_best

@@ -145,7 +145,7 @@ def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
             pytest.skip("with the other commands of its page: HPC_TRAIN_LONG=1")
         arguments += ["--cfg", "job"]
     elif arguments[0] == "bench" and page not in TRAINED and not LONG:
-        pytest.skip("tests/measure runs each benchmark; this one: HPC_TRAIN_LONG=1")
+        pytest.skip("tests/train/watch runs each benchmark; this one: HPC_TRAIN_LONG=1")
     elif only_checked(page, arguments):
         arguments += ["launch.dry_run=true", "-m"]
     run_command(folders[page], page, arguments)

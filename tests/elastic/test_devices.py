@@ -22,9 +22,9 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.worker_process import ensure_warm_parent
 from hpc_train.elastic.workers import Workers
-from hpc_train.fabric.facts import Gpu, NodeFacts
+from hpc_train.layout.layout import Layout
+from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.plan.layout import Layout
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config, ElasticConfig
 from hpc_train.elastic import deletion, nodes
 from hpc_train.elastic.attempts import Attempts
@@ -24,6 +23,7 @@ from hpc_train.elastic.rendezvous import client
 from hpc_train.elastic.rendezvous.orders import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.machine.allocation import Allocation
 from hpc_train.run import files
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

@@ -13,11 +13,11 @@ from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.rendezvous.messages import report_message, report_of
 from hpc_train.elastic.rendezvous.orders import NodeReport
-from hpc_train.fabric.facts import Gpu, NodeFacts
-from hpc_train.health.finding import OK, Finding
-from hpc_train.health.gpu_health import GpuProcess, GpuState, judge
-from hpc_train.health.health_check import NodeHealth
-from hpc_train.health.kernel_log import GpuError
+from hpc_train.machine.health.finding import OK, Finding
+from hpc_train.machine.health.gpu_health import GpuProcess, GpuState, judge
+from hpc_train.machine.health.health_check import NodeHealth
+from hpc_train.machine.health.kernel_log import GpuError
+from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure

@@ -37,14 +37,14 @@ from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, c
 from hpc_train.elastic.rendezvous.causes import FailureReport, primary_cause
 from hpc_train.elastic.watch import OTHERS_S, SAVE_TICK_S, OtherNodes, Watch
 from hpc_train.errors import UserError
-from hpc_train.measure.flight_recorder import Collective
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import Activity, activity
 from hpc_train.telemetry.tracebacks import stack_place
+from hpc_train.train.watch.flight_recorder import Collective
 
 PATIENCE_S = 120.0
 TICK = 0.25

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.environment import threads_per_rank
 from hpc_train.commands.early import submits, threads_of_worker, trains_here
+from hpc_train.machine.environment import threads_per_rank
 from hpc_train.run.processes import process_state
 
 REPOSITORY = Path(__file__).parents[2]

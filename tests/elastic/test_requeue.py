@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, RunConfig
 from hpc_train.elastic.agent_loop import write_pause
 from hpc_train.elastic.attempts import Attempts
@@ -24,6 +23,7 @@ from hpc_train.elastic.rendezvous.orders import Leave
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, is_announcement, request, request_from_slurm
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
+from hpc_train.machine.allocation import Allocation
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.allocation import Allocation
+from benchmarks.scale import config_of
+from benchmarks.simulated_nodes import GPUS, ODD_EVERY, simulated
 from hpc_train.config.schema import BatchConfig
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.fabric import Fabric
@@ -22,17 +23,16 @@ from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.fabric import rails
-from hpc_train.fabric.facts import Gpu, NodeFacts
-from hpc_train.fabric.machines import Machines, by_machine
-from hpc_train.fabric.rank_binding import bindings
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.machine.allocation import Allocation
+from hpc_train.machine.network import rails
+from hpc_train.machine.network.facts import Gpu, NodeFacts
+from hpc_train.machine.network.machines import Machines, by_machine
+from hpc_train.machine.network.rank_binding import bindings
 from hpc_train.preflight.expected import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action
-from tests.benchmarks.scale import config_of
-from tests.benchmarks.simulated_nodes import GPUS, ODD_EVERY, simulated
 from tests.elastic.test_agent import until
 from tests.elastic.test_coordinator import Course, action
 from tests.elastic.test_hub import Served, joined, order_of

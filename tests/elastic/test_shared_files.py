@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.allocation import Allocation
+from benchmarks.scale import config_of
+from benchmarks.simulated_nodes import GPUS, simulated
 from hpc_train.elastic import agent_loop
 from hpc_train.elastic.agent_loop import Agent
 from hpc_train.elastic.attempts import Attempts, Outcome
@@ -32,14 +33,13 @@ from hpc_train.elastic.script import (
     look_pause_s,
 )
 from hpc_train.elastic.watch import Watch
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.machine.allocation import Allocation
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import REQUESTS_EVERY_S, StacksRequests, StopRequests, request_stacks
-from tests.benchmarks.scale import config_of
-from tests.benchmarks.simulated_nodes import GPUS, simulated
 from tests.elastic.conftest import Opened
 from tests.elastic.test_agent import until
 from tests.elastic.test_hub import Served

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.bench.measuring import run_benchmark
-from hpc_train.cluster.temporary import BENCH
 from hpc_train.elastic.script import node_local_folder
+from hpc_train.machine.temporary import BENCH
 from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
 

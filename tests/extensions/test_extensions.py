@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import estimate
-from hpc_train.plan.techniques import SCHEDULES, DataParallelKind, PipelineSchedule, find_kind, find_schedule
-from hpc_train.plan.validate import validate
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.memory import estimate
+from hpc_train.layout.techniques import SCHEDULES, DataParallelKind, PipelineSchedule, find_kind, find_schedule
+from hpc_train.layout.validate import validate
 from tests.config.composing import config_of
 from tests.extensions.package import dualpipev, kinds
-from tests.layouts.cells import Cell
-from tests.layouts.oracle import check_cells
-from tests.layouts.test_techniques import waiting_share
+from tests.parallel.cells import Cell
+from tests.parallel.oracle import check_cells
+from tests.parallel.test_techniques import waiting_share
 from tests.train.runs import frozen, run_attempt
 
 SCHEDULE = "tests.extensions.package.dualpipev:SCHEDULE"
@@ -204,7 +204,7 @@ def test_a_kind_whose_class_lacks_a_method_is_refused_before_training(monkeypatc
 
 def test_validation_imports_no_torch() -> None:
     script = (
-        "import sys; from hpc_train.plan.techniques import find_kind, find_schedule; "
+        "import sys; from hpc_train.layout.techniques import find_kind, find_schedule; "
         f"find_schedule({SCHEDULE!r}); find_kind({KIND!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

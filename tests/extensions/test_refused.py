@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
 from tests.config.composing import config_of
 from tests.extensions.model_and_data import overrides, write_package
 

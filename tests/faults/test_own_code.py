@@ -16,10 +16,10 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from tests.doors.command import REPOSITORY
 from tests.faults.on_slurm import PATIENCE_S, kill_agent, skip_unless_long
-from tests.loop.functions import loss_of, model, optimizers, update
-from tests.loop.runs import failures, frozen, run_agent
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import events, job_id, steps, with_python
+from tests.train.custom_loop.functions import loss_of, model, optimizers, update
+from tests.train.custom_loop.runs import failures, frozen, run_agent
 
 STEPS = 150
 CASE = [
@@ -62,7 +62,7 @@ def undisturbed() -> list[float]:
 
 
 def test_an_own_loop(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*CASE, "run.entry=tests.loop.functions:slow", "+run.args.seconds=0.1", f"train.steps={STEPS}"]
+    case = [*CASE, "run.entry=tests.train.custom_loop.functions:slow", "+run.args.seconds=0.1", f"train.steps={STEPS}"]
     process = cluster.start(*case, "telemetry.log_every=1", "checkpoint.every=5", "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     disturb(cluster, run)

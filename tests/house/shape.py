@@ -14,7 +14,9 @@ from pathlib import Path
 PACKAGE = "hpc_train"
 REPOSITORY = Path(__file__).parents[2]
 # Words that name no thing of the field; a name is of the dialect if one of its parts is such a word.
-DIALECT = frozenset({"found", "own", "asked", "kept", "beside", "told", "wanted", "known", "there", "whole", "one", "each"})
+DIALECT = frozenset(
+    ["found", "own", "asked", "kept", "beside", "told", "wanted", "known", "there", "whole", "one", "each"]
+)
 
 
 def sources(root: Path, folder: str) -> dict[Path, str]:

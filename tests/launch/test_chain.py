@@ -10,8 +10,8 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.job_status import JobStatus, folded
-from hpc_train.slurm.site import Site
+from hpc_train.runs.job_status import JobStatus, folded
+from hpc_train.schedulers.slurm.site import Site
 from tests.launch.jobs import make_job
 from tests.launch.test_slurm import command, slurm  # noqa: F401
 

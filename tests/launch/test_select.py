@@ -11,7 +11,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import in_allocation, select_executor
 from tests.launch.jobs import make_job
-from tests.launch.test_shell_variables import command
+from tests.schedulers.test_shell_variables import command
 
 AUTO, LOCAL, SLURM = (ClusterConfig(kind=kind) for kind in ("auto", "local", "slurm"))
 

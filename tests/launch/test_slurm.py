@@ -15,8 +15,8 @@ from hpc_train.launch.executors.allocation import _core_options
 from hpc_train.launch.executors.array_turns import divide, pass_on_lines
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.job_status import SlurmStatuses
-from hpc_train.slurm import client
+from hpc_train.runs.job_status import SlurmStatuses
+from hpc_train.schedulers.slurm import client
 from tests.launch.jobs import make_job
 
 SITE = ClusterConfig(kind="slurm", nodes=2, gpus_per_node=4, partition="gpu", account="lab", time="02:00:00")

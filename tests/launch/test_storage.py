@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.config.schema import CheckpointConfig, ClusterConfig, GPTConfig, OptimConfig, TargetConfig, ViTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import dry_run, storage
 from hpc_train.launch.storage import check_room, check_shared
+from hpc_train.layout.memory import parameter_count, state_bytes
+from hpc_train.machine.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.models.build import build_model
-from hpc_train.plan.memory import parameter_count, state_bytes
 from hpc_train.units import format_bytes
 from tests.launch.jobs import make_job
 
@@ -52,7 +52,7 @@ def test_the_optimizer_the_average_and_the_precision_count(tmp_path: Path) -> No
     assert (state_bytes(config), state_bytes(config, replicas=4)) == (count * 4 * 3, count * 4 * (3 + 4 * 2))
     config.optim, config.precision.name = OptimConfig(name="sgd", momentum=0.0), "fp64"
     assert state_bytes(config) == count * 8
-    config.hooks = {"ema": TargetConfig("hpc_train.hooks.ema.EMA")}
+    config.hooks = {"ema": TargetConfig("hpc_train.train.hooks.ema.EMA")}
     assert state_bytes(config) == count * 16
 
 
@@ -106,7 +106,7 @@ def test_quotas(
     kind: str, said: str, expected: tuple[int, int | None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = FileSystem(Path("/scratch"), kind, "/dev/sda1")
-    monkeypatch.setattr("hpc_train.cluster.storage.file_system_of", lambda path: system)
+    monkeypatch.setattr("hpc_train.machine.storage.file_system_of", lambda path: system)
     quota = [(room.free, room.inodes) for room in room_in(tmp_path / "not" / "there", lambda command: said)[1:]]
     assert quota == ([expected] if expected else [])
 

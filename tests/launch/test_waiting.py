@@ -17,11 +17,11 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import monitor, resubmission
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.job_status import PRESENT, JobStatus, View
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.events import EventLog
 from hpc_train.run.freeze import freeze
 from hpc_train.run.processes import process
+from hpc_train.runs.job_status import PRESENT, JobStatus, View
 from tests.launch.jobs import make_job
 
 

@@ -17,8 +17,8 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.models.rotary import rotary_tables, rotate
 from hpc_train.models.transformer import OffsetRMSNorm
-from tests.layouts.cells import OPTIONS
 from tests.models.models import TINY_GPT, with_values
+from tests.parallel.cells import OPTIONS
 
 
 def reference_logits(model: Model, tokens: Tensor) -> Tensor:

@@ -28,18 +28,18 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
 )
 from hpc_train.errors import UserError
+from hpc_train.layout.memory import estimate, parameter_count, state_bytes
+from hpc_train.layout.peak.sizes import sizes_of
+from hpc_train.layout.validate import validate
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.build import build_model
 from hpc_train.models.hf import family, sizes
 from hpc_train.models.hf.decoder import HFDecoder
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.parallelize import materialize
-from hpc_train.plan.memory import estimate, parameter_count, state_bytes
-from hpc_train.plan.peak.sizes import sizes_of
-from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
-from tests.layouts.strangers import Nested
+from tests.parallel.strangers import Nested
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config, CustomModelConfig, HFModelConfig, StrategyConfig, SyntheticDataConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.validate import validate
 from hpc_train.models.build import build_model
 from hpc_train.models.hf.build import hf_config
 from hpc_train.parallel.build import build_engine
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.validate import validate
-from tests.layouts.oracle import kept_mesh, whole
 from tests.models.test_hf import AUTO, TEXT, loaded, saved
+from tests.parallel.oracle import kept_mesh, whole
 from tests.ranks import run_on_world
 from tests.warm_parents import HUGGING_FACE
 

@@ -17,13 +17,13 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.data.dataset import IGNORED
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.loss_chunks import LossForm, loss_form
 from hpc_train.models.attention import soft_cap
 from hpc_train.models.gpt import GPTHead
 from hpc_train.models.linear_head import linear_cross_entropy
 from hpc_train.models.transformer import cross_entropy, cross_entropy_with_z, widened
-from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.loss_chunks import LossForm, loss_form
-from tests.layouts.memory import PeakMemory
+from tests.parallel.memory import PeakMemory
 
 SHAPE, DIM, VOCABULARY = (2, 7), 5, 11
 CASES = [(chunks, cap, z_loss) for chunks in (1, 3, 14) for cap in (None, 1.5) for z_loss in (0.0, 0.3)]

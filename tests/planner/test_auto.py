@@ -13,9 +13,9 @@ import yaml
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.submission import prepare
-from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.open_keys import check_chosen, for_nodes, open_keys
-from hpc_train.plan.validate import validate
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.open_keys import check_chosen, for_nodes, open_keys
+from hpc_train.layout.validate import validate
 from hpc_train.planner import auto
 from hpc_train.planner.auto import ERROR, Devices, choose
 from hpc_train.planner.gpu_types import files_of, machine_of_job

@@ -13,12 +13,12 @@ from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.submission import prepare
+from hpc_train.layout.counted import counted, read_counts
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.peak.sizes import sizes_of
 from hpc_train.models import counting
 from hpc_train.models.build import build_model
 from hpc_train.parallel.precision.float8 import Float8Linear, use_float8
-from hpc_train.plan.counted import counted, read_counts
-from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.peak.sizes import sizes_of
 from hpc_train.planner import traced
 from hpc_train.planner.float8 import COMPILED, EAGER, float8_of, products_of, why_not_predicted
 from hpc_train.planner.machine import read_machine

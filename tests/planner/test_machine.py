@@ -21,7 +21,7 @@ def test_shipped_files_are_complete_and_state_their_sources(name: str) -> None:
     assert all(figure.source for figure in machine.figures.values())
 
 
-# the quantities of tests/planning/hardware.csv that state a figure, and its value in their unit
+# the quantities of tests/planner/published/hardware.csv that state a figure, and its value in their unit
 QUANTITIES = {
     "bf16_flops": ("bf16_tflops", 1e12), "fp16_flops": ("fp16_tflops", 1e12), "fp32_flops": ("fp32_tflops", 1e12),
     "fp8_flops": ("fp8_tflops", 1e12),
@@ -33,7 +33,7 @@ GPUS = {"a100-40": "A100-40GB", "a100-80": "A100-80GB", "h100": "H100-80GB"}
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name != "cpu"])
 def test_figures_from_tables_have_an_address_and_its_value(name: str) -> None:
-    with (Path(__file__).parent.parent / "planning" / "hardware.csv").open(newline="") as file:
+    with (Path(__file__).parent / "published" / "hardware.csv").open(newline="") as file:
         of_gpu = [row for row in csv.DictReader(file) if row["gpu"] == GPUS.get(name, name.upper())]
     checked = 0
     for key, figure in read_machine(name).figures.items():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hpc_train.config.compose import typed
-from hpc_train.plan.memory import estimate, exceeds, needed_bytes
+from hpc_train.layout.memory import estimate, exceeds, needed_bytes
 from hpc_train.planner.candidates import (
     SIMULATED,
     Candidate,

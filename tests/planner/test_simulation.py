@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.orders import FORWARD
-from hpc_train.plan.techniques import SCHEDULES
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.orders import FORWARD
+from hpc_train.layout.techniques import SCHEDULES
 from hpc_train.planner.simulation import simulate, step_seconds
 
 SHAPES = [(2, 1), (4, 1), (2, 2), (4, 2), (3, 3)]

@@ -10,16 +10,16 @@ from hpc_train.elastic.killed_step import find_killed_step
 from hpc_train.elastic.nodes import NodeFailures, have_been_checked
 from hpc_train.errors import UserError
 from hpc_train.launch.lookup import find_run, find_runs
-from hpc_train.live.app import _event
-from hpc_train.live.snapshot import Details, Row
 from hpc_train.preflight.expected import read_fabric
+from hpc_train.report.live.app import _event
+from hpc_train.report.live.snapshot import Details, Row
+from hpc_train.report.monitoring.snapshot import Identity, RunReader
+from hpc_train.report.plots import _figure
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.telemetry.messages import Rate, _message
-from hpc_train.telemetry.monitoring.snapshot import Identity, RunReader
 from hpc_train.telemetry.notices import Notices
-from hpc_train.telemetry.plots import _figure
 from hpc_train.telemetry.progress import summary
 from hpc_train.telemetry.sinks.replay import NewOfAttempts
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 import hpc_train
 from hpc_train import cli, opening
-from hpc_train.launch import job_status
 from hpc_train.launch.lookup import run_directories
 from hpc_train.opening import DamagedFile, open_file, open_to_append
 from hpc_train.run import freeze as freezing
@@ -29,6 +28,7 @@ from hpc_train.run.files import LINE_BYTES, NewLines, append_line
 from hpc_train.run.record import with_digest
 from hpc_train.run.rows import config_sections, event_row, failure_row, metrics_row, record_of_run, text_row
 from hpc_train.run.streams import CONTROLS, escape_controls, escaped
+from hpc_train.runs import job_status
 from hpc_train.telemetry.terminal import Terminal
 from tests.other_user import OTHER, needs_root
 from tests.run.readers import READERS, UserError

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.allocation import current_allocation
 from hpc_train.config.run_path import run_directory
 from hpc_train.errors import UserError
+from hpc_train.machine.allocation import current_allocation
+from hpc_train.report.monitoring.exporter import identity_of
 from hpc_train.run.directory import RunDirectory
-from hpc_train.slurm.site import begin_site
-from hpc_train.telemetry.monitoring.exporter import identity_of
+from hpc_train.schedulers.slurm.site import begin_site
 from hpc_train.users import name_of_user, own_name, user_cache
 
 

@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from hpc_train.cluster.allocation import current_allocation
-from hpc_train.cluster.gpus import Machine, UnusableGpus, gpus_to_use
+from hpc_train.machine.allocation import current_allocation
+from hpc_train.machine.gpus import Machine, UnusableGpus, gpus_to_use
 
 NODES = {"n5": 4, "n6": 4, "n7": 2}  # GPUs, as declared by the devcluster
 

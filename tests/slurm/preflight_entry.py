@@ -11,8 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.cluster.allocation import current_allocation
 from hpc_train.elastic.agent import run_agent
+from hpc_train.machine.allocation import current_allocation
 from hpc_train.preflight import measure as measuring
 from hpc_train.preflight import run
 from hpc_train.run.agent_worker import WorkerSpec

@@ -11,13 +11,13 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.faults.on_slurm import worker
+from tests.report.scraping import NEEDED, scraping
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import SLOW, events, job_id, steps, wait_for_step
-from tests.telemetry.scraping import NEEDED, scraping
 
 
 @pytest.mark.timeout(1800)
-@IN_LONG_FORM  # tests/telemetry/test_dashboards.py has the same without a cluster; this takes one to two minutes
+@IN_LONG_FORM  # tests/report/test_dashboards.py has the same without a cluster; this takes one to two minutes
 @NEEDED
 def test_prometheus_sees_one_series_over_a_kill_a_requeue_and_a_resume(quiet: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"

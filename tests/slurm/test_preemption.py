@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.doors.command import REPOSITORY
-from tests.launch.test_page import check
+from tests.report.test_page import check
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import (
     ONE_NODE,

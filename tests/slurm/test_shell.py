@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.script import ENVIRONMENT
-from hpc_train.slurm import client
+from hpc_train.schedulers.slurm import client
 from tests.slurm.cluster import Cluster, wait_for
 
 LEFT_OVER = {

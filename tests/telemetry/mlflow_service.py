@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from tests.telemetry.serving import LocalServer, QuietHandler, serving
+from tests.report.serving import LocalServer, QuietHandler, serving
 
 
 class Service(LocalServer):

@@ -8,7 +8,7 @@ import re
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tests.telemetry.serving import LocalServer, QuietHandler, serving
+from tests.report.serving import LocalServer, QuietHandler, serving
 
 
 class Service(LocalServer):

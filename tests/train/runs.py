@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.compose import typed
 from hpc_train.elastic.rendezvous.store import serve
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.layout.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
@@ -107,7 +107,7 @@ def _rank(spec: WorkerSpec, sender: Connection, prepare: Prepare | None) -> None
     if load(RunDirectory(Path(spec.run_dir))).run.entry is None:
         from hpc_train.train.worker import train
     else:
-        from hpc_train.loop.worker import train
+        from hpc_train.train.custom_loop.worker import train
 
     log = Path(spec.run_dir) / "logs" / f"rank-{spec.rank}-{spec.attempt:03d}.log"
     for descriptor in (1, 2):

@@ -12,8 +12,8 @@ import torch
 
 from hpc_train.parallel.build import build_engine
 from hpc_train.train.garbage import GarbageCollection
-from tests.layouts.cells import Cell
-from tests.layouts.oracle import local_batch, mesh_of
+from tests.parallel.cells import Cell
+from tests.parallel.oracle import local_batch, mesh_of
 from tests.ranks import run_on_world
 
 FIRST, EVERY = 4, 3  # the step after which a resumed run begins, and the interval

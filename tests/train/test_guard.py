@@ -32,9 +32,9 @@ from hpc_train.train.loss_check import check_loss
 from hpc_train.train.own_writes import CheckedWrites
 from hpc_train.train.rehearsal import Rehearsal, rehearse
 from tests.config.composing import compose
-from tests.layouts.cells import CLASSES, Cell
-from tests.layouts.module import Tiny
-from tests.layouts.oracle import error, global_batch, mesh_of, relative, train_engine, train_plainly
+from tests.parallel.cells import CLASSES, Cell
+from tests.parallel.module import Tiny
+from tests.parallel.oracle import error, global_batch, mesh_of, relative, train_engine, train_plainly
 from tests.ranks import run_on_world
 from tests.train.runs import run_attempt
 

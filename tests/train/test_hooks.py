@@ -17,14 +17,14 @@ from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import eval_set_configs
 from hpc_train.config.schema import TargetConfig
 from hpc_train.errors import UserError
-from hpc_train.hooks import Hook, HookContext
-from hpc_train.hooks.early_stopping import EarlyStopping
-from hpc_train.hooks.runner import Hooks
-from hpc_train.metrics.calls import CallFailed
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
 from hpc_train.run.events import EVENTS
 from hpc_train.run.exits import Failure, classify
 from hpc_train.telemetry.progress import is_done, summary
+from hpc_train.train.hooks import Hook, HookContext
+from hpc_train.train.hooks.early_stopping import EarlyStopping
+from hpc_train.train.hooks.runner import Hooks
+from hpc_train.train.metrics.calls import CallFailed
 from tests.config.composing import compose
 from tests.train.runs import TINY, frozen, run_attempt
 
@@ -148,10 +148,12 @@ def test_an_error_names_the_hook_its_method_the_step_and_the_line() -> None:
 
 def test_an_end_counts_only_with_the_same_hooks() -> None:
     stopping = {"patience": 2}
-    found = hooks_alone(stop=TargetConfig("hpc_train.hooks.early_stopping.EarlyStopping", stopping))
+    found = hooks_alone(stop=TargetConfig("hpc_train.train.hooks.early_stopping.EarlyStopping", stopping))
     recorded = found.as_end("enough")
     assert found.same_end(recorded) == "enough" and found.same_end(None) is None
-    more = hooks_alone(stop=TargetConfig("hpc_train.hooks.early_stopping.EarlyStopping", stopping | {"patience": 3}))
+    more = hooks_alone(
+        stop=TargetConfig("hpc_train.train.hooks.early_stopping.EarlyStopping", stopping | {"patience": 3})
+    )
     assert more.same_end(recorded) is None
 
 

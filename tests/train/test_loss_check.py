@@ -24,9 +24,9 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.train.loss_check import check_loss
 from hpc_train.train.own_writes import CheckedWrites
 from hpc_train.train.rehearsal import rehearse
-from tests.layouts.cells import CLASSES, IMAGE, Cell
-from tests.layouts.module import Tiny
-from tests.layouts.oracle import Record, global_batch, mesh_of, train_engine
+from tests.parallel.cells import CLASSES, IMAGE, Cell
+from tests.parallel.module import Tiny
+from tests.parallel.oracle import Record, global_batch, mesh_of, train_engine
 from tests.ranks import run_on_world
 
 

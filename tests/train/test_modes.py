@@ -13,9 +13,9 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.models.modes import begin_training, parts_in_evaluation
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.build import build_engine
-from tests.layouts.cells import CLASSES, IMAGE, Cell
-from tests.layouts.module import NormedNet, Tiny
-from tests.layouts.oracle import error, local_batch, mesh_of, relative, train_engine, train_plainly
+from tests.parallel.cells import CLASSES, IMAGE, Cell
+from tests.parallel.module import NormedNet, Tiny
+from tests.parallel.oracle import error, local_batch, mesh_of, relative, train_engine, train_plainly
 from tests.ranks import run_on_world
 
 

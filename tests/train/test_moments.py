@@ -16,7 +16,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
-from tests.layouts.oracle import whole
+from tests.parallel.oracle import whole
 from tests.ranks import run_on_world, run_ranks
 from tests.train.runs import frozen
 

@@ -11,11 +11,11 @@ import torch
 
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.layout.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Failure, classify
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.measuring.memory import fixes
+from hpc_train.train.watch.memory import fixes
 from tests.config.composing import compose
 from tests.train.runs import frozen, run_attempt
 

@@ -18,12 +18,12 @@ from examples.own_optimizer import Lion
 from hpc_train.checkpoint.state import TensorShape, shapes
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
+from hpc_train.layout.savers import check_savers
+from hpc_train.layout.tried_code import check_tried_optimizer
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize
-from hpc_train.plan.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
-from hpc_train.plan.savers import check_savers
-from hpc_train.plan.tried_code import check_tried_optimizer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.train.optimizer import Optimizer
@@ -32,8 +32,8 @@ from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.own import check_elementwise
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.training import Training, join_again
-from tests.layouts.cells import Cell
-from tests.layouts.oracle import MAX_NORM, error, global_batch, local_batch, mesh_of, whole
+from tests.parallel.cells import Cell
+from tests.parallel.oracle import MAX_NORM, error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
 from tests.train.own_optimizers import Preconditioned
 from tests.train.runs import frozen

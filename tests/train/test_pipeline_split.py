@@ -13,17 +13,17 @@ import torch
 from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.partition import layers_of, partition
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.pipeline import balance
 from hpc_train.parallel.pipeline.balance import BlockCost, plan_split, stage_bytes
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.partition import layers_of, partition
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
-from tests.layouts.cells import Cell
+from tests.parallel.cells import Cell
 from tests.ranks import run_ranks
 from tests.train.runs import frozen, run_attempt
 
@@ -86,7 +86,7 @@ def test_blocks_are_measured_under_tensor_parallelism_and_activation_checkpointi
 
 def _costs(rank: int, _: int, cells: list[Cell]) -> list[tuple[BlockCost, ...]]:
     from hpc_train.parallel.pipeline.balance import measure_blocks
-    from tests.layouts.oracle import local_batch
+    from tests.parallel.oracle import local_batch
 
     found = []
     for cell in cells:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.checkpoint.manifest import NAME as MANIFEST
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.errors import UserError
-from hpc_train.planner.failures import PRIOR_PER_GPU_HOUR, best_interval
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

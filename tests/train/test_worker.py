@@ -16,9 +16,8 @@ import torch
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import _pickled
-from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
-from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -30,6 +29,7 @@ from hpc_train.telemetry.progress import summary
 from hpc_train.train import processes
 from hpc_train.train.report import Report
 from hpc_train.train.step import SkippedSteps
+from hpc_train.train.watch.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.train.worker import frozen_config
 from tests.config.composing import compose
 from tests.train.runs import frozen, run_attempt

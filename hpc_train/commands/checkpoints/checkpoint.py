@@ -35,9 +35,9 @@ from hpc_train.collector import without_collector
 from hpc_train.commands.checkpoints import ACTIONS
 from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
+from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, read_file
-from hpc_train.plan.layout import Layout
-from hpc_train.registry.registry import REGISTRIES
+from hpc_train.report.registry.registry import REGISTRIES
 from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -244,7 +244,7 @@ def _ranking_metric(run: RunDirectory) -> BestMetric:
 
 
 def _promote(options: argparse.Namespace) -> int:
-    from hpc_train.registry.promotion import promote
+    from hpc_train.report.registry.promotion import promote
 
     run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
     config = load(run)
@@ -261,7 +261,7 @@ def _promote(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from hpc_train.registry.importing import import_reference, is_reference
+    from hpc_train.report.registry.importing import import_reference, is_reference
 
     if is_reference(options.source):
         from hpc_train.config.compose import compose, typed
@@ -275,7 +275,7 @@ def _import(options: argparse.Namespace) -> int:
 
 def _check_source(options: argparse.Namespace) -> None:
     """Raises UserError if files to be imported belong to a user whom the caller does not trust."""
-    from hpc_train.registry.importing import is_reference
+    from hpc_train.report.registry.importing import is_reference
 
     source = Path(options.source)
     if not is_reference(options.source):

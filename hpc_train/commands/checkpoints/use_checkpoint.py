@@ -11,13 +11,13 @@ from typing import Any
 from hpc_train.bench.measuring import BenchRequest, run_benchmark
 from hpc_train.checkpoint.listing import NEWEST, choose_by_name, find_run
 from hpc_train.checkpoint.store import Checkpoint
-from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.evaluation import LOWEST_LOSS, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.launch.command_job import follow, submit, without_submission
 from hpc_train.launch.launcher import register_launcher
-from hpc_train.plan.validate import validate
+from hpc_train.layout.validate import validate
+from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.run.code import frozen_code
 from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory

@@ -17,10 +17,10 @@ from hpc_train.config.groups import packaged
 from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import parameter_count
-from hpc_train.plan.open_keys import NAME, SIMPLEST
-from hpc_train.plan.validate import checked_layout
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.memory import parameter_count
+from hpc_train.layout.open_keys import NAME, SIMPLEST
+from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.candidates import Candidate, with_values
 from hpc_train.planner.machine import Machine
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hpc_train.commands.plan.asked import full_command
 from hpc_train.commands.plan.rows import NOISE, Row
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 from hpc_train.planner.candidates import Values
 from hpc_train.planner.machine import Machine
 from hpc_train.telemetry.terminal import Terminal

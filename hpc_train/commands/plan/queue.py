@@ -13,9 +13,9 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import arguments, options
 from hpc_train.planner.candidates import with_values
 from hpc_train.run.directory import RunDirectory
-from hpc_train.slurm.client import SlurmError
-from hpc_train.slurm.queue_estimate import Start, accuracy_of, read_estimates, starts_of
-from hpc_train.slurm.site import Site, read_site
+from hpc_train.schedulers.slurm.client import SlurmError
+from hpc_train.schedulers.slurm.queue_estimate import Start, accuracy_of, read_estimates, starts_of
+from hpc_train.schedulers.slurm.site import Site, read_site
 
 WITHOUT_EFFECT = ("signal", "requeue", "no-requeue", "no-kill", "open-mode", "mail-user", "mail-type")  # on the start
 

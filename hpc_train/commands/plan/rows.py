@@ -17,7 +17,7 @@ from hpc_train.planner.candidates import Candidate, candidates, distinct, fastes
 from hpc_train.planner.cost import Prices
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
-from hpc_train.slurm.queue_estimate import Start
+from hpc_train.schedulers.slurm.queue_estimate import Start
 from hpc_train.units import format_bytes, format_duration
 
 ROWS = 10

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.allocation import Allocation
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
+from hpc_train.machine.allocation import Allocation
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
 from hpc_train.elastic.rendezvous.addresses import ServerAddress
@@ -28,12 +27,13 @@ from hpc_train.elastic.rendezvous.messages import hello, report_message
 from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.elastic.rendezvous.server import beat_s, has_stalled
 from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.machine.allocation import Allocation
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
-from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
-from hpc_train.slurm.states import Phase
+from hpc_train.schedulers.slurm.client import PATIENT_S, own_job, query, state_and_priority
+from hpc_train.schedulers.slurm.states import Phase
 
 # A dying server closes its connections, unless its node is cut off. It may be busy with a slow file system and asks
 # Slurm before it declares a silent node lost, so its timeout is longer than a node's.

@@ -26,9 +26,9 @@ from hpc_train.elastic.nodes import HEALTH_CHECK_KEY, TOO_OFTEN, Node, NodeFailu
 from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
 from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, Order, SaveStacks, Start
 from hpc_train.errors import UserError
-from hpc_train.fabric.machines import Machines
-from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
-from hpc_train.plan.layout import resolve_layout
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.machine.network.machines import Machines
+from hpc_train.machine.network.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
 
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive

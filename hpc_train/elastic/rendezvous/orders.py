@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hpc_train.elastic.decision import RestartDecision, WorkerFailure
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.causes import FailureReport
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
 from hpc_train.run.exits import Exit
 
 

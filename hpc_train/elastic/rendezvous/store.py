@@ -12,7 +12,6 @@ import time
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-from hpc_train.cluster.allocation import LOOPBACK
 from hpc_train.elastic.worker_process import (
     crash_of,
     die_with_warm_parent,
@@ -20,6 +19,7 @@ from hpc_train.elastic.worker_process import (
     ensure_warm_parent,
     fork_process,
 )
+from hpc_train.machine.allocation import LOOPBACK
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -131,8 +131,8 @@ class HeadStart:
 
 def _same_for_imports(environment: Mapping[str, str]) -> bool:
     """Returns whether the variables that modules may read when they are imported still have these values."""
-    from hpc_train.cluster.environment import OF_CACHES
     from hpc_train.elastic.worker_process import IMPORTS
+    from hpc_train.machine.environment import OF_CACHES
 
     later = {"HYDRA_FULL_ERROR", IMPORTS, "PYTHONPATH", "PYTHONSAFEPATH", *OF_CACHES}
     now = os.environ

@@ -10,8 +10,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.elastic.warm_parent.head_start import HeadStart
@@ -20,17 +18,19 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job, has_several_tasks
-from hpc_train.launch.job_status import final_code, how_stopped, resume_command
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
 from hpc_train.launch.storage import check_room
+from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.opening import open_to_append
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.streams import nonfailing_streams
-from hpc_train.slurm.client import is_in_step
-from hpc_train.slurm.variables import Receiver, environment_for
+from hpc_train.runs.job_status import final_code, how_stopped, resume_command
+from hpc_train.schedulers.slurm.client import is_in_step
+from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 from hpc_train.telemetry.progress import Progress
 from hpc_train.telemetry.terminal import Terminal
 
@@ -154,7 +154,7 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
     code = run_agent(run, progress.tick, begun=begun)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
-    from hpc_train.launch.page.build import write_at_end  # a submission does not need its modules
+    from hpc_train.report.page.build import write_at_end  # a submission does not need its modules
 
     write_at_end(run)
     if code != Exit.STOPPED:

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.amd_gpus import restrict_to
-from hpc_train.cluster.gpus import Machine, visible_devices
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range, runs_own_code
 from hpc_train.errors import UserError
-from hpc_train.launch.job_status import JobStatus, View, view_of
-from hpc_train.plan.layout import Layout
+from hpc_train.layout.layout import Layout
+from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.amd_gpus import restrict_to
+from hpc_train.machine.gpus import Machine, visible_devices
 from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
+from hpc_train.runs.job_status import JobStatus, View, view_of
 
 if TYPE_CHECKING:
     from hpc_train.planner.auto import Choice  # which most submissions do not need
@@ -193,7 +193,7 @@ class RunAgent:
 
         reserved = None if self.share is None else partial(_reserve, self.share)
         code = run_agent(run, reserve=reserved)
-        from hpc_train.launch.page.build import write_at_end  # a submission does not need its modules
+        from hpc_train.report.page.build import write_at_end  # a submission does not need its modules
 
         write_at_end(run)
         sys.exit(code)  # instead of returning, so that a failed run is a failed job

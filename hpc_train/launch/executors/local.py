@@ -19,14 +19,14 @@ from typing import Any
 from rich.console import Console
 from submitit.local.local import LocalExecutor, LocalJob
 
-from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.executors.executor import Job, RunAgent, Share, local_shape
 from hpc_train.launch.gpus import gpu_types_here
-from hpc_train.launch.job_status import PRESENT, JobStatus
 from hpc_train.launch.storage import check_room
+from hpc_train.machine.gpus import visible_gpus
 from hpc_train.opening import open_to_append
 from hpc_train.run.code import frozen_code
+from hpc_train.runs.job_status import PRESENT, JobStatus
 from hpc_train.units import counted
 
 

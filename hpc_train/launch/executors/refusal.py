@@ -9,8 +9,8 @@ from dataclasses import fields
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.slurm.client import NO_CONFIGURATION, UNREACHABLE
-from hpc_train.slurm.variables import Receiver, preset_clusters, reaches
+from hpc_train.schedulers.slurm.client import NO_CONFIGURATION, UNREACHABLE
+from hpc_train.schedulers.slurm.variables import Receiver, preset_clusters, reaches
 
 AUTHENTICATION = re.compile(r"munge|authentication (error|plugin)|Invalid authentication", re.IGNORECASE)
 TOO_FEW_NOW = "Requested node configuration is not available"  # also for impossible requests

@@ -7,13 +7,13 @@ import shutil
 import sys
 from functools import cache
 
-from hpc_train.cluster.allocation import refuse_components
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Executor
-from hpc_train.slurm.client import Controller, find_controller, job_state, own_job
-from hpc_train.slurm.states import JobState
-from hpc_train.slurm.variables import Receiver, withheld
+from hpc_train.machine.allocation import refuse_components
+from hpc_train.schedulers.slurm.client import Controller, find_controller, job_state, own_job
+from hpc_train.schedulers.slurm.states import JobState
+from hpc_train.schedulers.slurm.variables import Receiver, withheld
 
 
 def select_executor(cluster: ClusterConfig) -> Executor:

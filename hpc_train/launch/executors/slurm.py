@@ -23,7 +23,6 @@ from rich.console import Console
 from submitit.core.utils import FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import node_range
@@ -34,7 +33,6 @@ from hpc_train.launch.executors.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus
-from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import (
     NO_SITE,
@@ -49,14 +47,16 @@ from hpc_train.launch.sbatch import (
 )
 from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_task, submit_chain
 from hpc_train.launch.storage import check_room, check_shared
+from hpc_train.machine.allocation import workers_per_node
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import append_line, write_text
 from hpc_train.run.lease import job_ids
-from hpc_train.slurm import client
-from hpc_train.slurm.client import Check, LostAnswer, Problem, SlurmError, on_clusters
-from hpc_train.slurm.queue_estimate import ESTIMATES, Estimate
-from hpc_train.slurm.site import Site, begun_site, other_clusters
-from hpc_train.slurm.variables import Receiver, notes_of_withheld, withheld
+from hpc_train.runs.job_status import JobStatus, SlurmStatuses, folded
+from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.client import Check, LostAnswer, Problem, SlurmError, on_clusters
+from hpc_train.schedulers.slurm.queue_estimate import ESTIMATES, Estimate
+from hpc_train.schedulers.slurm.site import Site, begun_site, other_clusters
+from hpc_train.schedulers.slurm.variables import Receiver, notes_of_withheld, withheld
 
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")

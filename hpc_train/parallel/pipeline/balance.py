@@ -24,6 +24,10 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, Dataset
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.memory import usable_bytes
+from hpc_train.layout.optimizers import values_per_parameter
+from hpc_train.layout.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead
@@ -36,10 +40,6 @@ from hpc_train.parallel.pipeline.split import cut, split_layers
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, kept_dtype, parameter_dtype
 from hpc_train.parallel.precision.kept_casts import KeptCasts, kept_by
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.memory import usable_bytes
-from hpc_train.plan.optimizers import values_per_parameter
-from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import write_json
 from hpc_train.units import format_bytes

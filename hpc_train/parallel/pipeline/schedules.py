@@ -25,11 +25,11 @@ from hpc_train.config.import_path import locate
 from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import with_equal_numbers
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.orders import PipelineShape
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.dtypes import autocast
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.orders import PipelineShape
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
 Links = Mapping[int, dist.ProcessGroup]

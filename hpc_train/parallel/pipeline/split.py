@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.layout.partition import check_split, layer_counts
 from hpc_train.models.model import Model, canonical_name
 from hpc_train.parallel.mesh import Mesh, split_world
 from hpc_train.parallel.reduction import local_gradient
-from hpc_train.plan.partition import check_split, layer_counts
 
 
 def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range, ...]:

@@ -23,8 +23,8 @@ from torch import nn
 
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.models.model import Model
-from hpc_train.plan.layout import Layout
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.temporary import TRACKING, TemporaryDirectory
+from hpc_train.machine.temporary import TRACKING, TemporaryDirectory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_or

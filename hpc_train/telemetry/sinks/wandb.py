@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.slurm.variables import Receiver, withheld
+from hpc_train.schedulers.slurm.variables import Receiver, withheld
 from hpc_train.telemetry.sinks.backend import Line
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.sinks.tracker import Position, Tracker

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.config.schema import OptimConfig
+from hpc_train.layout.optimizers import check_matches, own_targets, parameter_groups
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.plan.optimizers import check_matches, own_targets, parameter_groups
 from hpc_train.train.optimizers.own import check_elementwise
 
 

@@ -20,7 +20,7 @@ from hpc_train.config.import_path import locate
 from hpc_train.config.schema import OptimConfig
 from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
-from hpc_train.plan.optimizers import SCHEDULES, Schedule, parse_schedule
+from hpc_train.layout.optimizers import SCHEDULES, Schedule, parse_schedule
 
 _WHERE = "optim.schedule"
 

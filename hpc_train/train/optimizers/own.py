@@ -22,7 +22,7 @@ from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import locate
 from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
-from hpc_train.plan.optimizers import GIVEN, Target
+from hpc_train.layout.optimizers import GIVEN, Target
 from hpc_train.train.optimizers.held import Held, local_part
 from hpc_train.train.optimizers.state import flattened, restored
 

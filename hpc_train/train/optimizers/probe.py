@@ -19,8 +19,8 @@ from torch import nn
 from hpc_train.config.extensions import load_family
 from hpc_train.config.schema import CustomModelConfig, OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.optimizers import check_matches, own_targets, parameter_groups
 from hpc_train.models.build import build_model
-from hpc_train.plan.optimizers import check_matches, own_targets, parameter_groups
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.learning_rate import learning_rates

@@ -1,6 +1,6 @@
 """DualPipeV (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2) as a schedule from outside."""
 
-from hpc_train.plan.techniques import PipelineSchedule
+from hpc_train.layout.techniques import PipelineSchedule
 
 SCHEDULE = PipelineSchedule(
     name="dualpipev",

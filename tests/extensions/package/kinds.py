@@ -1,6 +1,6 @@
 """A data-parallel kind from outside: one plain all-reduce per parameter after the last backward."""
 
-from hpc_train.plan.techniques import DataParallelKind
+from hpc_train.layout.techniques import DataParallelKind
 
 KIND = DataParallelKind(
     name="afterwards",

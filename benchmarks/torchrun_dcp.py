@@ -1,0 +1,149 @@
+"""This agent and its checkpoints beside torchrun with torch.distributed.checkpoint, under the same faults.
+
+    python -m benchmarks.torchrun_dcp [TRIALS [KIND ...]]
+
+Both train two ranks on this machine. Each trial injects one fault into rank 1 and starts the command again if it ends
+without having finished, as a batch system with requeue would, at most ``STARTS`` times. The trials alternate. A row
+says how many trainings finished, how many of them with the weights of the training without a fault, the median time
+from the fault to the end of the first step after a restart, and how many processes were left.
+
+Here a rank counts as hung after 4 s (``elastic.hang_timeout_s=4``). The script for torchrun gives its process group a
+timeout of 60 s; the default is 30 minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_lines
+from tests.checkpoint.tensors import assert_same_bits
+from tests.faults.plan import Fault, happened, variables
+from tests.faults.trial import COMMON, MARK, freeze, kill_all, processes, start, undisturbed
+
+KINDS = (
+    *("kill", "segfault", "abort", "bus", "exit", "loader", "stop", "gil", "storage", "collective"),
+    *("storage_in_save", "disk", "memory", "request", "agent", "nan"),
+)
+STEPS, AT = 16, 6
+LIMIT_S = 150.0  # a start that has not ended by then counts as hung
+STARTS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Records how one trial ended; ``recovery`` is in seconds from the fault to the end of the
+    first step after a restart."""
+
+    finished: bool
+    same_weights: bool
+    recovery: float | None
+    left: int
+
+
+def by_this_agent(folder: Path, plan: Sequence[Fault]) -> Outcome:
+    whole = undisturbed(folder / "whole", STEPS, *COMMON, plan=plan)
+    run = freeze(folder / "run", STEPS, *COMMON)
+    finished, left = _run(run.path, lambda: start(run, plan))
+    last = f"step-{STEPS:08d}"
+    same = finished and _same_bits(run.checkpoints / last, whole.checkpoints / last)
+    steps = [line for path in sorted(run.metrics.glob("*.jsonl")) for line in read_lines(path)]
+    return Outcome(finished, same, _recovery(run.path, steps, "attempt"), left)
+
+
+def by_torchrun(folder: Path, plan: Sequence[Fault]) -> Outcome:
+    for name in ("whole", "run"):
+        (folder / name).mkdir(parents=True)
+    _run(folder / "whole", lambda: _torchrun(folder / "whole", []))
+    finished, left = _run(folder / "run", lambda: _torchrun(folder / "run", plan))
+    same = finished and (folder / "run/weights").read_text() == (folder / "whole/weights").read_text()
+    steps = list(read_lines(folder / "run/steps.jsonl"))
+    return Outcome(finished, same, _recovery(folder / "run", steps, "process"), left)
+
+
+DOORS: dict[str, Callable[[Path, Sequence[Fault]], Outcome]] = {
+    "this agent": by_this_agent,
+    "torchrun + DCP": by_torchrun,
+}
+
+
+def _torchrun(folder: Path, plan: Sequence[Fault]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
+    return subprocess.Popen(
+        [*command, "--module", "benchmarks.dcp_training", str(folder), str(STEPS)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: str(folder)} | variables(plan),
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "errors").open("a"),
+        start_new_session=True,
+        text=True,
+    )
+
+
+def _run(folder: Path, begin: Callable[[], subprocess.Popen[str]]) -> tuple[bool, int]:
+    """Returns whether the command finished with exit code 0, and how many processes its starts left behind."""
+    left = 0
+    for _ in range(STARTS):
+        command = begin()
+        try:
+            command.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            command.kill()
+            command.communicate()
+            kill_all(RunDirectory(folder))
+            return False, left
+        time.sleep(5)
+        left += len(processes(RunDirectory(folder)))
+        kill_all(RunDirectory(folder))
+        if command.returncode == 0:
+            return True, left
+    return False, left
+
+
+def _recovery(folder: Path, steps: Sequence[dict[str, Any]], start: str) -> float | None:
+    """Returns the seconds from the fault to the end of the first step that another start of the workers took."""
+    injected = float(happened(folder, 0).read_text() or "nan")
+    return next((step["time"] - injected for step in steps if step[start] != steps[0][start]), None)
+
+
+def _same_bits(one: Path, other: Path) -> bool:
+    try:
+        assert_same_bits(one, other)
+    except (AssertionError, OSError):
+        return False
+    return True
+
+
+def compare(kind: str, trials: int, folder: Path) -> None:
+    found: dict[str, list[Outcome]] = {name: [] for name in DOORS}
+    for number in range(trials):
+        for place, (name, door) in enumerate(DOORS.items()):
+            found[name].append(door(folder / f"{kind}-{number}-{place}", [Fault(kind, 1, AT)]))
+    for name, outcomes in found.items():
+        times = [one.recovery for one in outcomes if one.recovery is not None]
+        median = f"{statistics.median(times):.1f} s" if times else "-"
+        finished, same = sum(one.finished for one in outcomes), sum(one.same_weights for one in outcomes)
+        left = sum(one.left for one in outcomes)
+        print(f"| `{kind}` | {name} | {finished} of {trials} | {same} of {trials} | {median} | {left} |", flush=True)
+
+
+def main(trials: str = "3", *kinds: str) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print("| fault | run by | finished | same weights | first step after | processes left |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds or KINDS:
+            compare(kind, int(trials), Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

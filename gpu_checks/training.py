@@ -1,0 +1,239 @@
+"""Checks that training on a GPU computes what it computes on the CPU, under every option that changes the kernels."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu_checks.check import Probe
+from gpu_checks.commands import TINY, at_once, largest_difference, train
+from gpu_checks.steps import Steps, World
+from hpc_train.data.dataset import Batch
+from hpc_train.data.device_copy import DeviceCopy
+from hpc_train.data.images import MEAN, STD, pixel_scale
+from hpc_train.parallel.replicas import DDPReplicas
+
+LOSSES = 4
+SAME, SAME_BF16 = 1e-4, 2e-2  # relative differences of losses: other kernels in fp32; bf16 against fp32
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "checkpointing: ops": ("train.activation_checkpointing=ops",),
+    "checkpointing: full": ("train.activation_checkpointing=full",),
+    "checkpointing: every second layer": ("train.activation_checkpointing=selective",),
+    "loss in chunks": ("train.loss_chunks=4",),
+    "loss of whole logits": ("train.loss_chunks=1",),
+    "two micro-batches": ("batch.micro_size=4",),
+    "optimizer on the host": ("strategy.offload=optimizer",),
+    "activations on the host": ("train.activation_offload=1KiB",),
+    "inputs of layers on the host": ("train.activation_offload=1KiB", "train.activation_checkpointing=full"),
+    "activations by a budget": ("train.activation_checkpointing=512KiB",),
+    "moments in bf16": ("optim.moments=bf16",),
+    "moments in 8 bits": ("optim.moments=8bit",),
+}
+PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what both have, and what must not change the losses
+    "updates inside the backward": (("optim.clip_norm=0",), ("optim.in_backward=true",)),
+    "z-loss in chunks": (("train.z_loss=1e-2", "train.loss_chunks=1"), ("train.loss_chunks=4",)),
+}
+IMAGES = "micro-batches of images"
+APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
+
+
+def numbers(probe: Probe) -> None:
+    """The losses from the same checkpoint: on the GPU those of the CPU; in bf16 nearly those in fp32.
+
+    A GPU draws other initial weights than the CPU.
+    """
+    started = train(probe, "cpu", *TINY, "train.steps=1", "checkpoint.every=1", on_gpu=False)
+    runs = {"cpu": partial(train, probe, "cpu", *TINY, on_gpu=False)}
+    runs |= {name: partial(train, probe, name, *TINY, *given) for name, given in _of_devices(probe).items()}
+    for name in runs.keys() - {"cpu"}:
+        shutil.copytree(started.path, probe.folder / name)
+    losses = dict(zip(runs, (run.losses() for run in at_once(*runs.values())), strict=True))
+    reference = losses["cpu"]
+    probe.note("losses on the CPU", [reference[min(reference)], reference[max(reference)]])
+    if probe.on_gpu:
+        probe.within("fp32, GPU against CPU", largest_difference(losses["gpu"], reference), high=SAME)
+    probe.within("bf16 against fp32", largest_difference(losses["bf16"], reference), high=SAME_BF16)
+    probe.expect("the loss falls", [reference[1], reference[10]], "the last is lower", reference[10] < reference[1])
+
+
+def _of_devices(probe: Probe) -> dict[str, list[str]]:
+    return {"bf16": ["precision=bf16"]} | ({"gpu": []} if probe.on_gpu else {})
+
+
+def options(probe: Probe) -> None:
+    """What saves memory or time changes no loss by more than its arithmetic does."""
+    world = World(probe)
+    reference = _losses(world)
+    for name, overrides in VARIANTS.items():
+        found = _losses(world, *overrides)
+        probe.within(name, differing(found, reference), high=APPROXIMATE.get(name, SAME))
+    for name, (given, changed) in PAIRS.items():
+        probe.within(name, differing(_losses(world, *given, *changed), _losses(world, *given)), high=SAME)
+
+
+def compiled(probe: Probe) -> None:
+    """Compiled layers compute the same losses, in whole graphs, and one graph serves all layers."""
+    from torch._dynamo.utils import counters
+
+    world = World(probe)
+    cases = {
+        "fp32": (SAME, _losses, ["precision=fp32"]),
+        "bf16 under DDP": (SAME_BF16, _replicated_losses, ["precision=bf16"]),
+    }
+    for name, (tolerance, losses, given) in cases.items():
+        reference = _losses(world, *given)
+        torch._dynamo.reset()
+        counters.clear()
+        found = losses(world, *given, "train.compile=true")
+        probe.within(f"{name}: compiled against not", differing(found, reference), high=tolerance)
+        breaks = {reason.partition("\n")[0]: count for reason, count in counters["graph_break"].items()}
+        probe.equal(f"{name}: graph breaks", breaks, {})
+        graphs = counters["stats"]["unique_graphs"]
+        probe.within(f"{name}: graphs of four equal layers and a head", graphs, low=2, high=4)
+
+
+def cuda_graphs(probe: Probe) -> None:
+    """Compiled layers as CUDA graphs compute the losses of compiled layers, in less time while kernels are short."""
+    world = World(probe)
+    given = ["precision=bf16", "batch.micro_size=4", "train.compile=true"]
+    found = {}
+    for value in ("false", "true"):
+        torch._dynamo.reset()
+        steps = world.tiny_gpt(*given, f"train.cuda_graphs={value}")
+        try:
+            found[value] = steps.losses(2 * LOSSES), _seconds(steps)
+        finally:
+            steps.close()
+    (plain, without), (graphed, with_graphs) = found["false"], found["true"]
+    probe.note("seconds of a step without and with CUDA graphs", [without, with_graphs])
+    probe.within("losses, with CUDA graphs against without", differing(graphed, plain), high=SAME_BF16)
+    probe.within("seconds of a step, with CUDA graphs / without", with_graphs / without, high=1.0)
+
+
+def _seconds(steps: Steps, number: int = 20) -> float:
+    """Returns the seconds of a step."""
+    batch = steps.batch()
+    steps.wait()
+    begin = time.perf_counter()
+    for _ in range(number):
+        steps.step(batch)
+    steps.wait()
+    return (time.perf_counter() - begin) / number
+
+
+def _replicated_losses(world: World, *overrides: str) -> list[float]:
+    """Returns the losses under DDP, which a run of one rank would not use, with buckets smaller than a layer."""
+    steps = world.tiny_gpt("strategy.bucket_cap_mb=0.02", *overrides)
+    engine: Any = steps.engine
+    engine._replicas = DDPReplicas(engine.parts[0], steps.mesh, steps.config.strategy)
+    try:
+        return steps.losses(LOSSES)
+    finally:
+        steps.close()
+
+
+def no_synchronization(probe: Probe) -> None:
+    """A step makes the host wait for the device nowhere: torch raises at each call that would."""
+    world = World(probe)
+    cases = {
+        "fp32": ["precision=fp32"],
+        "bf16": ["precision=bf16"],
+        "fp16 with its loss scale": ["precision=fp16"],
+        "bf16, checkpointing of ops, loss in chunks": [
+            "precision=bf16", "train.activation_checkpointing=ops", "train.loss_chunks=4",
+        ],
+        IMAGES: ["model=vit_tiny", "data.task=images", "batch.micro_size=4"],
+        "moments in bf16": ["optim.moments=bf16"],
+        "updates inside the backward": ["optim.in_backward=true", "optim.clip_norm=0", "precision=bf16"],
+        "z-loss": ["train.z_loss=1e-4", "train.loss_chunks=1"],
+        "activations on the host": ["train.activation_offload=1KiB"],
+    }  # fmt: skip
+    for name, overrides in cases.items():
+        steps = (world.steps if name == IMAGES else world.tiny_gpt)(*overrides)
+        steps.step()  # the first step allocates and loads kernels
+        probe.equal(name, _raised_in(steps), "")
+        steps.close()
+
+
+def _raised_in(steps: Steps) -> str:
+    """Runs five steps in which a synchronization raises; returns its message."""
+    batches = [steps.batch() for _ in range(5)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            steps.step(batch)
+    except RuntimeError as error:
+        import traceback
+
+        traceback.print_exc()
+        return str(error).partition("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def overflow(probe: Probe) -> None:
+    """A step of fp16 whose gradients overflow changes no weight, halves the scale, and is counted."""
+    steps = World(probe).tiny_gpt("precision=fp16", "precision.loss_scale_init=16777216")
+    scale = steps.take.loss_scale
+    assert scale is not None
+    scale.value.fill_(1e30)
+    before = steps.parameters()
+    steps.step()
+    changed = [name for name, value in steps.parameters().items() if not torch.equal(value, before[name])]
+    probe.equal("weights that a skipped step changes", changed, [])
+    probe.equal("skipped steps", steps.take.skipped_in_a_row, 1)
+    probe.within("loss scale after it (1e30 before)", float(scale.value), high=2.0**24)
+    scale.value.fill_(1024.0)
+    steps.step()
+    probe.equal("skipped steps after a good one", steps.take.skipped_in_a_row, 0)
+    changed = [name for name, value in steps.parameters().items() if not torch.equal(value, before[name])]
+    probe.equal("weights that it changes", len(changed), len(before))
+
+
+def pictures(probe: Probe) -> None:
+    """Vision models train: a ViT and a ResNet, whose batch normalization is not part of the optimizer."""
+    large = ["model=vit_large", "data.image_size=224", "batch.global_size=32", "optim.lr=1e-4"]
+    cases = {
+        "ViT": large if probe.on_gpu else ["model=vit_tiny"],
+        "ResNet-18": ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", "optim=sgd", "optim.lr=0.01"],
+    }
+    _check_pixels(probe)
+    world = World(probe)
+    for name, overrides in cases.items():
+        steps = world.steps("data.task=images", "precision=bf16", *overrides)
+        batch = steps.batch()
+        losses = [steps.engine.reduce(steps.step(batch).result).loss for _ in range(5)]
+        probe.expect(f"{name}: losses of one batch", losses, "the last is lower", losses[-1] < losses[0])
+        steps.close()
+
+
+def _check_pixels(probe: Probe) -> None:
+    """Every value of a pixel is normalized on the device to the number that the CPU computes."""
+    pixels = torch.arange(256, dtype=torch.uint8).expand(2, 3, 256).reshape(2, 3, 16, 16)
+    batch = Batch(pixels, torch.zeros(2, dtype=torch.int64))
+    scale = pixel_scale(MEAN, STD)
+    (found,), (wanted,) = (
+        DeviceCopy(torch.device(name), scale).send([batch]).receive() for name in (probe.device, "cpu")
+    )
+    probe.equal("device of the normalized pixels", found.inputs.device.type, probe.device)
+    probe.equal("of 1536 normalized pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
+    exact = (pixels.numpy().astype("f8") / 255 - MEAN) / STD
+    probe.within("largest error of a normalized pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
+
+
+def _losses(world: World, *overrides: str) -> list[float]:
+    steps = world.tiny_gpt(*overrides)
+    try:
+        return steps.losses(LOSSES)
+    finally:
+        steps.close()
+
+
+def differing(found: list[float], wanted: list[float]) -> float:
+    """Returns the largest relative difference of two lists of losses."""
+    return largest_difference(dict(enumerate(found)), dict(enumerate(wanted)))

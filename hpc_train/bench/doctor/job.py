@@ -1,0 +1,183 @@
+"""Checks Slurm as seen from this machine (tools, controller, accounting, partitions), and whether the configured job
+can start.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.bench.doctor.disk import check_sharing
+from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
+from hpc_train.config.compose import typed
+from hpc_train.config.run_path import run_directory
+from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.values import node_range, with_all_workers
+from hpc_train.errors import UserError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import controller_answers, select_executor
+from hpc_train.launch.gpus import asked_gpus
+from hpc_train.launch.limits import check_limits
+from hpc_train.launch.sbatch import NO_SITE, arguments, options
+from hpc_train.launch.storage import check_room
+from hpc_train.launch.submission import with_layout
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.validate import check_values, validate
+from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
+from hpc_train.run.directory import RunDirectory
+from hpc_train.schedulers.slurm.site import Partition, Site, read_site
+
+NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time-min", "dependency", "begin", "no-kill")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A composed config and its command line."""
+
+    config: Config
+    line: CommandLine
+
+    @property
+    def has_strategy(self) -> bool:
+        """Returns whether the command line or an experiment selects a strategy."""
+        given = any(STRATEGY.match(override) for override in self.line.overrides)
+        return given or self.config.strategy != StrategyConfig()
+
+
+def composed(overrides: Sequence[str]) -> Asked:
+    """Composes the config from ``overrides``.
+
+    Raises:
+        UserError: a value is wrong on any machine.
+    """
+    line = CommandLine.parse(with_right_plus(list(overrides)))
+    with line.composer() as compose:
+        config = typed(compose(list(line.overrides)))
+    check_values(config)
+    return Asked(config, line)
+
+
+def check_slurm_and_job(asked: Asked, submits: bool) -> Iterator[Finding]:
+    """Checks Slurm and the job. With ``submits`` jobs are submitted from here; otherwise this is inside an
+    allocation.
+    """
+    cluster = asked.config.cluster
+    slurm = submits and cluster.kind != "local"
+    site = None
+    if slurm:
+        yield check_tools(wanted=cluster.kind == "slurm")
+        if controller_answers():
+            site = read_site()
+            yield check_accounting(site)
+            yield from check_partitions(site)
+            yield check_sharing(Path(asked.config.run.root))
+    try:
+        job, described = _job(asked)
+    except UserError as error:
+        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
+        return
+    yield from check_job(job, site, described)
+
+
+def resources(asked: Asked) -> list[str]:
+    """Returns sbatch's options for a short job on the nodes that a run with this config would get.
+
+    The nodes do not depend on the strategy, so the layout does not need to fit.
+    """
+    cluster = asked.config.cluster
+    site = read_site() if controller_answers() else NO_SITE
+    gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site).count)
+    nodes = node_range(cluster)[1]
+    config = with_all_workers(asked.config, nodes * workers)
+    layout = resolve_layout(config, nodes, workers)
+    wanted = options(Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config)), site)
+    return arguments({name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK})
+
+
+def _job(asked: Asked) -> tuple[Job, str]:
+    """Returns a run with this config and its description; a run of replicas if no strategy is given for several
+    nodes.
+    """
+    config = asked.config
+    executor = select_executor(config.cluster)
+    nodes, gpus, workers = executor.shape(config.cluster)
+    unknown = nodes > 1 and not asked.has_strategy
+    if unknown:
+        config = with_all_workers(config, nodes * workers)
+    directory = _directory(config)
+    config, choice = with_layout(config, directory, lambda: (nodes, gpus, workers), executor.gpu_types)
+    layout = validate(config, nodes, workers, executor.device_bytes(config.cluster))
+    described = f"{nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
+    return Job(0, asked.line.overrides, config, layout, gpus, workers, directory, choice=choice), described
+
+
+def _directory(config: Config) -> RunDirectory:
+    return RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
+
+
+TOOLS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+SHOWN = 12
+
+
+def check_tools(wanted: bool) -> Finding:
+    """Checks whether jobs can be submitted from here. With ``wanted`` the config requires Slurm."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if len(missing) == len(TOOLS):
+        text = "Slurm is not installed here; runs use this machine only"
+        return Finding("Slurm", ERROR if wanted else OK, text, "use a login node or cluster=local" if wanted else "")
+    if missing:
+        return Finding("Slurm", ERROR, f"{', '.join(missing)} not found", "load the site's Slurm module")
+    if not controller_answers():
+        text = "the controller does not respond to `scontrol ping`"
+        return Finding("Slurm", ERROR if wanted else WARNING, text, "wait, ask the site, or cluster=local")
+    return Finding("Slurm", OK, "the tools are installed and the controller responds")
+
+
+def check_accounting(site: Site) -> Finding:
+    if site.associations is not None:
+        accounts = ", ".join(sorted({found.account for found in site.associations})) or "none of yours"
+        kept = "keeps" if site.keeps_comments else "does not keep (AccountingStoreFlags=job_comment)"
+        text = f"sacctmgr responds; accounts: {accounts}; sacct {kept} the comments with the goodput of runs"
+        return Finding("accounting", OK, text)
+    fix = "put sacctmgr on PATH if the site has accounting; otherwise nothing to do"
+    text = "sacctmgr does not respond; limits of accounts are not checked before submission"
+    return Finding("accounting", WARNING, text, fix)
+
+
+def check_partitions(site: Site) -> Iterator[Finding]:
+    for found in list(site.partitions.values())[:SHOWN]:
+        text = _describe(found)
+        if found.state == "UP":
+            yield Finding("partition", OK, text)
+        else:
+            yield Finding(
+                "partition", WARNING, f"{text}: {found.state}", "use another partition, or wait until it is up"
+            )
+    if len(site.partitions) > SHOWN:
+        yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more; list them with `sinfo -s`")
+
+
+NO_LAYOUT = "without +strategy=NAME no layout is checked"
+
+
+def check_job(job: Job, site: Site | None, described: str) -> Iterator[Finding]:
+    """Checks whether ``job``, a run that is ``described``, can start and its checkpoints fit on the disk."""
+    try:
+        if site is not None:
+            check_limits(job, site)
+        notes = check_room([job])
+    except UserError as error:
+        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
+        return
+    device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
+    yield Finding("job", OK, f"{described}, {device}: {'; '.join(notes) or 'can start'}")
+
+
+def _describe(partition: Partition) -> str:
+    default = ", the default" if partition.default else ""
+    hours = "no time limit" if partition.max_time_s is None else f"up to {partition.max_time_s / 3600:g} h"
+    gpus = sorted({f"{count} {kind or 'GPUs'}" for nodes in partition.kinds for kind, count in nodes.gpus.items()})
+    return f"{partition.name}{default}: {partition.nodes} nodes, {hours}" + (f", {', '.join(gpus)}" if gpus else "")

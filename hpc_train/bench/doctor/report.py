@@ -1,0 +1,106 @@
+"""Prints the doctor's output: one verdict, then errors, warnings and what a run would export.
+
+No line is wrapped, so that every value can be copied. Findings that are ok are counted, and listed only on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.network.decision import FabricDecision
+from hpc_train.machine.network.facts import format_cpu_list
+from hpc_train.machine.network.recording import FabricReport
+
+ALWAYS = ("GPUs", "job")  # what a run would use, shown also if it is ok
+Located = tuple[str, Finding]  # the node, or "" for what concerns no single node
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def verdict(findings: Sequence[Finding], nodes: int) -> str:
+    """Returns the first line: ``1 error, 2 warnings; 17 checks are ok on 2 nodes``."""
+    unknown = sum(finding.level == OK and finding.unknown for finding in findings)
+    counts = {level: sum(finding.level == level for finding in findings) for level in (ERROR, WARNING, OK)}
+    skipped = f", {unknown} not possible" if unknown else ""
+    bad = ", ".join(counted(counts[level], level) for level in (ERROR, WARNING) if counts[level])
+    where = f" on {counted(nodes, 'node')}" if nodes > 1 else ""
+    return f"{bad or 'no problem found'}; {counted(counts[OK] - unknown, 'check')} ok{skipped}{where}"
+
+
+def finding_lines(found: Sequence[Located], verbose: bool) -> Iterator[str]:
+    """Yields errors before warnings, and then the important or all findings that are ok or not known.
+
+    What is the same on several nodes is one finding.
+    """
+    for level in (ERROR, WARNING, OK):
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for node, finding in found:
+            shown = level != OK or verbose or finding.subject in ALWAYS or finding.unknown
+            if finding.level == level and shown:
+                key = (finding.subject, finding.text, _general(finding.fix, node))
+                groups.setdefault(key, []).append(node)
+        for (subject, text, fix), nodes in groups.items():
+            names = ",".join(dict.fromkeys(node for node in nodes if node))
+            shown_level = "" if level == OK and text.startswith(NOT_KNOWN) else level
+            yield f"{shown_level:<8}{f'{names}: ' if names else ''}{subject}: {text}"
+            if fix:
+                yield f"        fix: {fix.replace(NODES, names)}"
+
+
+NODES = "\0"
+
+
+def _general(fix: str, node: str) -> str:
+    return fix.replace(f"cluster.exclude={node}", f"cluster.exclude={NODES}") if node else fix
+
+
+def environment_lines(decision: FabricDecision, verbose: bool) -> Iterator[str]:
+    """Yields the variables that workers export, and last and briefly those that are left alone."""
+    if decision.variables:
+        yield f"workers export (network: {decision.fabric}):"
+    for variable in decision.variables:
+        yield f"  {variable.name}={variable.value}  # {variable.reason}"
+    if decision.not_set and not verbose:
+        names = ", ".join(unset.name for unset in decision.not_set)
+        yield f"left alone: {names} (--verbose shows the reasons)"
+    elif decision.not_set:
+        yield "left alone:"
+        yield from (f"  {unset.name}  # {unset.reason}" for unset in decision.not_set)
+
+
+def recording_lines(outcome: FabricReport, unknown: Sequence[str], verbose: bool) -> Iterator[str]:
+    """Yields the report on recordings of another machine."""
+    missing = f", {counted(len(unknown), 'fact')} unknown" if unknown else ""
+    yield f"{counted(len(outcome.warnings), 'warning')}{missing}; between nodes: {outcome.decision.fabric}"
+    yield from (f"warning {text}" for text in outcome.warnings)
+    yield from (f"unknown {text}" for text in unknown)
+    yield from environment_lines(FabricDecision(outcome.decision.fabric, outcome.decision.variables, (), ()), verbose)
+    for one in outcome.ports:
+        rate = "" if one.port.rate_gbps is None else f" {one.port.rate_gbps:g} Gb/s"
+        use = {True: "used", False: "left out", None: "unknown"}[one.usable]
+        yield f"port    {one.nic}:{one.port.number}{rate} {one.port.link_layer or ''}: {use}, {one.reason}"
+    if outcome.facts.gpus:
+        yield from gpu_lines(outcome)
+    yield from environment_lines(FabricDecision("", (), outcome.decision.not_set, ()), verbose)
+
+
+def gpu_lines(outcome: FabricReport) -> Iterator[str]:
+    """Yields a table of the GPUs with their NICs and CPUs, as wide as its longest cells."""
+    rows = [("GPU", "local CPUs", "NIC", "path", "rail", "CPUs of its rank")]
+    for gpu, matched, mask in zip(outcome.facts.gpus, outcome.gpu_nics, outcome.masks, strict=True):
+        rows.append(
+            (
+                f"{gpu.name} {gpu.model or ''}".strip(),
+                format_cpu_list(gpu.cpus),
+                matched.nic or f"- ({matched.reason})",
+                matched.path_type or "",
+                "" if matched.rail is None else str(matched.rail),
+                f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

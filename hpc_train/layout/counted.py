@@ -1,0 +1,272 @@
+"""Reads the counts of models whose family tells no sizes: models of the user's own and most of Hugging Face's.
+
+Such a model is counted once by running it without values in another process (``planner/traced.py``), and the counts are
+kept in the user's cache. ``counted`` gives a config the counts in the place of its model, so that the memory estimate
+and the plan treat it like a model of a family. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config import hf_config
+from hpc_train.config.extensions import SOURCES, Activations, ModelFamily, family_of
+from hpc_train.config.schema import Config, HFModelConfig
+from hpc_train.config.schema.data import OwnKeys
+from hpc_train.config.values import runs_own_code
+from hpc_train.layout.float8 import Products
+from hpc_train.users import user_cache
+from hpc_train.version import __version__
+
+_FORMAT = 2
+_PACKAGES = ("torch", "transformers")  # whose versions may change the counts
+_SHAPES = (("channels", "image_size", "image_size"), ("sequence_length",))  # keys with the sizes of a sample
+
+
+@dataclass(frozen=True)
+class Block:
+    """Counts what the stem, a layer or the head computes and keeps for one sample.
+
+    Attributes:
+        parameters, trained: the number of parameters, and of those that train.
+        products: operations of the forward in matrix products and convolutions with weights.
+        attention: operations of the forward in products of activations, not halved for a causal mask.
+        backward: operations of the backward.
+        results: elements of the results of products and attention.
+        kernels: operations of the forward that write a tensor. They do not depend on the batch.
+        largest: elements of the largest tensor that is kept for the backward.
+        wide_bytes, narrow_bytes: bytes that are kept for the backward with fp32, and with bf16 or fp16.
+        wide_input, narrow_input: bytes of the input.
+    """
+
+    parameters: int
+    trained: int
+    products: float
+    attention: float
+    backward: float
+    results: float
+    kernels: int
+    largest: float
+    wide_bytes: float
+    narrow_bytes: float
+    wide_input: float
+    narrow_input: float
+
+    @property
+    def total(self) -> float:
+        """The operations of forward and backward."""
+        return self.products + self.attention + self.backward
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a model.
+
+    Attributes:
+        blocks: the stem, the layers and the head. A model without repeated blocks has no layers.
+        hidden: elements of the hidden states of one sample.
+        tokens: positions of a sample; 1 if the inputs are no tokens.
+        products: the linear layers that can compute in fp8, of the layers, or of the whole model without layers.
+        has_stages: whether the model can be cut into pipeline stages.
+        tied: whether stem and head share a parameter.
+        files: path -> hash of the user's files that were imported to build it.
+        versions: those of the packages that may change the counts.
+    """
+
+    blocks: tuple[Block, ...]
+    hidden: int
+    tokens: int
+    products: tuple[Products, ...]
+    has_stages: bool
+    tied: bool
+    files: Mapping[str, str]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """A model by its counts; it takes the place of the model's config.
+
+    Attributes:
+        width, normed: bytes of an activation, and of the hidden states between layers.
+    """
+
+    counts: Counts
+    width: int
+    normed: int
+    n_layers: int
+    kind: str = "hpc_train.layout.counted:COUNTED_FAMILY"
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return self.counts.tied
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        return self.counts.blocks[1:-1]
+
+    def kept(self, block: Block) -> float:
+        """Returns the bytes that a block keeps for the backward per sample."""
+        narrow = self.width < 4
+        return block.narrow_bytes if narrow else block.wide_bytes * self.width / 4
+
+    def given(self, block: Block) -> float:
+        """Returns the bytes of the input of a block per sample."""
+        return block.narrow_input if self.width < 4 else block.wide_input * self.width / 4
+
+
+def counted(config: Config) -> Config:
+    """Returns ``config`` with the counts of its model if the family does not tell them; itself if there are none."""
+    if not needs_counts(config):
+        return config
+    counts = read_counts(key_of(config))
+    if counts is None:
+        return config
+    width = {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
+    normed = width if config.precision.residual == "compute" else max(4, width)
+    model: Any = CountedModel(counts, width, normed, len(counts.blocks) - 2)
+    return replace(config, model=model)
+
+
+def needs_counts(config: Config) -> bool:
+    """Returns whether the family of the model does not tell its sizes."""
+    model = config.model
+    if runs_own_code(config) or isinstance(model, CountedModel):
+        return False
+    family = family_of(model)
+    facts = (family.parameters, family.activations, family.flops_per_sample)
+    return any(fact is None for fact in facts) or (family.parameters is not None and family.parameters(model) is None)
+
+
+def has_own_samples(data: Any) -> bool:
+    """Returns whether only the data itself shows the shape of a sample."""
+    return isinstance(data, OwnKeys) or data.kind not in SOURCES or data.collate is not None or not sample_shape(data)
+
+
+def sample_shape(data: Any) -> tuple[int, ...]:
+    """Returns the shape of a sample's inputs; empty if the config does not show it."""
+    images = getattr(data, "task", "images") == "images"
+    for names in _SHAPES if images else _SHAPES[1:]:
+        sizes = [getattr(data, name, None) for name in names]
+        if all(isinstance(size, int) for size in sizes):
+            return tuple(size for size in sizes if size is not None)
+    return ()
+
+
+def key_of(config: Config) -> str:
+    """Returns what the counts depend on, besides the files of the user and versions, as a hash."""
+    model, data = config.model, config.data
+    samples = asdict(data) if has_own_samples(data) else {"shape": sample_shape(data)}
+    found = None
+    if isinstance(model, HFModelConfig):
+        found = hf_config.read(model.name_or_path, model.revision, model.config)
+    content = [_FORMAT, __version__, asdict(model), found, samples, config.precision.residual, str(Path.cwd())]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Returns package -> version of those packages that may change the counts and are installed here."""
+    found = {}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def counts_file(key: str) -> Path:
+    """Returns the file with the counts: ``hpc_train/counts`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    return user_cache() / "counts" / f"{key}.json"
+
+
+@lru_cache(maxsize=64)
+def read_counts(key: str) -> Counts | None:
+    """Returns the counts in the cache; None if there are none, or a file of the user or a package has changed."""
+    try:
+        stored = json.loads(counts_file(key).read_text(encoding="utf-8"))
+        blocks, products = (Block(**block) for block in stored["blocks"]), map(_products, stored["products"])
+        counts = Counts(**{**stored, "blocks": tuple(blocks), "products": tuple(products)})
+        unchanged = all(file_hash(Path(path)) == found for path, found in counts.files.items())
+        unchanged &= all(counts.versions.get(name) == found for name, found in versions().items())
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or written by another version
+        return None
+    return counts if unchanged else None
+
+
+def _products(stored: Mapping[str, Any]) -> Products:
+    names, outputs = tuple(map(tuple, stored["names"])), tuple(stored["outputs"])
+    return Products(**{**stored, "names": names, "outputs": outputs})
+
+
+def file_hash(path: Path) -> str:
+    """Returns the hash of the content of a file."""
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _parameters(model: CountedModel) -> int:
+    return sum(block.parameters for block in model.counts.blocks)
+
+
+def _trained(model: CountedModel) -> int:
+    return sum(block.trained for block in model.counts.blocks)
+
+
+def _layer_parameters(model: CountedModel) -> int:
+    """Returns the mean of the layers."""
+    return sum(block.parameters for block in model.layers) // max(1, model.n_layers)
+
+
+def _stem_parameters(model: CountedModel) -> int:
+    return model.counts.blocks[0].parameters
+
+
+def _activations(model: CountedModel, _: Any) -> Activations:
+    """Returns the activations per sample: the mean of the layers, and what stem and head keep.
+
+    The head's largest tensor is that of the logits, whose gradient and copies the estimate adds. All else that stem and
+    head keep counts as logits too, by its bytes.
+    """
+    stem, head = model.counts.blocks[0], model.counts.blocks[-1]
+    layers, count = model.layers, max(1, model.n_layers)
+    of_logits = 3 * max(4, model.width)  # as the estimate counts them in the backward
+    others = model.kept(stem) + model.kept(head) - head.largest * max(4, model.width)
+    return Activations(
+        tokens=1,
+        norm_inputs=0,
+        layer=round(sum(map(model.kept, layers)) / count / model.width),
+        products=round(sum(block.results for block in layers) / count),
+        layer_input=round(sum(map(model.given, layers)) / count / model.normed),
+        logits=round(head.largest + max(0.0, others) / of_logits),
+    )
+
+
+def _flops_per_sample(model: CountedModel, _: tuple[int, ...]) -> float:
+    return sum(block.total for block in model.counts.blocks)
+
+
+def _why_not_stages(model: CountedModel) -> str:
+    return "" if model.counts.has_stages else "the model is not a hpc_train.models.model.Model with layers"
+
+
+COUNTED_FAMILY = ModelFamily(
+    schema=CountedModel,
+    learns_from=None,
+    builder="hpc_train.models.counting:count",  # is not called: the config of the model itself names its builder
+    parameters=_parameters,
+    layer_parameters=_layer_parameters,
+    stem_parameters=_stem_parameters,
+    trained_parameters=_trained,
+    activations=_activations,
+    flops_per_sample=_flops_per_sample,
+    tensor_parallel=None,
+    why_not_stages=_why_not_stages,
+    hugging_face=None,
+)

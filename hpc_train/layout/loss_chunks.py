@@ -1,0 +1,81 @@
+"""Chooses in how many chunks the loss of a large vocabulary is computed, and how. Imports no torch.
+
+Logits and their gradient have tokens x vocabulary elements each. For a vocabulary of 128,000 words they take more
+memory than all activations of several layers. A head that ends with one matrix computes the gradients together with
+the loss (``models/linear_head.py``), so that only the logits of one chunk exist at a time.
+
+Each chunk adds a product of the size of the matrix to the matrix's gradient, which moves about 10 bytes per element in
+half precision, and computes 6 operations per element and token. A chunk of 4096 tokens thus computes 2,500 operations
+per byte, ten times what a GPU computes while it moves one (250 to 300 on H100 and H200), so that its additions take
+less than a tenth of the head's time. A chunk of as many tokens as the model is wide has as many logits as the matrix
+has elements: smaller chunks would save less than the gradient of the matrix takes anyway. A chunk therefore has at
+least 4096 tokens, or the model's width if that is larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from hpc_train.config.extensions import family_of
+from hpc_train.config.schema import Config
+
+if TYPE_CHECKING:
+    from hpc_train.layout.layout import Layout  # which uses the estimate of memory
+
+LEAST_TOKENS = 4096  # of a chunk
+LARGE = 4  # a vocabulary is large from this multiple of the width; the logits of a smaller one take less than a layer
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """How the last stage computes the loss of a micro-batch.
+
+    Attributes:
+        chunks: the number of chunks of tokens.
+        fused: whether the gradients are computed with the loss. Otherwise whole logits are kept for the backward pass,
+            or those of several chunks computed again.
+        z_loss: the coefficient of the z-loss.
+    """
+
+    chunks: int = 1
+    fused: bool = False
+    z_loss: float = 0.0
+
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether the logits are computed a second time."""
+        return self.chunks > 1 and not self.fused
+
+
+def loss_form(config: Config, layout: Layout) -> LossForm:
+    """Returns the form of the loss that ``train.loss_chunks`` sets or, if it is ``auto``, the one that pays.
+
+    The fused form keeps a gradient of the matrix from the forward to the backward pass. It is chosen if the last stage
+    has one micro-batch at a time in flight, which is so under every schedule but ``gpipe`` and
+    ``interleaved_zero_bubble``. With tensor parallelism it is always chosen, since only this form leaves the logits
+    spread over the ranks.
+    """
+    return replace(_form(config, layout), z_loss=config.train.z_loss)
+
+
+def _form(config: Config, layout: Layout) -> LossForm:
+    asked, fuses = config.train.loss_chunks, family_of(config.model).fuses_loss(config.model)
+    if fuses and layout.tp > 1:
+        return LossForm(asked if isinstance(asked, int) else _chosen(config, layout).chunks, fused=True)
+    fuses = fuses and layout.in_flight(layout.stages - 1) == 1
+    if isinstance(asked, int):
+        return LossForm(asked, fuses and asked > 1)
+    return _chosen(config, layout) if fuses else LossForm()
+
+
+def _chosen(config: Config, layout: Layout) -> LossForm:
+    count = family_of(config.model).activations
+    if count is None:
+        return LossForm()
+    kept = count(config.model, config.data)
+    if kept.logits < LARGE * kept.layer_input:
+        return LossForm()
+    tokens = layout.micro_size * kept.tokens // layout.cp
+    return LossForm(max(1, ceil(tokens / max(LEAST_TOKENS, kept.layer_input))), fused=True)

@@ -1,0 +1,293 @@
+"""Computes how large the parts of a model are on one rank: parameters, activations, logits. Imports no torch.
+
+The numbers are those of the kernels that GPUs have for attention and RMS norms, which keep less than the operations
+that they replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.schema import Config, ModelConfig, PrecisionConfig
+from hpc_train.config.values import LayerMode
+from hpc_train.layout.activation_offload import moved_by_mode
+from hpc_train.layout.counted import CountedModel
+from hpc_train.layout.hooks import averages_of_weights
+from hpc_train.layout.loss_chunks import loss_form
+from hpc_train.layout.optimizers import held_whole, values_per_parameter
+from hpc_train.layout.recomputation import layer_bytes
+
+if TYPE_CHECKING:
+    from hpc_train.layout.layout import Layout  # which uses the estimate
+
+MATRIX_SHARE = 0.25  # of the parameters of a layer in its largest matrix; a third in a ViT, 0.22 in a Llama
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The numbers of parameters on one rank of a tensor-parallel group, before data-parallel ranks share them.
+
+    Attributes:
+        stem, layer, head: of each block; a table that stem and head share counts in the stem.
+        table: of this shared table; 0 without one.
+        matrix: of the largest matrix of a layer.
+        trained: the share of parameters that train.
+    """
+
+    stem: float
+    layer: float
+    head: float
+    table: float
+    matrix: float
+    trained: float
+
+
+@dataclass(frozen=True)
+class PerParameter:
+    """Bytes per parameter of the rank.
+
+    Attributes:
+        held: of the shard of the parameters and their masters, ``optimizer`` and ``hooks`` those of the state.
+        cast: of the copy in the compute type that a step keeps; 0 without one.
+        gathered: of the whole copy that ZeRO gathers; 0 without ZeRO.
+        fresh: of a gradient as the backward computes it.
+        whole: of a gradient as it is summed over micro-batches.
+        shard: of a gradient after ZeRO has reduced it; 0 without ZeRO.
+        updated: of a gradient in fp32 beside those in bf16, while masters are updated; 0 without masters.
+    """
+
+    held: float
+    optimizer: float
+    hooks: float
+    cast: float
+    gathered: float
+    fresh: float
+    whole: float
+    shard: float
+    updated: float
+
+
+@dataclass(frozen=True)
+class PerMicroBatch:
+    """Bytes of the activations of one micro-batch on one rank.
+
+    Attributes:
+        kept: what a layer keeps for its backward, by what it recomputes.
+        moved: what of it is in host memory, if the layer's activations are offloaded.
+        gradients: what the backward of a layer holds beside that when it holds the most.
+        products: the gradients of the results of a layer's products and norms, which a backward in two parts keeps in
+            between.
+        hidden: the hidden states between two layers.
+        tables: what all layers share, of which the CUDA graph of each keeps a copy.
+        head: what the head keeps for its backward.
+        forward, backward: what the head's forward and backward hold beside that for a moment.
+        logits: the gradient of the logits in the compute type; 0 if the loss is fused with its gradients.
+        matrix: the gradient of the output matrix, which a fused loss keeps from the forward to the backward.
+    """
+
+    kept: Mapping[LayerMode, float]
+    moved: Mapping[LayerMode, float]
+    gradients: float
+    products: float
+    hidden: float
+    tables: float
+    head: float
+    forward: float
+    backward: float
+    logits: float
+    matrix: float
+
+    def on_device(self, mode: LayerMode, moves: bool) -> float:
+        """Returns what a layer keeps on the device."""
+        return self.kept[mode] - self.restored(mode, moves)
+
+    def restored(self, mode: LayerMode, moves: bool) -> float:
+        """Returns what comes back from host memory for the backward of a layer."""
+        return self.moved[mode] if moves else 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one rank. See the parts."""
+
+    parameters: Parameters
+    per_parameter: PerParameter
+    activations: PerMicroBatch
+
+
+def sizes_of(config: Config, layout: Layout) -> Sizes:
+    """Returns the sizes of a rank of ``layout``; the family of the model, or its counts, must tell them."""
+    kept_of = family_of(config.model).activations
+    assert kept_of is not None
+    return Sizes(
+        parameters_of(config, layout.tp),
+        per_parameter(config, layout),
+        per_micro_batch(config, layout, kept_of(config.model, config.data)),
+    )
+
+
+def parameters_of(config: Config, tp: int) -> Parameters:
+    """Returns the numbers of parameters of a rank. Norms count as if tensor-parallel ranks shared them, too."""
+    model = config.model
+    count, layer = parameter_count(model), layer_parameters(model)
+    assert count is not None
+    outside = count - model.n_layers * layer
+    known = family_of(model).stem_parameters
+    tied = bool(getattr(model, "tied_embeddings", False))
+    stem = known(model) if known is not None else outside if tied else outside // 2
+    stem = outside // 2 if stem is None else stem
+    head = outside - stem
+    return Parameters(
+        stem=stem / tp,
+        layer=layer / tp,
+        head=head / tp,
+        table=stem / tp if tied else 0.0,
+        matrix=MATRIX_SHARE * layer / tp,
+        trained=trained_share(model),
+    )
+
+
+def widths(config: Config) -> tuple[int, int]:
+    """Returns the bytes of a parameter, and of what it is computed with."""
+    name = config.precision.name
+    return (8, 8) if name == "fp64" else (4, 2 if name in ("bf16", "fp16") else 4)
+
+
+def per_parameter(config: Config, layout: Layout) -> PerParameter:
+    """Returns the bytes per parameter, without what ``strategy.offload`` moves to the host."""
+    width, narrow = widths(config)
+    sharded, offload = layout.shards_state, config.strategy.offload
+    shard = layout.shard if sharded else 1
+    trained = trained_share(config.model)
+    # the owner of a whole parameter has a copy of it and of its gradient
+    whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
+    moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
+    on_device = offload != "all"
+    masters = config.precision.weights == "bf16"
+    weight = narrow if masters else width
+    of_masters = width * masters / shard * (offload == "none")
+    return PerParameter(
+        held=weight / shard * on_device + of_masters,
+        optimizer=trained * moments / shard * (offload == "none"),
+        hooks=trained * width * averages_of_weights(config) / shard * on_device,
+        cast=narrow if narrow < weight and not sharded else 0.0,
+        gathered=narrow if sharded else 0.0,
+        fresh=trained * narrow,
+        whole=trained * (width if sharded else weight),  # FSDP adds micro-batches up in fp32
+        shard=trained * weight / shard * on_device if sharded else 0.0,
+        updated=of_masters,
+    )
+
+
+def per_micro_batch(config: Config, layout: Layout, kept: Activations) -> PerMicroBatch:
+    """Returns the bytes of the activations of a micro-batch of ``layout``."""
+    _, narrow = widths(config)
+    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
+    tokens, tp = layout.micro_size * kept.tokens / layout.cp, layout.tp
+    split = family_of(config.model).tensor_parallel
+    shards_sequence = tp > 1 and split is not None and split.shards_sequence
+    hidden = kept.layer_input * normed / (tp if shards_sequence else 1)
+    fused = loss_form(config, layout).fused
+    head, forward, backward = (_fused_head_bytes if fused else _head_bytes)(config, layout, kept, hidden)
+    of_matrix = max(4, narrow) if fused and trained_share(config.model) == 1 else 0  # beside adapters it is frozen
+    gradients = kept.layer // 4 if kept.backward is None else kept.backward
+    of_gathered = kept.layer_input * narrow if tp > 1 else 0.0  # a gathered gradient
+    return PerMicroBatch(
+        kept=layer_bytes(config, layout),
+        moved=moved_by_mode(config, layout),
+        gradients=tokens * (gradients * narrow / tp + hidden + of_gathered) + _float8_bytes(config, tp, tokens, kept),
+        products=tokens * (kept.products * narrow / tp + 2 * hidden),
+        hidden=tokens * hidden,
+        tables=4 * kept.tables * kept.tokens / layout.cp,
+        head=tokens * head,
+        forward=tokens * forward,
+        backward=tokens * backward,
+        logits=0.0 if fused else tokens * kept.logits / loss_form(config, layout).chunks * narrow,
+        matrix=kept.logits * kept.layer_input / tp * of_matrix,
+    )
+
+
+def _float8_bytes(config: Config, tp: int, tokens: float, kept: Activations) -> float:
+    """Returns what the casts of the largest product to fp8 hold for a moment: both operands, one of them transposed,
+    too. Without the compiler torchao scales and bounds an operand in fp32 before it is cast. Tensor-parallel ranks
+    share the matrix and its results, but gather the inputs.
+    """
+    if config.precision.fp8 is None or not kept.layer_input:
+        return 0.0
+    matrix = parameters_of(config, tp).matrix
+    products = [(matrix, tokens * max(matrix / kept.layer_input, kept.layer_input))]
+    if isinstance(config.model, CountedModel):
+        products = [*_counted_products(config.model, config.precision, tokens)]
+    eager = 0 if config.train.compile else 8
+    return max((2 * rows + matrix + eager * max(rows, matrix) for matrix, rows in products), default=0.0)
+
+
+def _counted_products(model: CountedModel, precision: PrecisionConfig, samples: float) -> Iterator[tuple[float, float]]:
+    """Yields the values of each matrix that computes in fp8, and those of its results or inputs, whichever are more."""
+    for group in model.counts.products:
+        for count, outputs in zip(group.chosen(precision), group.outputs, strict=True):
+            if count:
+                yield group.inputs * outputs, samples * group.rows * max(group.inputs, outputs)
+
+
+def _fused_head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
+    """Returns what ``_head_bytes`` does for a loss that computes its gradients in the forward.
+
+    It keeps the input of the norm and the gradient of the norm's result. Its forward holds the logits of a chunk, in
+    half precision beside their softmax in fp32; tensor-parallel ranks share the words.
+    """
+    _, narrow = widths(config)
+    wide, gradient = max(4, narrow), kept.layer_input * narrow
+    logits = kept.logits / loss_form(config, layout).chunks / layout.tp
+    return hidden + gradient, logits * (wide + (narrow if narrow < wide else 0)) + gradient, hidden
+
+
+def _head_bytes(config: Config, layout: Layout, kept: Activations, hidden: float) -> tuple[float, float, float]:
+    """Returns the bytes per token that the head keeps, and what its forward and backward hold beside for a moment.
+
+    The result of the softmax is kept, and its backward makes two gradients of its size, all in at least fp32; with a
+    z-loss one. A loss in chunks keeps only the hidden states, and computes the rest again for each chunk.
+    """
+    if not kept.logits:
+        return 0.0, 0.0, 0.0
+    _, narrow = widths(config)
+    wide, chunks = max(4, narrow), loss_form(config, layout).chunks
+    logits, gradients = kept.logits / chunks, 1 if config.train.z_loss else 2
+    widened = logits * (narrow + wide) if narrow < wide else logits * wide  # before the softmax
+    inputs = hidden + kept.layer_input * narrow  # of the norm and of the product
+    whole = inputs + logits * wide
+    if chunks == 1:
+        return whole, widened, gradients * logits * wide
+    return hidden, whole + widened, whole + gradients * logits * wide
+
+
+def layer_parameters(model: ModelConfig) -> int:
+    """Returns the number of parameters of one layer."""
+    count = family_of(model).layer_parameters
+    if count is not None:
+        return count(model) or 0
+    sized: Any = model  # which has ``n_layers``
+    one, two = (parameter_count(replace(sized, n_layers=number)) for number in (1, 2))
+    assert one is not None and two is not None
+    return two - one
+
+
+def trained_share(model: ModelConfig) -> float:
+    """Returns the share of the parameters that train; the others have no gradients and no optimizer state."""
+    count, trained = parameter_count(model), trained_count(model)
+    return 1.0 if not count or trained is None else trained / count
+
+
+def trained_count(model: ModelConfig) -> int | None:
+    """Returns the number of parameters that train, which are those in a checkpoint; None if it is unknown."""
+    count = family_of(model).trained_parameters
+    return parameter_count(model) if count is None else count(model)
+
+
+def parameter_count(model: ModelConfig) -> int | None:
+    """Returns the number of parameters; None if the model's family cannot compute it."""
+    count = family_of(model).parameters
+    return None if count is None else count(model)

@@ -1,0 +1,222 @@
+"""Derives what each layer recomputes in the backward pass, and the bytes that layers keep for it, without torch.
+
+Under a budget (``train.activation_checkpointing=8GiB``) each layer keeps everything, keeps the results of matrix
+products and attention (``ops``), or keeps only its input (``full``). ``ops`` recomputes no operation that counts, so it
+is taken in as many layers as necessary first, and ``full`` in further layers only if ``ops`` in all of them keeps too
+much. Where a stage keeps more micro-batches than another one of its rank, its layers save more for the same work and
+come first; in a stage the first layers do, since the backward reaches them when the others have freed their memory.
+
+What ``kept_by_layers`` counts is bounded by the budget. The logits of the loss, the one layer that is complete while
+it is recomputed, and the gradients that a split backward keeps between its two parts come on top: the memory estimate
+adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.schema import Config
+from hpc_train.config.values import LayerMode, Recomputation, parse_recomputation, runs_own_code
+from hpc_train.errors import UserError
+from hpc_train.layout.partition import layer_counts
+from hpc_train.units import format_bytes
+
+if TYPE_CHECKING:
+    from hpc_train.layout.layout import Layout  # which states the choice in its notes
+
+_WHERE = "train.activation_checkpointing"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class HeldLayer:
+    """A layer of a rank, by its global number, and for how many micro-batches the rank keeps its activations."""
+
+    number: int
+    in_flight: int
+
+
+def recomputation_of(config: Config, layout: Layout) -> Recomputation:
+    """Returns what each layer recomputes under ``layout``; all of them everything if no choice meets a budget."""
+    asked = parse_recomputation(config.train.activation_checkpointing)
+    if asked.budget is None or not _knows_sizes(config):
+        return asked
+    chosen: dict[int, LayerMode] = {}
+    for pp_rank in range(layout.pp):
+        chosen |= _chosen(config, layout, pp_rank, asked.budget)
+    return replace(asked, chosen=tuple(mode for _, mode in sorted(chosen.items())))
+
+
+def kept_by_layers(config: Config, layout: Layout, pp_rank: int) -> float:
+    """Returns the bytes that the layers of a rank keep for the backward passes of the micro-batches in flight."""
+    sizes, recomputation = layer_bytes(config, layout), recomputation_of(config, layout)
+    return sum(
+        layer.in_flight * sizes[recomputation.mode(layer.number)] for layer in layers_of_rank(config, layout, pp_rank)
+    )
+
+
+def layer_bytes(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
+    """Returns the bytes that a layer keeps for the backward of one micro-batch on one rank.
+
+    Tensor parallelism splits all but the inputs of the column-parallel products, which each rank gathers whole. If the
+    family does not split the sequence, the ranks also share the hidden states and the inputs of norms.
+    """
+    count = family_of(config.model).activations
+    assert count is not None
+    kept = count(config.model, config.data)
+    narrow = {"fp64": 8, "fp32": 4}.get(config.precision.name, 2)
+    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
+    whole = _split_bytes(kept, narrow, normed, _exchanged(config, layout, kept), config.train.compile)
+    if layout.tp > 1:
+        split = family_of(config.model).tensor_parallel
+        shards_sequence = split is not None and split.shards_sequence
+        same = _unsplit_bytes(kept, narrow, normed, shards_sequence, config.train.compile)
+        whole = {mode: same[mode] + (size - same[mode]) / layout.tp for mode, size in whole.items()}
+    return {mode: layout.micro_size * kept.tokens / layout.cp * size for mode, size in whole.items()}
+
+
+def _exchanged(config: Config, layout: Layout, kept: Activations) -> float:
+    """Returns the results per token that a layer keeps beside others since context-parallel ranks exchange heads.
+
+    They are the result of attention once more and, where ranks share a head of keys and values, its copies. Attention
+    that keeps its scores keeps the keys and values of every query in any case.
+    """
+    heads = family_of(config.model).context_heads
+    if layout.cp == 1 or heads is None:
+        return 0.0
+    if kept.scores:
+        return kept.mixed
+    queries, keys = (getattr(config.model, name) for name in heads)
+    copies = max(0, layout.cp // max(1, keys // layout.tp) - 1)
+    return kept.mixed * (1 + 2 * copies * keys / queries)
+
+
+def _split_bytes(
+    kept: Activations, narrow: int, normed: int, exchanged: float, compiled: bool
+) -> dict[LayerMode, float]:
+    """Returns the bytes per token of a layer that is not split, of which context parallelism exchanges some results."""
+    of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
+    full = kept.layer_input * normed
+    layer = kept.layer - (kept.fused if compiled else 0)
+    norms = _norm_bytes(kept, narrow, normed, compiled)
+    return {
+        "none": norms + (layer + exchanged) * narrow + kept.scores * of_scores,
+        "ops": full + (kept.products + kept.scores) * narrow,
+        "full": full,
+    }
+
+
+def _norm_bytes(kept: Activations, narrow: int, normed: int, compiled: bool) -> float:
+    """Returns the bytes per token of the inputs of norms, which are sums of the layer's input and the branches.
+
+    Compiled code keeps the results of the branches and computes the sums again.
+    """
+    branches = max(0, kept.norm_inputs - kept.layer_input) if compiled else 0
+    return float((kept.norm_inputs - branches) * normed + branches * narrow)
+
+
+def _unsplit_bytes(
+    kept: Activations, narrow: int, normed: int, shards_sequence: bool, compiled: bool
+) -> dict[LayerMode, float]:
+    """Returns the part of them that each tensor-parallel rank has whole."""
+    gathered = 2.0 * kept.layer_input * narrow  # of attention and the feed-forward branch
+    inputs = 0.0 if shards_sequence else float(kept.layer_input * normed)
+    norms = 0.0 if shards_sequence else _norm_bytes(kept, narrow, normed, compiled)
+    return {"none": gathered + norms, "ops": gathered + inputs, "full": inputs}
+
+
+def layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> list[HeldLayer]:
+    """Returns the layers of all stages of a rank."""
+    counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
+    found, first = [], 0
+    for stage, (count, rank) in enumerate(zip(counts, layout.placement, strict=True)):
+        if rank == pp_rank:
+            found += [HeldLayer(number, layout.in_flight(stage)) for number in range(first, first + count)]
+        first += count
+    return found
+
+
+def _chosen(config: Config, layout: Layout, pp_rank: int, budget: int) -> dict[int, LayerMode]:
+    layers = sorted(layers_of_rank(config, layout, pp_rank), key=lambda layer: (-layer.in_flight, layer.number))
+    sizes = layer_bytes(config, layout)
+    has_ops = layout.pp == 1 or layout.pipeline.ops_checkpointing
+    cheapest_first: list[LayerMode] = ["ops", "full"] if has_ops and sizes["ops"] < sizes["none"] else ["full"]
+    modes = _greedy([layer.in_flight for layer in layers], sizes, budget, cheapest_first)
+    return {layer.number: mode for layer, mode in zip(layers, modes, strict=True)}
+
+
+def _greedy(
+    in_flight: Sequence[int], sizes: Mapping[LayerMode, float], budget: int, cheapest_first: Sequence[LayerMode]
+) -> list[LayerMode]:
+    """Returns the mode of each layer, of which those that save most come first."""
+    modes: list[LayerMode] = ["none"] * len(in_flight)
+    kept = sum(in_flight) * sizes["none"]
+    for mode in cheapest_first:
+        for place, batches in enumerate(in_flight):
+            if kept <= budget:
+                break
+            kept += batches * (sizes[mode] - sizes[modes[place]])
+            modes[place] = mode
+    for place in reversed(range(len(modes))):  # the last layer that became ``full`` may have left room
+        more = in_flight[place] * (sizes["none"] - sizes["ops"])
+        if modes[place] == "ops" and kept + more <= budget:
+            kept += more
+            modes[place] = "none"
+    return modes
+
+
+def describe_recomputation(config: Config, layout: Layout) -> str | None:
+    """Returns what a budget has chosen, for the notes of a layout; None without a budget."""
+    recomputation = recomputation_of(config, layout)
+    if recomputation.budget is None or not _knows_sizes(config):
+        return None
+    modes = recomputation.chosen
+    most = max(kept_by_layers(config, layout, rank) for rank in range(layout.pp))
+    text = f"activation checkpointing recomputes {modes.count('full')} of {len(modes)} layers"
+    if "ops" in modes:
+        text += f" and the cheap operations of {modes.count('ops')} more"
+    return f"{text}, keeps {format_bytes(most)} of {format_bytes(recomputation.budget)}"
+
+
+def check_budget(config: Config, layout: Layout) -> None:
+    """Checks that a choice of recomputation meets the budget, if ``train.activation_checkpointing`` is one.
+
+    Raises:
+        UserError: the sizes or stages that a budget is compared with are not known, or no choice meets it.
+    """
+    budget = parse_recomputation(config.train.activation_checkpointing).budget
+    if budget is None:
+        return
+    asked = f"{_WHERE} is {config.train.activation_checkpointing}"
+    if not _knows_sizes(config):
+        raise UserError(
+            f"{asked}, but it is not known what the layers of model kind {config.model.kind} keep",
+            where=_WHERE,
+            fix=f"{_WHERE}=ops, selective or full",
+        )
+    if layout.pp > 1 and config.strategy.pp_split in ("flops", "measured"):
+        raise UserError(
+            f"{asked}, but strategy.pp_split={config.strategy.pp_split} divides the layers only when the workers start",
+            where=f"{_WHERE}, strategy.pp_split",
+            fix=f"strategy.pp_split=even or a list, or {_WHERE}=ops, selective or full",
+        )
+    most = max(kept_by_layers(config, layout, rank) for rank in range(layout.pp))
+    if most > budget:
+        raise UserError(
+            f"{asked}, but the layers of a rank keep {format_bytes(most)} even if all are recomputed",
+            where=_WHERE,
+            fix=f"{_WHERE}={ceil(most / _MIB)}MiB or more, or a smaller batch.micro_size",
+        )
+
+
+def _knows_sizes(config: Config) -> bool:
+    """Returns whether the family of the model tells what a layer keeps."""
+    if runs_own_code(config):
+        return False
+    family = family_of(config.model)
+    count = family.parameters
+    return family.activations is not None and count is not None and count(config.model) is not None

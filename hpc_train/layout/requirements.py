@@ -1,0 +1,135 @@
+"""Checks the user's model and the packages that a config needs, without importing them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from hpc_train.config.schema import (
+    Config,
+    CustomDataConfig,
+    CustomModelConfig,
+    ImagesDataConfig,
+    ShardsDataConfig,
+    StreamDataConfig,
+)
+from hpc_train.config.source_check import (
+    Definition,
+    check_call,
+    check_imports,
+    find_definition,
+    how_to_install,
+    module_spec,
+)
+from hpc_train.errors import Mistakes, UserError
+from hpc_train.layout.optimizers import own_targets, parse_schedule
+
+
+def check_own_model(config: Config, stages: int) -> None:
+    """Checks the signature of ``model._target_``, and that its class can be cut if there are pipeline stages.
+
+    The class of a model in a container is not known here, and that of a function only from its annotation.
+
+    Raises:
+        UserError: the source shows that the model cannot be built or cut.
+    """
+    model = config.model
+    if not isinstance(model, CustomModelConfig) or config.cluster.container.image is not None:
+        return
+    where = "model._target_"
+    _refuse_object(find_definition(model._target_, where), list(model.args), where)
+    bases = check_call(model._target_, where, arguments=model.args, arguments_key="model.args").bases
+    if stages > 1 and bases and all(base.startswith("torch.nn.") for base in bases):
+        raise UserError(
+            f"{model._target_} is a torch.nn.Module, and only a hpc_train.models.model.Model can be cut into pipeline "
+            "stages",
+            where=f"strategy.pp={stages}, {where}",
+            fix="strategy=single, dp, zero1, zero2, zero3 or hsdp, or derive the class from Model, as "
+            "examples/own_pipeline_model.py does",
+        )
+
+
+OBJECTS = ("args", "cfg", "conf", "config", "hparams", "options", "opt", "params")  # names of parameters for an object
+
+
+def _refuse_object(found: Definition, arguments: list[str], where: str) -> None:
+    """Raises UserError if a constructor takes one object with all values, which no config can hold."""
+    known, defined = found.parameters, found.statement
+    required = () if known is None else tuple(known.required)
+    if not isinstance(defined, ast.ClassDef) or found.tree is None or len(required) != 1:
+        return
+    (name,) = required
+    if name not in OBJECTS or name in arguments:
+        return
+    kinds = [each.name for each in found.tree.body if isinstance(each, ast.ClassDef) and each.name.endswith("Config")]
+    kind = next((each for each in kinds if each.startswith(defined.name)), kinds[0] if kinds else "SimpleNamespace")
+    raise UserError(
+        f"{found.path} takes one object, {name}, and model.args holds only values",
+        where=f"{where}, {found.place}",
+        fix=f"write a subclass and name it in {where}: class Own{defined.name}({defined.name}): "
+        f'def __init__(self, **values): super().__init__({kind}(**values)); the section "A constructor that takes a '
+        'config object" of docs/howto/model.md shows one',
+    )
+
+
+def check_packages(config: Config) -> None:
+    """Checks that the packages which the config and the modules of the user need are installed.
+
+    Nothing is checked if the workers may have other packages than this process: in a container, after
+    ``cluster.setup``, or if torch is not installed here.
+
+    Raises:
+        UserError: packages are missing. The message reports all.
+    """
+    if config.cluster.container.image is not None or config.cluster.setup or module_spec("torch") is None:
+        return
+    mistakes = Mistakes()
+    for package, key, instead, *extra in _needed(config):
+        with mistakes.collected():
+            if module_spec(package) is None:
+                what, how = f"{key} needs {package}, which is not installed here", how_to_install(package, *extra)
+                raise UserError(what, where=key.partition("=")[0], fix=f"{how}, or {instead}")
+    for path, where in dict.fromkeys(_paths(config)):
+        with mistakes.collected():
+            check_imports(path, where)
+    mistakes.report()
+
+
+def _needed(config: Config) -> Iterator[tuple[str, ...]]:
+    """Yields the packages that keys need, the keys, what the user can set instead, and maybe the extra to install."""
+    if config.telemetry.tensorboard:
+        yield "tensorboard", "telemetry.tensorboard=true", "telemetry.tensorboard=false"
+    for key in ("file", "port"):
+        if (value := getattr(config.telemetry.prometheus, key)) is not None:
+            where = f"telemetry.prometheus.{key}"
+            yield "prometheus_client", f"{where}={value}", f"{where}=null"
+    if config.telemetry.otlp:
+        for package in ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http"):
+            yield package, "telemetry.otlp=true", "telemetry.otlp=false"
+    if config.telemetry.mlflow.uri is not None:
+        yield "mlflow", f"telemetry.mlflow.uri={config.telemetry.mlflow.uri}", "telemetry.mlflow.uri=null"
+    if config.optim.moments == "8bit":
+        yield "torchao", "optim.moments=8bit", "optim.moments=bf16, which needs no extra package"
+    if config.precision.fp8 is not None:
+        yield "torchao", f"precision.fp8={config.precision.fp8}", "precision.fp8=null", "fp8"
+    if isinstance(config.data, ImagesDataConfig | ShardsDataConfig):
+        yield "PIL", f"data={config.data.kind}", "data=cifar100, which needs no extra package"
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields the import paths of the user in a config, and their keys."""
+    if isinstance(config.model, CustomModelConfig):
+        yield config.model._target_, "model._target_"
+    if isinstance(config.data, CustomDataConfig | StreamDataConfig):
+        yield config.data._target_, "data._target_"
+    if config.data.collate is not None:
+        yield config.data.collate, "data.collate"
+    for target in own_targets(config.optim):
+        assert target.path is not None
+        yield target.path, f"{target.where}._target_"
+    schedule = parse_schedule(config.optim.schedule)
+    if schedule.is_own:
+        yield schedule.name, "optim.schedule"
+    for group, targets in (("metrics", config.metrics), ("hooks", config.hooks)):
+        for name, each in targets.items():
+            yield each._target_, f"{group}.{name}._target_"

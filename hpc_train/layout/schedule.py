@@ -1,0 +1,242 @@
+"""Chooses the pipeline schedule of a layout, and divides a step into micro-batches. This module imports no torch.
+
+Under ``train.reproducible=any_world_size`` a step has a fixed number of logical micro-batches, whatever the number of
+ranks. Each data-parallel rank computes consecutive ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpc_train.config.schema import BatchConfig, Config
+from hpc_train.errors import UserError
+from hpc_train.layout.partition import check_split
+from hpc_train.layout.techniques import AUTO, SCHEDULES, PipelineSchedule, find_kind, find_schedule, schedules_where
+from hpc_train.units import counted
+
+
+def choose_schedule(
+    config: Config, kind: str | None, dp: int, pp: int, stages_per_rank: int, notes: list[str]
+) -> tuple[str, tuple[int, int]]:
+    """Chooses the schedule. Returns its name, the number of micro-batches of a step, and the samples in each.
+
+    Args:
+        kind: the data-parallel kind; None if no ranks hold the same parameters.
+        notes: receives the reason for the choice of ``strategy.schedule=auto``.
+
+    Raises:
+        UserError: the schedule does not support the kind, the stages, the micro-batches or another option.
+    """
+    asked = config.strategy.schedule
+    if asked != AUTO or pp == 1:
+        schedule = "1f1b" if asked == AUTO else asked
+        return schedule, _scheduled(config, schedule, kind, dp, pp, stages_per_rank)
+    problems: list[UserError] = []
+    for row in reversed(SCHEDULES.values()):
+        least, most = row.stages_per_rank
+        if row.auto is None or not least <= stages_per_rank <= most:
+            continue
+        try:
+            found = _scheduled(config, row.name, kind, dp, pp, stages_per_rank)
+        except UserError as problem:
+            problems.append(problem)
+            continue
+        notes.append(f"schedule {row.name}: {row.auto}")
+        return row.name, found
+    raise problems[0]
+
+
+def _scheduled(
+    config: Config, schedule: str, kind: str | None, dp: int, pp: int, stages_per_rank: int
+) -> tuple[int, int]:
+    row = find_schedule(schedule)
+    if pp > 1:
+        _check_pipeline(config, schedule, kind, stages_per_rank)
+        check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
+    return _micro_batches(config, row, dp, pp, pp * stages_per_rank)
+
+
+def _check_pipeline(config: Config, schedule: str, kind: str | None, stages_per_rank: int) -> None:
+    """Raises UserError if ``schedule`` does not support the stages, the kind (None: no replicas) or the options."""
+    row = find_schedule(schedule)
+    least, most = row.stages_per_rank
+    if not least <= stages_per_rank <= most:
+        wanted = f"{least} to {most} stages" if least < most else f"{least} stage{'s' if least > 1 else ''}"
+        raise UserError(
+            f"strategy.stages_per_rank is {stages_per_rank}, but the schedule {row.name} requires {wanted} per rank",
+            where="strategy.stages_per_rank",
+            fix=f"strategy.stages_per_rank={least}",
+        )
+    if kind is not None:
+        _check_pair(schedule, kind)
+    _check_backward(config, row, kind)
+
+
+def _check_pair(schedule: str, kind: str) -> None:
+    row, replicas = find_schedule(schedule), find_kind(kind)
+    if kind in row.data_parallel or schedule in replicas.schedules:
+        return
+    raise UserError(
+        f"the schedule {row.name} does not support data_parallel={replicas.name}: {row.data_parallel_reason}",
+        where="strategy.schedule, strategy.data_parallel",
+        fix=f"strategy.data_parallel={' or '.join(row.data_parallel)}",
+    )
+
+
+def _check_backward(config: Config, row: PipelineSchedule, kind: str | None) -> None:
+    """Raises UserError for options that the schedule's backward does not support."""
+    if config.train.compile and not row.compiles:
+        raise UserError(
+            f"train.compile does not support the schedule {row.name}, which runs the backward in two parts",
+            where="train.compile",
+            fix=f"train.compile=false, or strategy.schedule={schedules_where(lambda row: row.compiles)}",
+        )
+    if config.train.activation_checkpointing == "ops" and not row.ops_checkpointing:
+        raise UserError(
+            f"train.activation_checkpointing=ops does not support the schedule {row.name}, because both parts of its "
+            "backward would need the kept results",
+            where="train.activation_checkpointing",
+            fix="train.activation_checkpointing=full or selective, or strategy.schedule="
+            f"{schedules_where(lambda row: row.ops_checkpointing)}",
+        )
+    if config.strategy.static_graph and kind is not None and find_kind(kind).static_graph:
+        raise UserError(
+            "strategy.static_graph does not support a pipeline, which runs several forwards before the first backward",
+            where="strategy.static_graph",
+            fix="strategy.static_graph=false",
+        )
+
+
+def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages: int) -> tuple[int, int]:
+    """Returns the micro-batches per step and rank, and the samples per micro-batch."""
+    batch = config.batch
+    if batch.global_size < dp:
+        raise UserError(
+            f"batch.global_size is {batch.global_size}, so some of the {dp} data-parallel ranks would be without a "
+            "sample",
+            where="batch.global_size",
+            fix=f"batch.global_size={dp} or more, or fewer data-parallel ranks",
+        )
+    local = math.ceil(batch.global_size / dp)
+    if isinstance(batch.micro_size, int) and isinstance(batch.micro_batches, int):
+        raise UserError(
+            "batch.micro_size and batch.micro_batches are both set, but each determines the other",
+            where="batch.micro_size, batch.micro_batches",
+            fix="set one of them to auto",
+        )
+    if isinstance(batch.micro_size, int):
+        size = min(batch.micro_size, local)
+        count = math.ceil(local / size)
+    elif isinstance(batch.micro_batches, int):
+        count = batch.micro_batches
+        size = math.ceil(local / count)
+    elif pp == 1 or schedule.micro_batches == "one":
+        return 1, local
+    else:
+        step = stages if schedule.micro_batches == "multiple_of_ranks" else 1
+        count = _least_padding(local, stages, step)
+        size = math.ceil(local / count)
+    _check_micro_batches(batch, schedule, pp, stages, count)
+    return count, size
+
+
+def _least_padding(local: int, stages: int, step: int) -> int:
+    """Returns the number of micro-batches, one to four per stage, with the least padding; more are better."""
+    candidates = range(stages, 4 * stages + 1, step)
+    return min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
+
+
+def _check_micro_batches(batch: BatchConfig, schedule: PipelineSchedule, pp: int, stages: int, count: int) -> None:
+    if pp == 1:
+        return
+    is_given = isinstance(batch.micro_batches, int)  # otherwise it follows from the sizes
+    where, size = ("batch.micro_batches", "") if is_given else ("batch.micro_size", "batch.micro_size=auto and ")
+    if schedule.micro_batches == "one":
+        if count == 1:
+            return
+        others = schedules_where(lambda row: row.stages_per_rank == (1, 1) and row.micro_batches == "any")
+        raise UserError(
+            f"the schedule {schedule.name} runs one micro-batch per step, but there are {count}",
+            where="batch.micro_batches",
+            fix=f"strategy.schedule={others}, or batch.micro_size=auto and batch.micro_batches=auto",
+        )
+    if count < stages:
+        raise UserError(
+            f"{counted(count, 'micro-batch', 'micro-batches')} per step cannot fill {stages} pipeline stages",
+            where=where,
+            fix=f"batch.micro_batches={stages} or more"
+            if is_given
+            else f"a smaller batch.micro_size or a larger batch.global_size, for {stages} micro-batches or more",
+        )
+    if schedule.micro_batches == "multiple_of_ranks" and count % pp:
+        raise UserError(
+            f"the schedule {schedule.name} requires a multiple of {pp} micro-batches on {pp} pipeline ranks, but the "
+            f"step has {count}",
+            where=where,
+            fix=f"{size}batch.micro_batches={count - count % pp + pp}, a multiple of {pp}",
+        )
+
+
+_REPRODUCIBLE = "train.reproducible"
+AUTO_LOGICAL = 8  # logical micro-batches, as many as a node usually has GPUs
+
+
+def divide(config: Config, dp: int) -> tuple[int, int, int]:
+    """Returns the logical micro-batches of a step, the micro-batches of each of ``dp`` ranks, and the samples of each.
+
+    Raises:
+        UserError: there are fewer logical micro-batches than ranks, or fewer samples than logical micro-batches.
+    """
+    batch = config.batch
+    logical = _logical_micro_batches(batch)
+    if dp > logical:
+        raise UserError(
+            f"{logical} logical micro-batches are too few for {dp} ranks",
+            where=f"batch.logical_micro_batches, {_REPRODUCIBLE}",
+            fix=f"at most {logical} ranks, or a new run with batch.logical_micro_batches={dp} or more",
+        )
+    return logical, math.ceil(logical / dp), math.ceil(batch.global_size / logical)
+
+
+def check_reproducible(config: Config, pp: int, tp: int, cp: int) -> None:
+    """Raises UserError if the weights would depend on the number of ranks."""
+    kind = find_kind(config.strategy.data_parallel)
+    if pp > 1 or tp > 1 or cp > 1:
+        split = "a pipeline" if pp > 1 else "tensor parallelism" if tp > 1 else "context parallelism"
+        raise UserError(
+            f"train.reproducible does not support {split}, where the order of sums depends on the number of ranks",
+            where=f"strategy.pp={pp}, strategy.cp={cp}, strategy.tp={tp}, {_REPRODUCIBLE}",
+            fix="strategy=single or dp, or train.reproducible=null",
+        )
+    if not kind.reproducible:
+        raise UserError(
+            f"train.reproducible does not support strategy.data_parallel={kind.name}, which reduces gradients in an "
+            "order that depends on the number of ranks",
+            where=f"strategy.data_parallel, {_REPRODUCIBLE}",
+            fix="strategy=single or dp, or train.reproducible=null",
+        )
+    if config.train.compile:
+        raise UserError(
+            "train.reproducible does not support train.compile, because compiled code may round differently on each "
+            "machine",
+            where=f"train.compile, {_REPRODUCIBLE}",
+            fix="train.compile=false",
+        )
+    if config.batch.micro_size != "auto" or config.batch.micro_batches != "auto":
+        raise UserError(
+            "train.reproducible determines the micro-batches, but batch.micro_size or batch.micro_batches is set too",
+            where=f"batch.micro_size, batch.micro_batches, {_REPRODUCIBLE}",
+            fix="batch.micro_size=auto and batch.micro_batches=auto; set batch.logical_micro_batches instead",
+        )
+
+
+def _logical_micro_batches(batch: BatchConfig) -> int:
+    if not isinstance(batch.logical_micro_batches, int):
+        return min(AUTO_LOGICAL, batch.global_size)
+    if batch.logical_micro_batches > batch.global_size:
+        raise UserError(
+            f"batch.global_size is {batch.global_size}, less than {batch.logical_micro_batches} logical micro-batches",
+            where="batch.logical_micro_batches",
+            fix=f"batch.logical_micro_batches={batch.global_size} or fewer",
+        )
+    return batch.logical_micro_batches

@@ -1,0 +1,377 @@
+"""Describes every pipeline schedule and every data-parallel kind, one row each, without torch.
+
+A row of ``SCHEDULES`` or ``KINDS`` is the only place that states these facts. A config key may also name a row of a
+user's package by its import path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, TypeVar, get_args
+
+from hpc_train.config.description_file import IMPORT_PATH, is_import_path, load_row
+from hpc_train.errors import UserError, nearest
+from hpc_train.layout import orders
+from hpc_train.layout.orders import Action, PipelineShape
+
+Placement = Literal["linear", "looped", "v"]
+MicroBatches = Literal["one", "any", "multiple_of_ranks"]
+State = Literal["parameters", "gradients", "optimizer"]
+BucketSearch = Literal["never", "without_pipeline", "always"]
+Row = TypeVar("Row", "PipelineSchedule", "DataParallelKind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSchedule:
+    """Describes one pipeline schedule. Every fact is required.
+
+    Attributes:
+        name: used in messages.
+        torch_class: ``module:attribute`` of a subclass of torch's ``PipelineScheduleSingle`` or
+            ``PipelineScheduleMulti``, imported on workers only.
+        stages_per_rank: the fewest and the most stages of a rank.
+        placement: ``linear`` (one stage per rank), ``looped`` (stage s on rank s % ranks) or ``v`` (from the first rank
+            to the last one and back).
+        micro_batches: ``one``, ``any`` (at least one per stage), or ``multiple_of_ranks`` (the same, and a multiple of
+            the number of ranks).
+        data_parallel: the kinds with which its gradients are correct. A kind's own row may name this schedule instead.
+        data_parallel_reason: why gradients are wrong with other kinds, as the end of a sentence.
+        in_flight: a function of a shape and a rank. It returns for each stage of the rank, in ascending order, the
+            number of micro-batches whose activations the stage keeps when the rank keeps the most.
+        bubble: a function of a shape. It returns the share of a step in which a rank is idle, if stages are equal,
+            messages take no time, and the gradients of inputs and of weights each take as long as a forward.
+        splits_backward: whether the gradients of inputs and of weights are computed at different times.
+        compiles: whether it supports ``train.compile``.
+        ops_checkpointing: whether it supports ``train.activation_checkpointing=ops``.
+        auto: the reason for which ``strategy.schedule=auto`` chooses it; None if it never does. Later rows of the table
+            take precedence.
+        order: a function of a shape and a rank. It returns what the rank computes in a step, in this order, for the
+            planner; None: the planner uses ``bubble``.
+    """
+
+    name: str
+    torch_class: str
+    stages_per_rank: tuple[int, int]
+    placement: Placement
+    micro_batches: MicroBatches
+    data_parallel: tuple[str, ...]
+    data_parallel_reason: str
+    in_flight: Callable[[PipelineShape, int], tuple[int, ...]]
+    bubble: Callable[[PipelineShape], float]
+    splits_backward: bool
+    compiles: bool
+    ops_checkpointing: bool
+    auto: str | None
+    order: Callable[[PipelineShape, int], tuple[Action, ...]] | None
+
+    def __post_init__(self) -> None:
+        least, most = self.stages_per_rank
+        one_pass = self.splits_backward and (self.compiles or self.ops_checkpointing)
+        shape = PipelineShape(2, least, 1 if self.micro_batches == "one" else 4 * least)
+        _refuse(
+            self.name,
+            {
+                f"torch_class is {self.torch_class!r}, not module:attribute": not _is_path(self.torch_class),
+                f"placement is {self.placement!r}": self.placement not in get_args(Placement),
+                f"micro_batches is {self.micro_batches!r}": self.micro_batches not in get_args(MicroBatches),
+                f"stages_per_rank is {self.stages_per_rank}": not 1 <= least <= most,
+                "placement linear has one stage per rank": self.placement == "linear" and most > 1,
+                "placement v has two stages per rank": self.placement == "v" and (least, most) != (2, 2),
+                "data_parallel is empty": not self.data_parallel,
+                "compiles and ops_checkpointing must be False if splits_backward is True": one_pass,
+            },
+        )
+        counts, share = self.in_flight(shape, 0), self.bubble(shape)
+        _refuse(
+            self.name,
+            {
+                f"in_flight returns {counts} for {least} stages of a rank": len(counts) != least or min(counts) < 1,
+                f"bubble returns {share}, which is not a share": not 0 <= share < 1,
+            },
+        )
+
+    def place(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+        """Returns the pipeline rank of each stage."""
+        stages = range(ranks * stages_per_rank)
+        if self.placement == "v":
+            return tuple(min(stage, 2 * ranks - 1 - stage) for stage in stages)
+        return tuple(stage % ranks for stage in stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelKind:
+    """One way to synchronize data-parallel ranks. Every fact is required.
+
+    Attributes:
+        name: used in messages.
+        replicas: ``module:attribute`` of the class with the methods of ``hpc_train.parallel.engine.Replicas``,
+            imported on workers only and called as ``make_replicas`` calls it.
+        sharder: ``module:attribute`` of the function that shards the model before it gets its values, with the
+            signature of ``hpc_train.parallel.fsdp.shard``; None where nothing is sharded.
+        shards: which of ``parameters``, ``gradients`` and ``optimizer`` are sharded between two micro-batches.
+        schedules: pipeline schedules with which its gradients are correct, besides those whose rows name this kind.
+        tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
+        compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress. Of
+            a kind that shards state, ``strategy.compression=bf16`` alone, in its reduce-scatter.
+        updated_as: the kind that updates parameters during the backward (``optim.in_backward``) instead, possibly
+            itself; None if it cannot.
+        debugged_as: the kind that replaces it under ``train.debug``; None if it is not replaced.
+        offloads: the values of ``strategy.offload`` that it supports besides ``none``.
+        reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
+        bucket_search: when it supports ``strategy.bucket_cap_mb=auto``: ``never``, ``without_pipeline``, ``always``.
+        static_graph: whether it supports ``strategy.static_graph``.
+        waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot time it.
+    """
+
+    name: str
+    replicas: str
+    sharder: str | None
+    shards: frozenset[State]
+    schedules: tuple[str, ...]
+    tensor_parallel: bool
+    compressed_as: str | None
+    updated_as: str | None
+    debugged_as: str | None
+    offloads: tuple[str, ...]
+    reproducible: bool
+    bucket_search: BucketSearch
+    static_graph: bool
+    waits_in_backward: bool
+
+    def __post_init__(self) -> None:
+        unknown = {*self.shards} - {*get_args(State)}
+        offloaded = "all" in self.offloads and not {"gradients", "optimizer"} <= self.shards
+        _refuse(
+            self.name,
+            {
+                f"replicas is {self.replicas!r}, not module:attribute": not _is_path(self.replicas),
+                f"sharder is {self.sharder!r}, not module:attribute": self.sharder and not _is_path(self.sharder),
+                f"shards contains {', '.join(sorted(unknown))}": unknown,
+                "shards and sharder must both be given or both be empty": bool(self.shards) != bool(self.sharder),
+                f"offloads is {self.offloads}": {*self.offloads} - {"optimizer", "all"},
+                "offloads contains all, but the gradients are not sharded": offloaded,
+                "compressed_as must be None or the kind itself if state is sharded": self.shards
+                and self.compressed_as not in (None, self.name),
+                "reproducible must be False if state is sharded": self.shards and self.reproducible,
+                f"bucket_search is {self.bucket_search!r}": self.bucket_search not in get_args(BucketSearch),
+            },
+        )
+
+
+def _is_path(text: str) -> bool:
+    return IMPORT_PATH.fullmatch(text) is not None
+
+
+def _refuse(name: str, wrong: dict[str, object]) -> None:
+    """Raises ValueError with the first sentence of ``wrong`` whose value is true."""
+    for sentence, holds in wrong.items():
+        if holds:
+            raise ValueError(f"row {name!r}: {sentence}")
+
+
+_TORCH = "torch.distributed.pipelining.schedules"
+_ASSUMED = "where stages are equal and messages between them take no time"
+
+_GPIPE = PipelineSchedule(
+    name="gpipe",
+    torch_class=f"{_TORCH}:ScheduleGPipe",
+    stages_per_rank=(1, 1),
+    placement="linear",
+    micro_batches="any",
+    data_parallel=("ddp", "allreduce", "zero1", "zero2", "zero3"),
+    data_parallel_reason="its gradients were not verified with this kind",
+    in_flight=lambda shape, _: (shape.micro_batches,),
+    bubble=orders.bubble,
+    splits_backward=False,
+    compiles=True,
+    ops_checkpointing=True,
+    auto=None,
+    order=orders.gpipe,
+)
+_INTERLEAVED = replace(
+    _GPIPE,
+    name="interleaved_1f1b",
+    torch_class=f"{_TORCH}:ScheduleInterleaved1F1B",
+    stages_per_rank=(2, 64),
+    placement="looped",
+    micro_batches="multiple_of_ranks",
+    in_flight=orders.interleaved_in_flight,
+    order=orders.interleaved,
+    auto=f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
+)
+# ``auto`` chooses no zero-bubble schedule: torch runs their backward as two graphs, and only a measurement shows
+# whether the smaller bubble is worth it. The hooks of DDP and of resharding FSDP silently compute wrong gradients
+# there. The kind ``allreduce`` does not rely on hooks, so it supports every schedule.
+_ZERO_BUBBLE = replace(
+    _INTERLEAVED,
+    name="interleaved_zero_bubble",
+    torch_class=f"{_TORCH}:ScheduleInterleavedZeroBubble",
+    data_parallel=("allreduce", "zero1", "zero2"),
+    data_parallel_reason="the split backward runs the hooks of DDP and of resharding FSDP at the wrong time "
+    "(pytorch#144530)",
+    in_flight=lambda shape, _: orders.filled(shape, shape.stages_per_rank * shape.ranks),
+    bubble=orders.zero_bubble,
+    splits_backward=True,
+    compiles=False,
+    ops_checkpointing=False,
+    auto=None,
+    order=orders.interleaved_zero_bubble,
+)
+_ZBV = replace(
+    _ZERO_BUBBLE,
+    name="zbv",
+    torch_class=f"{_TORCH}:ScheduleZBVZeroBubble",
+    stages_per_rank=(2, 2),
+    placement="v",
+    micro_batches="any",
+    in_flight=lambda shape, rank: (2 * shape.ranks - 1 - rank, 1 + rank),
+    order=orders.zero_bubble_v,
+)
+
+AUTO = "auto"
+CARRYING = ("powersgd", "topk", "auto")  # compressions that add the unsent part to the gradient of the next step
+SCHEDULES: dict[str, PipelineSchedule] = {
+    row.name: row
+    for row in (
+        replace(  # one stage computes at a time
+            _GPIPE, name="sequential", micro_batches="one", auto="one micro-batch leaves nothing to overlap"
+        ),
+        _GPIPE,
+        replace(
+            _GPIPE,
+            name="1f1b",  # Narayanan et al. 2021, arXiv:2104.04473
+            torch_class=f"{_TORCH}:Schedule1F1B",
+            in_flight=lambda shape, rank: (min(shape.micro_batches, shape.ranks - rank),),
+            order=orders.one_forward_one_backward,
+            auto=f"the bubble of gpipe, (p - 1) / (m + p - 1) {_ASSUMED}, with the activations of at most p "
+            "micro-batches",
+        ),
+        _INTERLEAVED,
+        _ZERO_BUBBLE,
+        _ZBV,
+        replace(
+            _ZBV,
+            name="dualpipev",
+            torch_class="hpc_train.parallel.pipeline.dual_pipe:DualPipeV",
+            in_flight=lambda shape, rank: (2 * shape.ranks - rank, 1 + rank),
+            order=orders.dual_pipe_v,
+        ),
+    )
+}
+
+_REPLICAS = "hpc_train.parallel.replicas"
+_DDP = DataParallelKind(
+    name="ddp",
+    replicas=f"{_REPLICAS}:DDPReplicas",
+    sharder=None,
+    shards=frozenset(),
+    schedules=(),
+    tensor_parallel=False,
+    compressed_as="allreduce",
+    updated_as="allreduce",  # DDP's buckets hold all gradients anyway
+    debugged_as="allreduce",  # DDP of torch 2.13 crashes (SIGSEGV) when collectives are compared
+    offloads=("optimizer",),
+    reproducible=True,
+    bucket_search="without_pipeline",  # a schedule holds the DDP wrapper, so its buckets cannot change
+    static_graph=True,
+    waits_in_backward=True,
+)
+_ALLREDUCE = replace(  # reduces buckets during the last backward or after it (parallel/reduction.py)
+    _DDP,
+    name="allreduce",
+    replicas=f"{_REPLICAS}:AllReduceReplicas",
+    tensor_parallel=True,
+    debugged_as=None,
+    bucket_search="always",
+    static_graph=False,
+    waits_in_backward=False,
+)
+_ZERO1 = replace(
+    _ALLREDUCE,
+    name="zero1",
+    replicas=f"{_REPLICAS}:Sharded",
+    sharder="hpc_train.parallel.fsdp:shard",
+    shards=frozenset({"optimizer"}),
+    compressed_as="zero1",
+    updated_as=None,  # FSDP reduces a block at once, and hands out its gradients only then
+    reproducible=False,
+    bucket_search="never",
+)
+_ZERO2 = replace(
+    _ZERO1,
+    name="zero2",
+    shards=frozenset({"gradients", "optimizer"}),
+    compressed_as="zero2",
+    offloads=("optimizer", "all"),
+)
+_ZERO3 = replace(
+    _ZERO2, name="zero3", shards=frozenset({"parameters", "gradients", "optimizer"}), compressed_as="zero3"
+)
+
+KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
+# ``train.reproducible`` replaces the kind of the config by a sum over a tree.
+TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", bucket_search="never", updated_as=None)
+
+
+@cache
+def find_schedule(name: str) -> PipelineSchedule:
+    """Returns the row of ``strategy.schedule=name``, a built-in name or an import path.
+
+    Raises:
+        UserError: the row does not exist, or a fact of it is missing or contradictory.
+    """
+    row = _find("strategy.schedule", name, SCHEDULES, PipelineSchedule, (AUTO,))
+    if ":" in name and row.auto is not None:
+        raise UserError(
+            f"row {row.name!r} sets auto, but strategy.schedule=auto chooses among the built-in schedules only",
+            where=f"strategy.schedule={name}",
+            fix="auto=None",
+        )
+    for kind in row.data_parallel:
+        _known(row.name, "data_parallel", kind, KINDS, f"strategy.schedule={name}")
+    return row
+
+
+@cache
+def find_kind(name: str) -> DataParallelKind:
+    """Returns the row of ``strategy.data_parallel=name``, a built-in name or an import path.
+
+    Raises:
+        UserError: the row does not exist, or a fact of it is missing or contradictory.
+    """
+    row = _find("strategy.data_parallel", name, KINDS, DataParallelKind)
+    for schedule in row.schedules:
+        _known(row.name, "schedules", schedule, SCHEDULES, f"strategy.data_parallel={name}")
+    for fact in ("compressed_as", "updated_as", "debugged_as"):
+        kind = getattr(row, fact)
+        if kind is not None:
+            _known(row.name, fact, kind, KINDS, f"strategy.data_parallel={name}")
+    return row
+
+
+def _find(key: str, name: str, table: Mapping[str, Row], kind: type[Row], others: tuple[str, ...] = ()) -> Row:
+    if name in table:
+        return table[name]
+    if not is_import_path(name):
+        raise UserError(f"{key} is {name!r}", where=key, fix=nearest(name, (*others, *table)))
+    row: Row = load_row(name, key, kind)
+    return row
+
+
+def _known(row: str, fact: str, name: str, table: Iterable[str], where: str) -> None:
+    if name not in table and not is_import_path(name):
+        raise UserError(
+            f"row {row!r}: {fact} contains {name!r}, which is unknown", where=where, fix=nearest(name, tuple(table))
+        )
+
+
+def schedules_where(holds: Callable[[PipelineSchedule], bool]) -> str:
+    """Returns the names of the built-in schedules for which ``holds`` is true, for messages."""
+    return " or ".join(row.name for row in SCHEDULES.values() if holds(row))
+
+
+def kinds_where(holds: Callable[[DataParallelKind], bool]) -> str:
+    """Returns the names of the built-in data-parallel kinds for which ``holds`` is true, for messages."""
+    return " or ".join(row.name for row in KINDS.values() if holds(row))

@@ -1,0 +1,331 @@
+"""Checks a whole config before anything is submitted: values, sizes, input files, the layout and a user's own model.
+
+``config.schema.key`` checks the values that a single key accepts. This module imports no torch, so it builds a user's
+model in another process, where it compares the model with its description.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import ceil
+
+from hpc_train.config.evaluation import check_evaluation, sequence_lengths
+from hpc_train.config.extensions import family_of, is_extension, source_of
+from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
+from hpc_train.config.schema.key import check_keys
+from hpc_train.config.services import server_uri
+from hpc_train.config.source_check import check_call
+from hpc_train.config.values import (
+    check_divides,
+    check_profiled_steps,
+    check_prometheus,
+    node_range,
+    parse_hang_timeout,
+    parse_recomputation,
+    parse_save_every,
+    preflight_actions,
+    runs_own_code,
+)
+from hpc_train.errors import Mistakes, UserError, check_all
+from hpc_train.layout.activation_offload import parse_activation_offload
+from hpc_train.layout.compilation import check_compilation
+from hpc_train.layout.context import check_context_parallel
+from hpc_train.layout.hooks import check_targets
+from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.mixing import check_declared_balancing, check_declared_mixing
+from hpc_train.layout.number_formats import check_float8, check_skip, check_weights
+from hpc_train.layout.open_keys import for_nodes
+from hpc_train.layout.optimizers import check_optimizers, own_code
+from hpc_train.layout.own_code import check_own_code, check_own_layout, own_code_notes
+from hpc_train.layout.requirements import check_own_model, check_packages
+from hpc_train.layout.savers import check_savers
+from hpc_train.layout.techniques import AUTO, find_kind, find_schedule, kinds_where
+from hpc_train.layout.tried_code import check_built_model, check_tried_optimizer
+from hpc_train.layout.z_loss import check_z_loss
+
+TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
+
+
+def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None = None) -> Layout:
+    """Checks ``config`` as a whole and lays it out on ``nodes`` x ``workers_per_node`` workers. Imports no torch.
+
+    Args:
+        device_bytes: the memory of the smallest GPU, for ``strategy.pp=auto`` on several nodes; None if unknown.
+
+    Raises:
+        UserError: the config is invalid. The message reports all problems of the values; if there are none, all
+            problems of input files, packages, the user's code and the layout; else the first that is left.
+    """
+    config = for_nodes(config, nodes)
+    check_values(config)
+    check_own_code(config)
+    if runs_own_code(config):
+        return _validate_own_code(config, nodes, workers_per_node)
+    layout = _check_parts(config, nodes, workers_per_node, device_bytes)
+    if is_extension(config.model.kind):
+        check_built_model(config)
+    if own_code(config.optim) or config.optim.groups:
+        check_tried_optimizer(config)
+    return layout
+
+
+def _check_parts(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None) -> Layout:
+    """Checks what can be wrong independently of each other, and returns the layout.
+
+    Raises:
+        UserError: something is wrong. The message reports all problems.
+    """
+    family, source = family_of(config.model), source_of(config.data)
+    mistakes = Mistakes()
+    with mistakes.collected():
+        _check_length(config)
+    with mistakes.collected():
+        if family.check is not None:
+            family.check(config.model, config.data)
+    with mistakes.collected():
+        if source.check_inputs is not None:
+            source.check_inputs(config.data)
+    with mistakes.collected():
+        if config.data.collate is not None:
+            check_call(config.data.collate, "data.collate", positional=1, optional=("random",))
+    with mistakes.collected():
+        check_evaluation(config)
+    layout = None
+    with mistakes.collected():
+        layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
+    with mistakes.collected():
+        check_own_model(config, 1 if layout is None else layout.pp)
+    for check in CHECKS_OF_LAYOUT if layout is not None else ():
+        with mistakes.collected():
+            check(config, layout)
+    with mistakes.collected():
+        check_packages(config)
+    mistakes.report()
+    assert layout is not None
+    return layout
+
+
+def checked_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
+    """Returns the layout on ``nodes`` x ``workers_per_node`` workers.
+
+    Raises:
+        UserError: the strategy does not fit these ranks, or the model, the data or another key does not support it.
+    """
+    layout = resolve_layout(config, nodes, workers_per_node)
+    for check in CHECKS_OF_LAYOUT:
+        check(config, layout)
+    return layout
+
+
+def _validate_own_code(config: Config, nodes: int, workers_per_node: int) -> Layout:
+    layout = resolve_layout(config, nodes, workers_per_node)
+    check_own_layout(config, layout)
+    return replace(layout, notes=(*layout.notes, *own_code_notes(config)))
+
+
+def check_values(config: Config) -> None:
+    """Checks each value by itself.
+
+    Raises:
+        UserError: keys do not accept their values. The message reports all.
+    """
+    check_all(
+        lambda: check_keys(config),
+        lambda: _check_kind(config),
+        lambda: _check_schedule(config),
+        lambda: _check_betas(config),
+        lambda: _check_pp_split(config),
+        lambda: check_optimizers(config.optim, in_container=config.cluster.container.image is not None),
+        lambda: check_skip(config.precision),
+        lambda: node_range(config.cluster),
+        lambda: _check_fabric_variables(config.cluster.fabric),
+        lambda: preflight_actions(config.cluster),
+        lambda: check_prometheus(config.telemetry.prometheus),
+        lambda: None if config.telemetry.mlflow.uri is None else server_uri(config.telemetry.mlflow),
+        lambda: parse_save_every(config.checkpoint.every),
+        lambda: parse_recomputation(config.train.activation_checkpointing),
+        lambda: parse_activation_offload(config.train.activation_offload),
+        lambda: parse_hang_timeout(config.elastic.hang_timeout_s),
+        lambda: _check_time("time", config.cluster.time),
+        lambda: _check_time("time_min", config.cluster.time_min),
+    )
+
+
+def _check_kind(config: Config) -> None:
+    if config.strategy.data_parallel != AUTO:  # which the layout refuses unless strategy=auto has replaced it
+        find_kind(config.strategy.data_parallel)
+
+
+def _check_schedule(config: Config) -> None:
+    if config.strategy.schedule != AUTO:
+        find_schedule(config.strategy.schedule)
+
+
+def _check_betas(config: Config) -> None:
+    betas = config.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(
+            f"optim.betas is {list(betas)}, but must be two numbers, at least 0 and below 1",
+            where="optim.betas",
+            fix="optim.betas=[0.9,0.95]",
+        )
+
+
+def _check_pp_split(config: Config) -> None:
+    split = config.strategy.pp_split
+    numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
+    if not isinstance(split, str) and not numbers:
+        raise UserError(
+            f"strategy.pp_split is {split!r}, which is unknown",
+            where="strategy.pp_split",
+            fix="even, flops, measured, or the number of layers of each stage: [1,2,2]",
+        )
+
+
+def _check_time(name: str, limit: str | None) -> None:
+    if limit is not None and not TIME.fullmatch(limit):
+        raise UserError(
+            f"cluster.{name} is {limit!r}, which sbatch does not accept",
+            where=f"cluster.{name}",
+            fix=f"cluster.{name}=01:30:00, or with days 2-12:00:00",
+        )
+
+
+def _check_length(config: Config) -> None:
+    steps, epochs = config.train.steps, config.train.epochs
+    if (steps is None) == (epochs is None):
+        both = steps is not None
+        raise UserError(
+            f"train.steps is {steps} and train.epochs is {epochs}; only one may be set"
+            if both
+            else "neither train.steps nor train.epochs is set",
+            where="train.steps, train.epochs",
+            fix="train.steps=null or train.epochs=null" if both else "train.steps=N or train.epochs=N",
+        )
+
+    if epochs is not None and isinstance(config.data, StreamDataConfig):
+        raise UserError(
+            f"train.epochs is {epochs:g}, but the length of a stream is not known",
+            where="train.epochs",
+            fix="train.epochs=null train.steps=N; data.repeat=false also ends the run where the stream ends",
+        )
+    ends = isinstance(config.data, StreamDataConfig) and not config.data.repeat
+    if ends and config.data.shards > config.batch.global_size:
+        raise UserError(
+            f"data.shards is {config.data.shards}, but a global batch of a stream that ends must have an item of each "
+            f"shard, and batch.global_size is {config.batch.global_size}",
+            where="data.shards",
+            fix=f"data.shards={config.batch.global_size} or fewer, or data.repeat=true",
+        )
+
+
+def _check_tensor_parallel(config: Config, layout: Layout) -> None:
+    """Raises UserError if the model has no tensor-parallel plan, or for all sizes that the ranks do not divide."""
+    plan, tp = family_of(config.model).tensor_parallel, layout.tp
+    if tp == 1:
+        return
+    if plan is None:
+        raise UserError(
+            f"model kind {config.model.kind} has no tensor-parallel plan",
+            where="strategy.tp",
+            fix="strategy.tp=1, or model=gpt_tiny or another model that has one",
+        )
+    sizes = {f"model.{name}": getattr(config.model, name) for name in plan.divisible}
+    sizes |= sequence_lengths(config) if plan.shards_sequence else {}
+    divide = (partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items())
+    check_all(*divide, lambda: _check_words(config, tp))
+
+
+def _check_words(config: Config, tp: int) -> None:
+    """Raises UserError if a tensor-parallel rank has no words of the vocabulary: each but the last has equally many."""
+    words = getattr(config.model, "vocab_size", None)
+    if family_of(config.model).fuses_loss(config.model) and words and ceil(words / tp) * (tp - 1) >= words:
+        raise UserError(
+            f"model.vocab_size is {words}, which leaves tensor-parallel ranks without words: strategy.tp is {tp}",
+            where="model.vocab_size, strategy.tp",
+            fix="a smaller strategy.tp, or a larger vocabulary",
+        )
+
+
+def _check_stages(config: Config, layout: Layout) -> None:
+    family, pp = family_of(config.model), layout.pp
+    reason = family.why_not_stages(config.model) if pp > 1 and family.why_not_stages is not None else ""
+    if reason:
+        raise UserError(
+            reason,
+            where=f"strategy.pp={pp}, model",
+            fix="strategy=single, dp, zero1, zero2, zero3 or hsdp",
+        )
+
+
+def _check_static_graph(config: Config, layout: Layout) -> None:
+    kind, asked = layout.kind, config.strategy.data_parallel
+    if config.strategy.static_graph and not kind.static_graph:
+        instead = "" if kind.name == asked else f", which this layout uses instead of {asked}"
+        raise UserError(
+            f"strategy.static_graph does not apply to strategy.data_parallel={kind.name}{instead}",
+            where="strategy.static_graph",
+            fix=f"strategy.static_graph=false, or strategy.data_parallel={kinds_where(lambda row: row.static_graph)}",
+        )
+
+
+def _check_bucket_search(config: Config, layout: Layout) -> None:
+    kind = layout.kind
+    searches = config.strategy.bucket_cap_mb == "auto" and layout.dp_cp > 1
+    if searches and layout.pp > 1 and kind.bucket_search == "without_pipeline":
+        raise UserError(
+            f"strategy.bucket_cap_mb=auto cannot change the buckets of {kind.name} inside a pipeline schedule",
+            where="strategy.bucket_cap_mb",
+            fix=f"strategy.data_parallel={kinds_where(lambda row: row.bucket_search == 'always')}, or "
+            "strategy.bucket_cap_mb=25",
+        )
+
+
+def _check_samples(config: Config, layout: Layout) -> None:
+    short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
+    if short and config.batch.drop_last:
+        raise UserError(
+            f"data.samples is {getattr(config.data, 'samples', 0)}, less than one global batch of "
+            f"{config.batch.global_size}",
+            where="data.samples, batch.global_size",
+            fix=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
+        )
+
+
+CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
+    _check_stages,
+    check_targets,
+    check_declared_mixing,
+    check_declared_balancing,
+    _check_tensor_parallel,
+    check_context_parallel,
+    _check_static_graph,
+    _check_bucket_search,
+    _check_samples,
+    check_savers,
+    check_z_loss,
+    check_float8,
+    check_weights,
+    check_compilation,
+    lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
+)
+
+
+VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|TP|FI|OFI|UCX|SHARP|MLX5|RDMAV)_[A-Z0-9_]+")
+
+
+def _check_fabric_variables(fabric: FabricConfig) -> None:
+    """Raises UserError for a name that no communication library reads, or a value that cannot be exported."""
+    for name, value in fabric.variables.items():
+        where = f"cluster.fabric.variables.{name}"
+        if not VARIABLE.fullmatch(name):
+            raise UserError(
+                f"{name} is not a variable of NCCL, libfabric, UCX or gloo",
+                where=where,
+                fix=f"correct the name, or set any other variable by +cluster.env.{name}=VALUE",
+            )
+        if not value or not value.isprintable():
+            raise UserError(f"{name} is {value!r}", where=where, fix=f"{where}=VALUE, or remove the key")

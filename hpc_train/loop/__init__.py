@@ -1,5 +1,0 @@
-"""Runs a loop of your own in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
-
-from hpc_train.loop.context import Context
-
-__all__ = ["Context"]

@@ -1,0 +1,311 @@
+"""The allocation of this process: the nodes of its Slurm step or this machine, and the workers per node.
+
+One process per node is required, because it starts a worker per GPU itself. ``expand`` reads Slurm's short form of node
+names: ``n[1-3,07],login`` is n1, n2, n3, n07 and login.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import UserError
+from hpc_train.machine.gpus import gpus_to_use
+from hpc_train.run.exits import Exit
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The position of this process among the nodes of its job.
+
+    Attributes:
+        job_id: the scheduler's job id; None outside of a job.
+        launch_id: equal on all nodes of one start of a job, and different at the next start.
+        address: the address at which other nodes reach this one; loopback if there is only one.
+        listen_address: the address on which this node listens for the others; "" for all interfaces.
+        node_names: the names of all nodes, by node number.
+    """
+
+    nodes: int
+    node_rank: int
+    node_name: str
+    job_id: str | None
+    launch_id: str
+    address: str
+    node_names: tuple[str, ...] = ()
+    listen_address: str = ""
+
+
+def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
+    """Reads the Slurm step that this process is a task of; any other process has one node."""
+    if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
+        return _one_node(environment)
+    nodes = int(environment["SLURM_STEP_NUM_NODES"])
+    # several slurmd of a test cluster share one host name; Slurm's node name is unique
+    name = environment.get("SLURMD_NODENAME", socket.gethostname())
+    job_id = environment["SLURM_JOB_ID"]
+    parts = (job_id, environment.get("SLURM_STEP_ID", "0"), environment.get("SLURM_RESTART_COUNT", "0"))
+    return Allocation(
+        nodes=nodes,
+        node_rank=int(environment["SLURM_NODEID"]),
+        node_name=name,
+        job_id=job_id,
+        launch_id=".".join(parts),
+        address=LOOPBACK if nodes == 1 else name,
+        node_names=tuple(expand(environment.get("SLURM_STEP_NODELIST", name))),
+        listen_address=LOOPBACK if nodes == 1 else "",
+    )
+
+
+HOST = "{host}"
+
+
+def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
+    """Returns ``allocation`` with the address that ``cluster.interface`` asks for; a single node stays on loopback.
+
+    Args:
+        interface: an interface of this node, or a host name in which ``{host}`` stands for the node's name up to the
+            first dot.
+
+    Raises:
+        UserError: this node has no such interface with an IPv4 address, or the host name does not resolve.
+    """
+    if interface is None or allocation.nodes == 1:
+        return allocation
+    if HOST in interface:
+        return replace(allocation, address=_resolving(interface.replace(HOST, allocation.node_name.partition(".")[0])))
+    addresses = {
+        name: found.address
+        for name, all_found in psutil.net_if_addrs().items()
+        for found in all_found
+        if found.family is socket.AF_INET and not found.address.startswith("127.")
+    }
+    if interface not in addresses:
+        there = list(addresses)
+        raise UserError(
+            f"cluster.interface={interface}: {allocation.node_name} has no such interface with an IPv4 address, only "
+            f"{', '.join(there) or 'loopback'}",
+            where="cluster.interface",
+            fix=f"cluster.interface={there[0] if there else 'null'}, or a pattern for host names such as {HOST}-ib0",
+        )
+    return replace(allocation, address=addresses[interface])
+
+
+def _resolving(name: str) -> str:
+    try:
+        socket.gethostbyname(name)
+    except OSError as error:
+        raise UserError(
+            f"cluster.interface: the host name {name} does not resolve: {error.strerror or error}",
+            where="cluster.interface",
+            fix="cluster.interface=null, or another pattern such as {host}-ib0; `getent hosts NAME` tests a name",
+        ) from None
+    return name
+
+
+def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, str | None]:
+    """Returns ``allocation`` with the one address of this node that the others connect to, and on which it listens.
+
+    If this address is in doubt, the node listens on all interfaces, and the second value says why.
+
+    Args:
+        is_chosen: whether ``cluster.interface`` names the address. Otherwise it must be the one from which this node
+            sends to the others, because on a host with several networks its name may belong to another one.
+    """
+    if allocation.nodes == 1:
+        return allocation, None
+    own, doubt = _own_address(allocation.address)
+    if doubt is None and (not is_chosen or own.startswith(_LOOPBACK_NET)):
+        doubt = _doubt_about(own, [name for name in allocation.node_names if name != allocation.node_name])
+    return (allocation, doubt) if doubt else (replace(allocation, address=own, listen_address=own), None)
+
+
+_LOOPBACK_NET = "127."  # some systems map the name of the host itself to 127.0.1.1
+
+
+def _own_address(name: str) -> tuple[str, str | None]:
+    """Returns the IPv4 address of ``name``, and why it cannot be listened on."""
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except OSError as error:
+        return "", f"{name} does not resolve on this node: {error.strerror or error}"
+    if len(found) > 1:
+        return "", f"{name} has the addresses {', '.join(found)}"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((found[0], 0))
+        except OSError:
+            return "", f"{name} resolves to {found[0]}, which no interface of this node has"
+    return found[0], None
+
+
+def _doubt_about(own: str, others: Sequence[str]) -> str | None:
+    """Returns why ``own`` may not be the address at which ``others`` reach this node. Asks for two of them: each is
+    a query of the name service.
+    """
+    for other in {*others[:1], *others[-1:]}:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((other, _ANY_PORT))
+            except OSError as error:
+                return f"there is no route to {other}: {error.strerror or error}"
+            source = probe.getsockname()[0]
+        if source != own:
+            return f"its name belongs to {own}, but it sends to {other} from {source}"
+    return None
+
+
+_ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
+
+
+def _one_node(environment: Mapping[str, str]) -> Allocation:
+    name = socket.gethostname()
+    job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
+    return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,), LOOPBACK)
+
+
+def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:
+    """Returns the GPUs and workers of a node: one worker per GPU, or ``cpu_workers`` without GPUs.
+
+    Args:
+        visible: the number of GPUs of the node, if the job will run on another machine.
+
+    Raises:
+        UserError: more GPUs are requested than the node has. On this machine also ``UnusableGpus``: this process cannot
+            use them.
+    """
+    asked = cluster.gpus_per_node
+    if asked == 0:
+        return 0, cluster.cpu_workers
+    if asked != "auto" and (not isinstance(asked, int) or asked < 0):
+        raise UserError(
+            f"cluster.gpus_per_node must be auto or a number >= 0, got {asked!r}",
+            where="cluster.gpus_per_node",
+            fix="set cluster.gpus_per_node=auto, or the number of GPUs per node",
+        )
+    there = gpus_to_use(asked) if visible is None else visible
+    if not isinstance(asked, int):
+        return (there, there) if there else (0, cluster.cpu_workers)
+    if asked > there:
+        raise UserError(
+            f"{asked} GPUs per node are requested, but {f'{there} are' if there else 'none is'} visible here",
+            where="cluster.gpus_per_node",
+            fix=f"set cluster.gpus_per_node={there} or auto (0 trains on the CPU), or check CUDA_VISIBLE_DEVICES",
+        )
+    return asked, asked
+
+
+_ITEM = re.compile(r"(?:[^,\[]+|\[[^\]]*\])+")
+_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
+
+
+def expand(text: str) -> list[str]:
+    """Returns the node names in order, like ``scontrol show hostnames``, which is not available in a container."""
+    return [name for item in _ITEM.findall(text) for name in _names(item)]
+
+
+def _names(item: str) -> list[str]:
+    parts = [_numbers(inside) if inside else [plain] for inside, plain in _PART.findall(item)]
+    return ["".join(pieces) for pieces in itertools.product(*parts)]
+
+
+def _numbers(ranges: str) -> list[str]:
+    found = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return found
+
+
+SILENCE_S = 1.0  # lets the first task print its error before srun kills it for the failure of another
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """The error of a misplaced process, and whether this process reports it."""
+
+    error: UserError
+    first: bool
+
+
+def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
+    """Returns an error if this process is one of several on its node, started by srun or torchrun."""
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+    if tasks > nodes:
+        error = UserError(
+            f"this step has {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, but hpc_train needs one task per "
+            "node and starts the workers itself",
+            where="srun, --ntasks",
+            fix=f"use srun --ntasks={nodes} --ntasks-per-node=1",
+        )
+        return Misplaced(error, environment.get("SLURM_PROCID", "0") == "0")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if by_torchrun or {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(environment):
+        error = UserError(
+            "torchrun or a similar launcher started this process as a rank, but hpc_train starts its ranks itself",
+            where="RANK, LOCAL_RANK and WORLD_SIZE in the environment",
+            fix="run python -m hpc_train … without torchrun, on several nodes through sbatch or -m. If the variables "
+            "are left over from something else: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
+        )
+        # without torchrun's own variable they may be left over, and then there is no process of rank 0
+        return Misplaced(error, not by_torchrun or environment.get("RANK", "0") == "0")
+    return None
+
+
+def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
+    """Ends this process if it is one of several on its node; the first one reports the error.
+
+    Raises:
+        UserError: in the first process.
+        SystemExit: in the others.
+    """
+    found = misplaced(environment)
+    if found is not None:
+        _refuse(found)
+
+
+def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
+    """Ends this process if a step of several nodes was given a config, since every node would compose its own run.
+
+    Raises:
+        UserError: in the first process.
+        SystemExit: in the others.
+    """
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+    if nodes > 1:
+        error = UserError(
+            f"each of the {nodes} nodes of this step would compose a run of its own",
+            where="srun",
+            fix='run RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
+        )
+        _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
+
+
+def refuse_components(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError in a heterogeneous job, since a step runs on the nodes of its first component only."""
+    components = int(environment.get("SLURM_HET_SIZE", "1"))
+    if components > 1:
+        raise UserError(
+            f"the job is a heterogeneous job of {components} components, and a run uses the nodes of the first only",
+            where="SLURM_HET_SIZE in the environment",
+            fix="submit a job of one component, without `#SBATCH hetjob` and `:`. To train on the first component "
+            "while the others do something else: unset SLURM_HET_SIZE",
+        )
+
+
+def _refuse(found: Misplaced) -> None:
+    if found.first:
+        raise found.error
+    time.sleep(SILENCE_S)
+    raise SystemExit(Exit.REFUSED)

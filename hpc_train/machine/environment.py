@@ -1,0 +1,218 @@
+"""Environment variables of the workers, each with its reason, and node-local caches. The user's settings take
+precedence.
+
+On a cluster the home directory has a quota and is slow for the thousands of small files of compilers, so caches go to
+node-local space for the lifetime of the agent. The next agent on the node removes what a killed one has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from hpc_train.errors import UserError
+from hpc_train.machine.amd_gpus import NODES
+from hpc_train.machine.temporary import JOB_CACHES, TemporaryDirectory
+from hpc_train.users import user_cache
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable of the workers and the reason for its value."""
+
+    name: str
+    value: str
+    reason: str
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXPORTED = "HPC_TRAIN_EXPORTED"  # the digest of what a batch script has exported
+
+
+def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of ``cluster.env`` and one that tells agents that these were exported; {} without any.
+
+    Raises:
+        UserError: a name is not that of a variable.
+    """
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise UserError(
+                f"{name!r} is not the name of an environment variable",
+                where="cluster.env",
+                fix="use letters, digits and _, and no digit at the beginning",
+            )
+    digest = hashlib.sha256(repr(sorted(variables.items())).encode()).hexdigest()[:16]
+    return {**variables, _EXPORTED: digest} if variables else {}
+
+
+def export_job_environment(variables: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Exports ``cluster.env``, unless a batch script has done so: then ``cluster.setup`` may have changed it since.
+
+    Raises:
+        UserError: a name is not that of a variable, or a value contains a NUL character.
+    """
+    wanted = job_environment(variables)
+    if wanted and environment.get(_EXPORTED) != wanted[_EXPORTED]:
+        try:
+            environment.update(wanted)
+        except ValueError:
+            fix = "remove it; no variable can hold it"
+            raise UserError("a value contains a NUL character", where="cluster.env", fix=fix) from None
+
+
+def own_environment(threads: int) -> tuple[Variable, ...]:
+    """Returns the variables of this node's workers that do not depend on other nodes."""
+    return (Variable("OMP_NUM_THREADS", str(threads), "the ranks of a node share its cores"),)
+
+
+def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] = os.environ) -> list[dict[str, str]]:
+    """Sets variables that are not set yet; returns the effective values with reasons, for ``run.json``."""
+    record = []
+    for variable in variables:
+        found = environment.get(variable.name)
+        if found is None:
+            environment[variable.name] = variable.value
+            record.append(asdict(variable))
+        else:
+            reason = variable.reason if found == variable.value else "set by the user"
+            record.append({"name": variable.name, "value": found, "reason": reason})
+    return record
+
+
+def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0) -> int:
+    """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or if it is not
+    bound an equal share of this process's affinity mask.
+
+    Raises:
+        UserError: ``asked`` is neither ``auto`` nor a number of at least 1.
+    """
+    if asked == "auto":
+        return bound_cores or max(1, len(os.sched_getaffinity(0)) // local_workers)
+    if not isinstance(asked, int) or asked < 1:
+        raise UserError(
+            f"train.threads must be auto or a number >= 1, got {asked!r}",
+            where="train.threads",
+            fix="set train.threads=auto",
+        )
+    return asked
+
+
+def refuse_unknown_interface(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError if gloo would find no interface by the name that its variable has on this node."""
+    names = environment.get(GLOO_INTERFACE, "")
+    present = psutil.net_if_addrs()
+    unknown = [name for name in names.split(",") if name and name not in present]
+    if unknown:
+        raise UserError(
+            f"{GLOO_INTERFACE}={names}, but {socket.gethostname()} has no network interface {unknown[0]}",
+            where=f"{GLOO_INTERFACE} in the environment, or cluster.env",
+            fix=f"unset {GLOO_INTERFACE}, or name one of {', '.join(sorted(present))}",
+        )
+
+
+def refuse_loopback_down() -> None:
+    """Raises UserError if the loopback interface, through which the processes of a node connect, is down."""
+    loopback = psutil.net_if_stats().get("lo")
+    if loopback is not None and not loopback.isup:
+        raise UserError(
+            f"the loopback interface lo of {socket.gethostname()} is down, so its processes cannot connect",
+            where="the network of this machine, or of this container",
+            fix="ip link set lo up, as root; in a container, start it with a network",
+        )
+
+
+REASON = "node-local, to save the quota of the home directory; removed at the end of the job"
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+    "MPLCONFIGDIR": "matplotlib",
+    "WANDB_CACHE_DIR": "wandb",
+    "WANDB_DATA_DIR": "wandb-data",
+}
+# AMD's MIOpen keeps databases that need file locks, which Lustre and NFS may not have (LUMI and OLCF set the same)
+MIOPEN = {"MIOPEN_USER_DB_PATH": "miopen", "MIOPEN_CUSTOM_CACHE_DIR": "miopen"}
+HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
+OF_CACHES = frozenset({*CACHES, *MIOPEN, *HUGGING_FACE})  # read when a cache is used, not by ``import torch``
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SHARED_MEMORY = Path("/dev/shm")
+TORCH = re.compile(r"torch_(\d+)_.*")
+NCCL_SETUP_S = 600.0  # NCCL removes its files as soon as all ranks have opened them
+
+
+@contextmanager
+def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[Variable, ...]]:
+    """Yields the variables that redirect caches to a directory of this job, which is removed at the end of the block.
+
+    Yields none outside of a Slurm job: a workstation keeps its caches.
+
+    Args:
+        name: name of the job and node; agents of several test clusters may share one on one machine.
+    """
+    parent = _parent(environment) if "SLURM_JOB_ID" in environment else None
+    if parent is None:
+        yield ()
+        return
+    remove_shared_memory()
+    directory = TemporaryDirectory.make(f"{JOB_CACHES}{name}.", parent)
+    try:
+        yield _variables(directory.path, environment)
+    finally:
+        directory.remove()
+        remove_shared_memory()
+
+
+def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
+    """Removes this user's files of torch whose process is gone, and stale files of NCCL."""
+    for path in directory.glob("*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            torch = TORCH.fullmatch(path.name)
+            dead = torch is not None and not Path("/proc", torch[1]).exists()
+            old = path.name.startswith("nccl-") and time.time() - status.st_mtime > NCCL_SETUP_S
+            if status.st_uid == os.getuid() and (dead or old):
+                path.unlink()
+
+
+def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
+    chosen = CACHES | (MIOPEN if NODES.is_dir() else {})
+    # keep an existing cache: it was filled on purpose, because compute nodes often cannot download
+    if "HF_HOME" not in environment and not (user_cache().parent / "huggingface").exists():
+        chosen |= HUGGING_FACE
+    return tuple(Variable(name, str(directory / folder), REASON) for name, folder in chosen.items())
+
+
+def _parent(environment: Mapping[str, str]) -> Path | None:
+    """Returns the directory of this user and this node in node-local space; None if there is none.
+
+    Its path has the name of the node, because all nodes may share TMPDIR.
+    """
+    named = (environment.get(name) for name in ("SLURM_TMPDIR", "TMPDIR"))
+    # a variable that a job inherits from the login node may name a directory that this node does not have
+    base = next((base for base in named if base and Path(base).is_dir()), None) or tempfile.gettempdir()
+    own = Path(base) / f"hpc_train-{os.getuid()}"
+    parent = own / os.uname().nodename
+    return parent if _is_own(own) and _is_own(parent) else None
+
+
+def _is_own(directory: Path) -> bool:
+    """Creates the directory if it is missing. Tells whether this user has created it: other users can write to /tmp."""
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -1,0 +1,383 @@
+"""The GPUs that this process may use, why it cannot use allocated ones, and their memory, found without torch or CUDA.
+
+A CUDA call here would create a context and forbid forking. Training never falls back to the CPU silently: if Slurm has
+allocated GPUs, or the node has NVIDIA or AMD Instinct GPUs, a process that cannot use them reports why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode, amd_memory
+from hpc_train.machine.sysfs import read_text
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+DEVICES = Path("/dev")
+MIG_PREFIX = "MIG-"
+UUID_PREFIXES = ("GPU-", MIG_PREFIX)
+NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> int:
+    """Returns how many of the driver's GPUs CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
+    return len(visible_devices(environment, driver))
+
+
+def visible_devices(
+    environment: Mapping[str, str] = os.environ,
+    driver: Path = DRIVER,
+    devices: Path = DEVICES,
+    kfd: Path = NODES,
+    pci: Path = PCI,
+) -> tuple[str, ...]:
+    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds. AMD's GPUs are
+    named as in ROCR_VISIBLE_DEVICES.
+
+    As in CUDA, the list ends before the first device that does not exist, and a device that is listed twice hides all.
+    """
+    if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
+        return tuple(str(gpu.index) for gpu in amd.visible(environment))
+    present = _present(driver, devices)
+    if not present and not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
+        return tuple(str(gpu.index) for gpu in amd.visible(environment))  # as in ROCR_VISIBLE_DEVICES
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not present:
+        return tuple(str(index) for index in range(present))
+    parts = [part.strip() for part in chosen.split(",")]
+    by_uuid = parts[0].startswith(UUID_PREFIXES)
+    uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts)) if by_uuid else []
+    names: dict[str, str] = {}  # by device
+    for part in parts:
+        device = _with_uuid(part, uuids) if by_uuid else _with_number(part, present)
+        if device is None:
+            break
+        if device in names:
+            return ()
+        names[device] = part if by_uuid else device
+    return tuple(names.values())
+
+
+def _with_number(name: str, present: int) -> str | None:
+    """Returns the number at the start of ``name``, which is all that CUDA reads; None if there is no such device."""
+    found = re.match(r"\d+", name)
+    return str(int(found[0])) if found and int(found[0]) < present else None
+
+
+def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
+    """Returns the only UUID that begins with ``name``. None if there is none; any UUID is accepted if all are
+    unknown.
+    """
+    if not name.startswith(UUID_PREFIXES):
+        return None
+    found = [uuid for uuid in uuids if uuid.startswith(name)] if uuids else [name]
+    return found[0] if len(found) == 1 else None
+
+
+def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
+    """Returns the UUIDs of the GPUs that this process may open, and of their MIG slices; [] if they are unknown."""
+    texts = [read_text(driver / address / "information") for address in own_gpus(driver, devices)]
+    found = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
+    known = [each[1] for each in found if each is not None]  # question marks until the GPU is initialized
+    if known and len(known) == len(texts) and not with_slices:
+        return known
+    return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", print_listing())
+
+
+def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
+    """Returns the PCI addresses of the GPUs that the job's control group lets this process open, in CUDA's order.
+
+    CUDA counts only these, while ``/proc`` and ``/sys`` also show those of other jobs on the node.
+    """
+    if not driver.is_dir():
+        return ()
+    return tuple(path.name for path in sorted(driver.iterdir()) if _may_open(path, devices))
+
+
+def _may_open(gpu: Path, devices: Path) -> bool:
+    try:
+        found = re.search(r"^Device Minor:\s*(\d+)", (gpu / "information").read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    device = devices / f"nvidia{found[1]}" if found else None
+    # access() respects the control group and does not wake the GPU
+    return device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK)
+
+
+def _present(driver: Path, devices: Path) -> int:
+    """Counts the GPUs that this process may open. Some containers show an empty ``driver``."""
+    if _entries(driver):
+        return len(own_gpus(driver, devices))
+    return sum(line.startswith("GPU ") for line in print_listing().splitlines())
+
+
+def print_listing() -> str:
+    """Returns the output of ``nvidia-smi -L``; "" without the tool."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def gpu_names() -> frozenset[str]:
+    """Returns the names of the NVIDIA GPUs of this machine; empty without a driver."""
+    return frozenset(re.findall(r"^GPU \d+: (.+) \(UUID", print_listing(), re.MULTILINE))
+
+
+KEY = "cluster.gpus_per_node"
+NVIDIA = "0x10de"
+DISPLAY = "0x0300"  # PCI class of GPUs with a display output
+GPU_CLASSES = (DISPLAY, "0x0302")
+
+
+class UnusableGpus(UserError):
+    """This process cannot use the GPUs of its node. A job treats it as a fault of the node, unless all nodes report it.
+
+    Args:
+        reason: how many GPUs are expected, how many this process can use, and the cause.
+    """
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"cannot use the GPUs of this node: {reason}", where=KEY, fix=fix)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The paths at which a machine shows its GPUs. ``torch`` is the package's folder, None if not installed."""
+
+    driver: Path = DRIVER
+    devices: Path = DEVICES
+    pci: Path = Path("/sys/bus/pci/devices")
+    torch: Path | None = None
+    kfd: Path = NODES
+
+    @classmethod
+    def this(cls) -> Machine:
+        found = find_spec("torch")  # imports nothing
+        folders = (found.submodule_search_locations or []) if found is not None else []
+        return cls(torch=Path(folders[0]) if folders else None)
+
+    def nvidia_gpus(self) -> int:
+        """Returns the number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
+        that the PCI bus shows.
+        """
+        files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
+        return len(_entries(self.driver)) or files or sum(map(_is_idle_gpu, _entries(self.pci)))
+
+    def amd(self) -> AmdNode | None:
+        """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
+        if self.driver.is_dir() or self.nvidia_gpus():
+            return None
+        return AmdNode.read(self.kfd, self.pci, self.devices)
+
+    def gpus(self) -> int:
+        """Returns the number of GPUs of the machine, also those of other jobs."""
+        amd = self.amd()
+        return self.nvidia_gpus() if amd is None else amd.there
+
+    def torch_without_gpus(self) -> str | None:
+        """Returns the version of a torch that was built without CUDA, or on a machine with AMD GPUs without ROCm; None
+        for any other.
+        """
+        text = "" if self.torch is None else read_text(self.torch / "version.py")
+        platform = "cuda" if self.amd() is None else "hip"
+        if not re.search(rf"^{platform}\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
+            return None
+        version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+        return version[1] if version else "(unknown version)"
+
+
+def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None) -> int:
+    """Returns the number of GPUs to use: ``asked``; for ``auto`` those allocated by Slurm, otherwise all visible; 0:
+    the CPU.
+
+    Raises:
+        UserError: more GPUs are requested than Slurm has allocated.
+        UnusableGpus: this process cannot use that many.
+    """
+    machine = machine or Machine.this()
+    allocated = allocated_gpus(environment)
+    if isinstance(asked, int) and 0 < allocated < asked:
+        raise UserError(
+            f"{asked} GPUs per node are requested, but Slurm has allocated {allocated}",
+            where=KEY,
+            fix=f"set {KEY}={allocated}, or request more from Slurm with --gpus-per-node={asked}",
+        )
+    visible = len(visible_devices(environment, machine.driver, machine.devices, machine.kfd, machine.pci))
+    wanted, claim = _wanted(asked, allocated, visible, environment, machine)
+    build = machine.torch_without_gpus()
+    usable = 0 if build is not None else visible
+    if usable >= wanted:
+        return wanted
+    if build is not None:
+        cause, fix = _wrong_build(build, machine.amd() is not None)
+    else:
+        cause, fix = _why_not_visible(wanted, allocated, visible, environment, machine)
+    sees = f"{'sees' if build is None else 'can use'} {f'only {usable}' if usable else 'none'}"
+    raise UnusableGpus(f"{claim}, and the process {sees}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
+
+
+def _wrong_build(build: str, amd: bool) -> tuple[str, str]:
+    if not amd:
+        return f"torch {build} is built without CUDA", "install a build of torch with CUDA"
+    return (
+        f"torch {build} is built without ROCm, and the GPUs are AMD's",
+        "install a build of torch with ROCm: https://pytorch.org/get-started",
+    )
+
+
+def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """Returns how many GPUs of this node Slurm has allocated to the step of this process, or to its job; 0 without
+    any.
+    """
+    if _is_step_without_gpus(environment):
+        return _count(environment.get("SLURM_JOB_GPUS", ""))  # set on the batch host, whose environment srun passes on
+    on_node = environment.get("SLURM_GPUS_ON_NODE", "")
+    if on_node.isdigit():
+        return int(on_node)
+    return _count(environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS", ""))
+
+
+def _is_step_without_gpus(environment: Mapping[str, str]) -> bool:
+    """Returns whether Slurm gave the step none of its job's GPUs (the job has them by ``--exclusive``, srun requests
+    none).
+    """
+    return "SLURM_STEP_NUM_NODES" in environment and not environment.keys() & {"SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"}
+
+
+def _wanted(
+    asked: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+) -> tuple[int, str]:
+    """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
+    chosen, amd = environment.get("CUDA_VISIBLE_DEVICES"), machine.amd()
+    named = (None if chosen is None else _count(chosen)) if amd is None else amd.named(environment)
+    if isinstance(asked, int):
+        return asked, f"{asked} GPUs per node are requested"
+    if allocated:
+        owner = "step" if "SLURM_STEP_GPUS" in environment else "job"
+        # runs that share a job's GPUs have a subset each
+        return min(allocated, named or allocated), f"{allocated} are allocated to the {owner}"
+    if named == 0 and chosen != NO_DEVICES:
+        return 0, ""  # hidden on purpose
+    if visible:
+        return visible, f"{visible} are visible"
+    there = machine.gpus()
+    return there, f"the node has {there}"
+
+
+AVOID = "avoid the node with cluster.exclude=NODE and report it to the site's staff"
+
+
+def _why_not_visible(
+    wanted: int, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+) -> tuple[str, str]:
+    """Returns the cause and its fix."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.gpus():
+        return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
+    if allocated and _is_step_without_gpus(environment):
+        return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
+    if (amd := machine.amd()) is not None:
+        return amd.why_not_visible(environment, AVOID if allocated else None)
+    if chosen is not None and visible < _present(machine.driver, machine.devices):
+        return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
+    return _fault_of_node(wanted, allocated > 0, machine)
+
+
+def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
+    """Returns the cause and its fix if the driver or the device files are at fault."""
+    staff = AVOID
+    if not machine.driver.is_dir():
+        if not machine.nvidia_gpus():
+            return "the node has no NVIDIA GPU and no NVIDIA driver", "use nodes with NVIDIA GPUs"
+        return (
+            f"the NVIDIA driver is not loaded ({machine.driver} does not exist)",
+            staff if on_slurm else "load the driver",
+        )
+    listed, own = len(_entries(machine.driver)), len(own_gpus(machine.driver, machine.devices))
+    if own < min(listed, wanted):
+        return (
+            f"it may open {own} of the {listed} GPUs of the node",
+            staff if on_slurm else "get access to /dev/nvidia*",
+        )
+    own_fix = f"set {KEY}={listed}" if listed else "check nvidia-smi"
+    return f"the NVIDIA driver lists {listed}", staff if on_slurm else own_fix
+
+
+def _count(names: str) -> int:
+    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also state that there is none."""
+    return sum(
+        bool(name) and not name.startswith("-") and name != NO_DEVICES for name in map(str.strip, names.split(","))
+    )
+
+
+def _is_idle_gpu(device: Path) -> bool:
+    """Returns whether a PCI device is an NVIDIA GPU, but not one that drives a display by the kernel's own driver."""
+    kind = read_text(device / "class")
+    if read_text(device / "vendor") != NVIDIA or not kind.startswith(GPU_CLASSES):
+        return False
+    return not (kind.startswith(DISPLAY) and (device / "driver").resolve().name == "nouveau")
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+# GPU models with a single memory size (from the vendors' data sheets); of those with several, the usual one
+KINDS = {
+    "h200": 141e9,
+    "gh200": 96e9,
+    "gb200": 186e9,
+    "h100": 80e9,
+    "b200": 180e9,
+    "a30": 24e9,
+    "a40": 48e9,
+    "a6000": 48e9,
+    "l4": 24e9,
+    "l40": 48e9,
+    "l40s": 48e9,
+    "t4": 16e9,
+    "3090": 24e9,
+    "4090": 24e9,
+    "5090": 32e9,
+}
+_SIZE = re.compile(r"(?:\d+g\.)?(\d+)gb")  # 80gb, or 10gb of the MIG slice 1g.10gb
+_GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
+
+
+def gpu_memory(kind: str | None) -> float | None:
+    """Returns the bytes of a GPU of the GRES type ``kind``, or of this machine's smallest for None. None: unknown."""
+    return _of_kind(kind) or amd_memory(kind) if kind is not None else _of_this_machine()
+
+
+def _of_kind(kind: str) -> float | None:
+    """Returns the bytes by a short name (``h100``), or by NVML's name, which Slurm's AutoDetect=nvml gives to the type:
+    ``nvidia_h100_80gb_hbm3``.
+    """
+    words = re.split(r"[\s_-]+", kind.lower())
+    sizes = [found[1] for word in words if (found := _SIZE.fullmatch(word))]
+    if sizes and not set(words) & set(_GRACE):
+        return float(sizes[0]) * 1e9
+    if {"h100", "nvl"} <= set(words):
+        return 94e9
+    return next((KINDS[word] for word in words if word in KINDS), None)
+
+
+def _of_this_machine() -> float | None:
+    if not DRIVER.is_dir() and (amd := AmdNode.read(NODES, PCI, DEVICES)) is not None:
+        return min((gpu.memory for gpu in amd.gpus if gpu.compute and gpu.memory), default=None)
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in listed.stdout.split() if line.isdigit()]
+    return min(sizes) * 2.0**20 if sizes else None

@@ -1,0 +1,352 @@
+"""The health of AMD Instinct GPUs as the kernel driver amdgpu shows it: memory, PCIe, processes and the kernel log.
+
+Everything is read from ``/sys``, because ``rocm-smi`` hangs if the driver does. The error counters, the bad pages and
+``mem_info_vram_used`` are those of the kernel's documentation (docs.kernel.org/gpu/amdgpu, Linux 6.8), the processes
+those that ``rocm-smi --showpids`` reads. The lines of the log are those of the driver's sources (torvalds/linux and
+ROCm/amdgpu, 2026-11). Reduced clocks are not read: ``/sys`` shows them in a binary format per model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_train.machine.amd_gpus import VENDOR, AmdGpu, AmdNode, instinct_on_bus
+from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.health.gpu_health import (
+    HANGS,
+    LIMIT_S,
+    SUBJECT,
+    GpuProcess,
+    GpuState,
+    NoResponse,
+    judge_speed,
+    out_of_service,
+)
+from hpc_train.machine.health.kernel_log import SUBJECT as LOG
+from hpc_train.machine.health.kernel_log import Defect, Kind, Line, occurrences, read_kernel_log
+from hpc_train.machine.health.vendor import Paths, VendorHealth, read_in_child
+from hpc_train.machine.sysfs import read_text
+
+LINK = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
+COUNTS = "_err_count"
+BAD_PAGES = "ras/gpu_vram_bad_pages"
+GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # by GT/s
+WIDEST = 32  # lanes; the kernel shows 63 if the device does not respond, and 255 for a device without a link
+LOST = "63"
+RESET = "drain the node and reset the GPU (rocm-smi --gpureset), or reboot"
+
+Texts = Mapping[str, str]  # the content of the files of one GPU, by name
+
+
+def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
+    """Checks the Instinct GPUs of this node, in a job only the job's own, and the kernel log.
+
+    Args:
+        quick: do not read the processes.
+    """
+    found = AmdNode.read(paths.kfd / "topology/nodes", paths.pci, paths.devices)
+    if found is None:
+        return VendorHealth()
+    on_bus = instinct_on_bus(paths.pci)
+    own = [gpu for gpu in found.gpus if gpu.compute]
+    places: dict[str, list[AmdGpu]] = {}  # the partitions of a GPU have one address
+    for gpu in own:
+        places.setdefault(_device(gpu, on_bus), []).append(gpu)
+    foreign = [place for place in on_bus if place not in places] if found.managed > len(own) else []
+    texts, hangs = _read(places, paths.pci, node)
+    processes = {} if quick else read_processes(paths)
+    gpus = [
+        parse_gpu(parts[0], place, texts[place], [one for part in parts for one in processes.get(part.node, ())])
+        for place, parts in places.items()
+        if place in texts
+    ]
+    lines = read_kernel_log(paths.kmsg)
+    findings = (
+        *_missing(len(on_bus), found.managed, node),
+        *hangs,
+        *judge_amd([(gpu, texts[gpu.pci or ""]) for gpu in gpus], node),
+        *judge_amd_log(lines, node, foreign),
+    )
+    shared = 0 < len(on_bus) < found.managed
+    return VendorHealth(found.managed, shared, tuple(gpus), (), defects_in(lines or (), foreign), findings)
+
+
+def _read(places: Iterable[str], pci: Path, node: str) -> tuple[dict[str, Texts], list[Finding]]:
+    """Reads the files of the GPUs at ``places``. A driver that does not respond is a finding."""
+    try:
+        texts = read_in_child(lambda: {place: read_texts(pci / place) for place in places}, LIMIT_S)
+    except NoResponse:
+        text = f"{HANGS}: amdgpu did not respond within {LIMIT_S:g} s"
+        return {}, [Finding(SUBJECT, ERROR, text, out_of_service(node, "reboot the node"))]
+    if texts is None:
+        return {}, [Finding(SUBJECT, OK, f"{NOT_KNOWN}the files of amdgpu in {pci} cannot be read")]
+    return texts, []
+
+
+def _device(gpu: AmdGpu, on_bus: Sequence[str]) -> str:
+    """Returns the PCI address of the GPU; the driver numbers the partitions of one GPU as functions of its device."""
+    return gpu.pci if gpu.pci in on_bus else gpu.pci.partition(".")[0] + ".0"
+
+
+def _missing(plugged: int, managed: int, node: str) -> Iterator[Finding]:
+    if managed < plugged:
+        text = f"the PCI bus shows {plugged} AMD Instinct GPUs, but the driver amdgpu manages {managed or 'none'}"
+        action = "reboot the node; `dmesg` shows why amdgpu does not initialize them"
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, action))
+
+
+def read_texts(device: Path) -> dict[str, str]:
+    """Reads the files of one GPU; those of the link to the slot are named ``link/…`` and ``slot/…``.
+
+    Like the driver, it skips the bridges inside of a card, which are AMD's as well.
+    """
+    card = device.resolve()
+    inside = [card]
+    for parent in card.parents:
+        if read_text(parent / "vendor") != VENDOR:
+            break
+        inside.append(parent)
+    names = [*LINK, "mem_info_vram_used", "gpu_busy_percent", BAD_PAGES]
+    names += [f"ras/{path.name}" for path in card.glob(f"ras/*{COUNTS}")]
+    files = {name: card / name for name in names}
+    files |= {f"link/{name}": inside[-1] / name for name in LINK}
+    files |= {f"slot/{name}": inside[-1].parent / name for name in LINK}
+    return {name: text for name, path in files.items() if (text := read_text(path))}
+
+
+def read_processes(paths: Paths) -> dict[int, tuple[GpuProcess, ...]]:
+    """Returns the processes with memory on each GPU, by its number in the driver's topology."""
+    found: dict[int, tuple[GpuProcess, ...]] = {}
+    for place in (paths.kfd / "topology/nodes").glob("[0-9]*"):
+        name = f"vram_{read_text(place / 'gpu_id')}"
+        used = [(int(path.parent.name), read_text(path)) for path in paths.kfd.glob(f"proc/[0-9]*/{name}")]
+        found[int(place.name)] = tuple(
+            GpuProcess(pid, read_text(paths.proc / f"{pid}/comm") or "?", int(memory))
+            for pid, memory in sorted(used)
+            if memory.isdigit() and int(memory)
+        )
+    return found
+
+
+def parse_gpu(gpu: AmdGpu, place: str, texts: Texts, processes: Sequence[GpuProcess] = ()) -> GpuState:
+    """Returns the state of a GPU from its files. A GPU that has fallen off the bus has no values."""
+    named = GpuState(gpu.index, place, gpu.model, gpu.uuid, processes=tuple(processes))
+    if _lost(texts):
+        return named
+    counts = uncorrected(texts)
+    pages = bad_pages(texts)
+    memory = texts.get("mem_info_vram_used", "")
+    generation = _generation(texts, "link/max_link_speed")
+    return replace(
+        named,
+        rows_failed=pages["F"] > 0,
+        pages_pending=pages["P"] > 0,
+        uncorrected=None if counts is None else sum(counts.values()),
+        idle=texts.get("gpu_busy_percent", "0") == "0",
+        pcie_width=_lanes(texts, "link/current_link_width"),
+        pcie_max_width=_least(_lanes(texts, "link/max_link_width"), _lanes(texts, "slot/max_link_width")),
+        pcie_gen=_generation(texts, "link/current_link_speed"),
+        pcie_max_gen=generation,
+        pcie_best_gen=_least(generation, _generation(texts, "slot/max_link_speed")),
+        memory_used=int(memory) if memory.isdigit() else None,
+    )
+
+
+def _lost(texts: Texts) -> bool:
+    return texts.get("current_link_width") == LOST
+
+
+def _lanes(texts: Texts, name: str) -> int | None:
+    text = texts.get(name, "")
+    return int(text) if text.isdigit() and 0 < int(text) <= WIDEST else None
+
+
+def _generation(texts: Texts, name: str) -> int | None:
+    """``16.0 GT/s PCIe`` is generation 4; ``Unknown`` for a device without a link."""
+    return GENERATIONS.get(texts.get(name, "").partition(" ")[0])
+
+
+def _least(card: int | None, slot: int | None) -> int | None:
+    return min((value for value in (card, slot) if value is not None), default=None) if card else None
+
+
+def uncorrected(texts: Texts) -> dict[str, int] | None:
+    """Returns the uncorrectable errors since the driver was loaded by block, e.g. ``umc`` (memory) or ``gfx``.
+
+    None if no block shows a count: in virtual machines, or while the GPU is being reset.
+    """
+    found = {}
+    for name, text in texts.items():
+        count = re.search(r"^ue: (\d+)$", text, re.MULTILINE) if name.endswith(COUNTS) else None
+        if count is not None:
+            found[name.removeprefix("ras/").removesuffix(COUNTS)] = int(count[1])
+    return found or None
+
+
+def bad_pages(texts: Texts) -> dict[str, int]:
+    """Counts the bad pages: R reserved, so that nothing uses them; P pending; F could not be reserved."""
+    flags = re.findall(r"^0x[0-9a-f]+ : 0x[0-9a-f]+ : ([RPF])$", texts.get(BAD_PAGES, ""), re.MULTILINE)
+    return {flag: flags.count(flag) for flag in "RPF"}
+
+
+def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Finding]:
+    """Reports what is wrong with GPUs according to their files, or that nothing is."""
+    found = [finding for gpu, texts in gpus for finding in (*_memory(gpu, texts, node), *judge_speed(gpu, node))]
+    unknown = [gpu.name for gpu, texts in gpus if gpu.uncorrected is None and not _lost(texts)]
+    if unknown:
+        yield Finding(SUBJECT, OK, f"{NOT_KNOWN}amdgpu shows no error counts of {', '.join(unknown)}")
+    yield from found
+    known = [] if unknown else ["memory"]
+    known += ["PCIe links"] if all(gpu.pcie_width for gpu, _ in gpus) else []
+    if gpus and known and not found:
+        yield Finding(SUBJECT, OK, f"{len(gpus)} GPUs: in order: {', '.join(known)}")
+
+
+def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:
+    if _lost(texts):
+        text = f"{gpu.name}: it has fallen off the bus, its PCI registers cannot be read"
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, Kind.REBOOT.action))
+    blocks = {block: count for block, count in (uncorrected(texts) or {}).items() if count and gpu.uncorrected}
+    if blocks:
+        listed = ", ".join(f"{block} {count}" for block, count in sorted(blocks.items()))
+        text = f"{gpu.name}: {gpu.uncorrected} uncorrectable errors (RAS: {listed}) since the driver was loaded"
+        action = "drain and reboot the node; replace the GPU if it happens again"
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, action))
+    pages = bad_pages(texts)
+    if gpu.rows_failed:
+        text = f"{gpu.name}: {pages['F']} bad memory pages could not be reserved, so programs may still use them"
+        action = "drain and reboot the node, which reserves them; replace the GPU if they remain"
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, action))
+    if gpu.pages_pending:
+        text = f"{gpu.name}: {pages['P']} bad memory pages wait to be reserved"
+        yield Finding(SUBJECT, WARNING, text, out_of_service(node, RESET))
+
+
+@dataclass(frozen=True)
+class AmdEvent:
+    """Describes an error in the kernel log. ``pci`` is the address of the GPU; None if the line does not contain it.
+
+    Attributes:
+        lasting: it is an error of the hardware, which a successful reset does not repair.
+        count: how often it was logged; ``age`` is that of the last time in seconds.
+        reset: the driver has reset the GPU since.
+    """
+
+    pci: str | None
+    meaning: str
+    kind: Kind
+    lasting: bool
+    count: int = 1
+    age: float | None = None
+    reset: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"the GPU at {self.pci}" if self.pci else "a GPU"
+
+
+# the beginning or a characteristic part of the line, its meaning, what it requires, and whether it outlasts a reset
+_EVENTS = tuple(
+    (re.compile(pattern), meaning, kind, lasting)
+    for pattern, meaning, kind, lasting in (
+        (
+            r"\b[1-9]\d* (?:new )?uncorrectable hardware errors detected in (\w+) block",
+            "uncorrectable error in the block {}",
+            Kind.RESET,
+            True,
+        ),
+        (r"uncorrectable hardware error\((\w+)\) detected", "fatal hardware error ({})", Kind.RESET, True),
+        (
+            r"poison is consumed by client|RAS poison consumption",
+            "a program used memory with an uncorrectable error (poison)",
+            Kind.RESET,
+            True,
+        ),
+        (r"[Pp]oison is created", "an uncorrectable error was found in unused memory (poison)", Kind.HANDLED, False),
+        (
+            r"RAS records:\d+ exceed threshold|Saved bad pages \d+ reach",
+            "its memory has more bad pages than the driver's threshold",
+            Kind.REPLACE,
+            True,
+        ),
+        (r"device lost from bus|SMU: response:0xFFFFFFFF", "it has fallen off the bus", Kind.REBOOT, True),
+        (r"Fatal error during GPU init", "the driver could not initialize it", Kind.REBOOT, True),
+        (
+            r"GPU reset\(\d+\) failed|GPU reset end with ret = -|GPU Recovery Failed",
+            "its reset failed",
+            Kind.REBOOT,
+            False,
+        ),
+        (r"not done with your previous command", "its management unit (SMU) does not respond", Kind.REBOOT, False),
+        (r"ring (\S+) timeout, but soft recovered", "the ring {} hung and recovered", Kind.HANDLED, False),
+        (r"ring (\S+) timeout", "the ring {} hung", Kind.RESET, False),
+        (r"fence wait loop timeout|cp might be in an unrecoverable state", "its queues hung", Kind.RESET, False),
+        (r"GPU reset begin", "the driver has started to reset it", Kind.RESET, False),
+        (r"retry page fault", "illegal memory access (page fault)", Kind.PROGRAM, False),
+    )
+)
+_LINE = re.compile(
+    r"\bamdgpu(?: ([0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]))?: (.*)|\[drm:amdgpu_\S+ \[amdgpu\]\] \*ERROR\* (.*)"
+)
+_RESET_DONE = re.compile(r"GPU reset\(\d+\) succeeded")
+_LOADED = "amdgpu kernel modesetting enabled"
+
+
+def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
+    """Returns the errors since the driver was last loaded; repetitions are counted."""
+    found: dict[tuple[str | None, str], AmdEvent] = {}
+    for line in lines:
+        if _LOADED in line.text:
+            found.clear()
+        if (match := _LINE.search(line.text)) is None:
+            continue
+        pci, text = match[1], match[2] or match[3] or ""
+        if _RESET_DONE.search(text):
+            found = {key: replace(one, reset=one.reset or one.pci in (pci, None)) for key, one in found.items()}
+        elif (event := _event(pci, text, line.age)) is not None:
+            before = found.get((pci, event.meaning))
+            found[pci, event.meaning] = replace(event, count=1 if before is None else before.count + 1)
+    return tuple(found.values())
+
+
+def _event(pci: str | None, text: str, age: float | None) -> AmdEvent | None:
+    for pattern, meaning, kind, lasting in _EVENTS:
+        if match := pattern.search(text):
+            return AmdEvent(pci, meaning.format(*match.groups()), kind, lasting, age=age)
+    return None
+
+
+def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str] = ()) -> Iterator[Finding]:
+    """Reports the errors of amdgpu in the kernel log (None: it cannot be read) except those of ``foreign`` GPUs."""
+    if lines is None:
+        text = f"{NOT_KNOWN}this user may read neither /dev/kmsg nor the journal, so errors of amdgpu are unchecked"
+        yield Finding(LOG, OK, text)
+        return
+    events = [event for event in find_events(lines) if event.pci not in foreign]
+    for event in events:
+        text = f"{event.where}: {event.meaning}{occurrences(event.count, event.age)}"
+        if event.kind.level == OK:
+            yield Finding(LOG, OK, text)
+            continue
+        fix = out_of_service(node, event.kind.action)
+        if event.reset and not event.lasting:
+            yield Finding(LOG, WARNING, f"{text}; the driver has reset it since", fix)
+        else:
+            yield Finding(LOG, event.kind.level, text, fix)
+    if not events:
+        yield Finding(LOG, OK, "no error of amdgpu since the driver was loaded")
+
+
+def defects_in(lines: Iterable[Line], foreign: Sequence[str] = ()) -> tuple[Defect, ...]:
+    """Returns the errors of the log that prove a defect of a GPU of this job.
+
+    These are the driver's messages about uncorrectable errors, poison that a program has used, too many bad pages, and
+    a GPU that left the bus. A hang, its reset and a reset that fails may follow from an error of the program. A line
+    without an address counts only if no GPU of the node is ``foreign``.
+    """
+    events = (event for event in find_events(lines) if event.lasting and event.kind.level == ERROR)
+    own = (event for event in events if (event.pci not in foreign if event.pci else not foreign))
+    return tuple(Defect(event.pci, f"{event.where}: {event.meaning}", event.age) for event in own)

@@ -1,0 +1,395 @@
+"""The health of NVIDIA GPUs as ``nvidia-smi`` reports it: memory, clocks, PCIe, NVLink, fabric manager, processes.
+
+``read_gpus`` returns the state of each GPU as a value and never hangs: a driver that does not respond is itself a
+finding. ``judge`` turns states into findings; it knows no tool, so states may come from another source. An ``error``
+means that the node should not run jobs: as in NVIDIA's guide to GPU memory errors, AzureHPC NHC (2026-05) and Meta's
+gcm (2025-12), uncorrectable errors and a failed remapping take a node out of service.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from xml.etree import ElementTree
+
+from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.units import format_bytes
+
+LIMIT_S = 10.0
+QUERY = ("nvidia-smi", "-q", "-x")
+LINKS = ("nvidia-smi", "nvlink", "--status")
+SUBJECT = "GPU health"
+HANGS = "the driver hangs"  # the beginning of a finding
+MEMORY_LEFT = 2 << 30  # bytes that the driver itself never uses; more without a process is a leftover
+SLOWDOWNS = {  # the last part of the tag, and the reason; a power cap is normal under load
+    "hw_thermal_slowdown": "the hardware is too warm",
+    "hw_power_brake_slowdown": "the power supply requests it",
+    "sw_thermal_slowdown": "the driver finds it too warm",
+    "hw_slowdown": "the hardware requests it",
+}
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process with a compute context on a GPU. ``memory`` is in bytes."""
+
+    pid: int
+    name: str
+    memory: int = 0
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """Describes the state of one GPU. A value is None if it is unknown or the model does not have it.
+
+    Attributes:
+        uncorrected: uncorrectable ECC errors since the driver was loaded.
+        sram_exceeded: the driver recommends replacement because of errors in SRAM.
+        recovery: the action that the driver requests (``None``, ``Reset``, ``Reboot`` …), from driver 555 on.
+        slowdowns: the reasons for reduced clocks, as text.
+        pcie_best_gen: the generation that both the GPU and its slot support.
+        fabric: the registration with the fabric manager: ``Completed``, ``In Progress``, ``Not Started``.
+        fabric_fault: what the driver reports about an unhealthy NVLink fabric.
+        links: active NVLinks.
+        memory_used: bytes in use, without what the driver reserves.
+        slices: the UUIDs of its MIG slices.
+        slices_used: bytes in use of each of ``slices``.
+    """
+
+    index: int
+    pci: str | None = None
+    model: str | None = None
+    uuid: str | None = None
+    mig: bool = False
+    rows_pending: bool = False
+    rows_failed: bool = False
+    pages_pending: bool = False
+    uncorrected: int | None = None
+    sram_exceeded: bool = False
+    recovery: str | None = None
+    slowdowns: tuple[str, ...] = ()
+    idle: bool = True
+    pcie_width: int | None = None
+    pcie_max_width: int | None = None
+    pcie_gen: int | None = None
+    pcie_max_gen: int | None = None
+    pcie_best_gen: int | None = None
+    fabric: str | None = None
+    fabric_fault: str | None = None
+    links: int | None = None
+    memory_used: int | None = None
+    processes: tuple[GpuProcess, ...] = ()
+    slices: tuple[str, ...] = ()
+    slices_used: tuple[int | None, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"GPU{self.index}" + (f" ({self.pci})" if self.pci else "")
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """The GPUs that responded, and findings about reading them."""
+
+    gpus: tuple[GpuState, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+class NoResponse(Exception):
+    """Reports that a command did not end within its limit."""
+
+
+def run_limited(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
+    """Returns the exit code and the output of ``command``. A process that hangs in the kernel is left behind.
+
+    Raises:
+        NoResponse: it takes longer than ``limit_s`` seconds.
+        OSError: it cannot be started.
+    """
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        output, _ = started.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        started.kill()
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(timeout=0.2)  # subprocess.run would wait for ever for a process in uninterruptible sleep
+        raise NoResponse(f"{' '.join(command)} did not end within {limit_s:g} s") from None
+    return started.returncode, output
+
+
+def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
+    """Reads the GPUs of this node with ``nvidia-smi``; in a job's control group it shows only the job's own.
+
+    Args:
+        expected: the node has NVIDIA GPUs, so that a missing tool is worth a finding.
+    """
+    try:
+        code, output = run_limited(QUERY, limit_s)
+    except NoResponse as error:
+        fix = "reboot the node; `dmesg` shows where the driver hangs"
+        return GpuReading(findings=(Finding(SUBJECT, ERROR, f"{HANGS}: {error}", fix),))
+    except OSError:
+        missing = Finding(SUBJECT, WARNING, f"{NOT_KNOWN}nvidia-smi is not installed here", "put nvidia-smi on PATH")
+        return GpuReading(findings=(missing,) if expected else ())
+    gpus = parse_query(output)
+    findings = (_failed(code, output),) if code and (expected or gpus) else ()
+    if len(gpus) < 2 and not (gpus and gpus[0].fabric):
+        return GpuReading(gpus, findings)
+    try:
+        return GpuReading(with_links(gpus, run_limited(LINKS, limit_s)[1]), findings)
+    except (NoResponse, OSError) as error:
+        hangs = Finding(SUBJECT, ERROR, f"the state of NVLink is not known: {error}", "reboot the node")
+        return GpuReading(gpus, (*findings, hangs))
+
+
+def _failed(code: int, output: str) -> Finding:
+    """Reports an ``nvidia-smi`` that failed, e.g. because a GPU has fallen off the bus."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.lstrip().startswith("<")]
+    text = f"nvidia-smi failed with exit code {code}" + (f": {lines[0]}" if lines else "")
+    return Finding(SUBJECT, ERROR, text, "reboot the node; if it happens again, the GPU or the driver needs service")
+
+
+def parse_query(text: str) -> tuple[GpuState, ...]:
+    """Returns the GPUs in the output of ``nvidia-smi -q -x``; () if it contains no complete XML document."""
+    start, end = text.find("<nvidia_smi_log"), text.rfind("</nvidia_smi_log>")
+    if start < 0 or end < 0:
+        return ()
+    try:
+        root = ElementTree.fromstring(text[start : end + len("</nvidia_smi_log>")])
+    except ElementTree.ParseError:
+        return ()
+    return tuple(_gpu(index, element) for index, element in enumerate(root.findall("gpu")))
+
+
+def _gpu(index: int, gpu: ElementTree.Element) -> GpuState:
+    link = "pci/pci_gpu_link_info/pcie_gen"
+    generations = [_number(gpu, f"{link}/{name}") for name in ("max_device_link_gen", "max_host_link_gen")]
+    known = [generation for generation in generations if generation is not None]
+    return GpuState(
+        index=index,
+        pci=_address(gpu.get("id") or _text(gpu, "pci/pci_bus_id")),
+        model=_text(gpu, "product_name"),
+        uuid=_text(gpu, "uuid"),
+        mig=_text(gpu, "mig_mode/current_mig") == "Enabled",
+        rows_pending=_text(gpu, "remapped_rows/remapped_row_pending") == "Yes",
+        rows_failed=_text(gpu, "remapped_rows/remapped_row_failure") == "Yes",
+        pages_pending=_text(gpu, "retired_pages/pending_retirement") == "Yes",
+        uncorrected=_uncorrected(gpu),
+        sram_exceeded=_text(gpu, "ecc_errors/aggregate/sram_threshold_exceeded") == "Yes",
+        recovery=_recovery(gpu),
+        slowdowns=_slowdowns(gpu),
+        idle=any(_active(gpu, "gpu_idle")),
+        pcie_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/current_link_width"),
+        pcie_max_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/max_link_width"),
+        pcie_gen=_number(gpu, f"{link}/current_link_gen"),
+        pcie_max_gen=_number(gpu, f"{link}/max_link_gen"),
+        pcie_best_gen=min(known) if len(known) == len(generations) else None,
+        fabric=_text(gpu, "fabric/state"),
+        fabric_fault=_fabric_fault(gpu),
+        memory_used=_bytes(gpu, "fb_memory_usage/used"),
+        processes=tuple(_processes(gpu)),
+    )
+
+
+def _text(gpu: ElementTree.Element, path: str) -> str | None:
+    """Returns the text at ``path``; None if it is missing, ``N/A``, not supported or deprecated."""
+    text = (gpu.findtext(path) or "").strip()
+    unknown = not text or text.startswith(("N/A", "[N/A", "Not Supported", "Requested functionality", "Unknown", "ERR"))
+    return None if unknown else text
+
+
+def _number(gpu: ElementTree.Element, path: str) -> int | None:
+    found = re.match(r"\d+", _text(gpu, path) or "")
+    return int(found[0]) if found else None
+
+
+def _bytes(gpu: ElementTree.Element, path: str) -> int | None:
+    found = _number(gpu, path)
+    return None if found is None else found << 20  # nvidia-smi prints MiB
+
+
+def _address(text: str | None) -> str | None:
+    """Returns ``0000:01:00.0`` for ``00000000:01:00.0``, as the kernel writes it."""
+    domain, _, rest = (text or "").lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}" if rest and re.fullmatch("[0-9a-f]+", domain) else None
+
+
+def _uncorrected(gpu: ElementTree.Element) -> int | None:
+    """Sums the uncorrectable errors of all memories; old drivers call them double-bit errors."""
+    volatile = gpu.find("ecc_errors/volatile")
+    if volatile is None:
+        return None
+    paths = [one.tag for one in volatile if "uncorrectable" in one.tag] or ["double_bit/total"]
+    counts = [count for path in paths if (count := _number(volatile, path)) is not None]
+    return sum(counts) if counts else None
+
+
+def _recovery(gpu: ElementTree.Element) -> str | None:
+    action = _text(gpu, "gpu_recovery_action")
+    if action is None and _text(gpu, "gpu_reset_status/reset_required") == "Yes":
+        return "Reset"
+    return action
+
+
+def _active(gpu: ElementTree.Element, reason: str) -> Iterator[bool]:
+    """Yields whether ``reason`` reduces the clocks; older drivers call the section throttle reasons."""
+    for name in ("event", "throttle"):
+        text = _text(gpu, f"clocks_{name}_reasons/clocks_{name}_reason_{reason}")
+        if text is not None:
+            yield text == "Active"
+
+
+def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
+    found = {reason: words for reason, words in SLOWDOWNS.items() if any(_active(gpu, reason))}
+    if len(found) > 1:
+        found.pop("hw_slowdown", None)  # it only summarizes the other reasons of the hardware
+    return tuple(found.values())
+
+
+def _fabric_fault(gpu: ElementTree.Element) -> str | None:
+    status = _text(gpu, "fabric/status")
+    if _text(gpu, "fabric/state") == "Completed" and status not in (None, "Success"):
+        return f"status {status}"
+    if _text(gpu, "fabric/health/bandwidth") == "Degraded":
+        return "degraded bandwidth"
+    for name in ("route_unhealthy", "access_timeout_recovery"):
+        if _text(gpu, f"fabric/health/{name}") in ("True", "Yes"):
+            return name.replace("_", " ")
+    return None
+
+
+def _processes(gpu: ElementTree.Element) -> Iterator[GpuProcess]:
+    for element in gpu.findall("processes/process_info"):
+        pid = _number(element, "pid")
+        if pid is not None and "C" in (_text(element, "type") or ""):
+            yield GpuProcess(pid, _text(element, "process_name") or "?", _bytes(element, "used_memory") or 0)
+
+
+_HEADING = re.compile(r"^GPU (\d+): .*?(?:\(UUID: ([^)]+)\))?\s*$")
+_LINK = re.compile(r"^\s*Link \d+: (?:([\d.]+) GB/s|<inactive>)")
+
+
+def with_links(gpus: Sequence[GpuState], status: str) -> tuple[GpuState, ...]:
+    """Returns ``gpus`` with the number of active links in the output of ``nvidia-smi nvlink --status``."""
+    counts: dict[str, int] = {}
+    names: tuple[str, ...] = ()
+    for line in status.splitlines():
+        if found := _HEADING.match(line):
+            names = tuple(name for name in found.groups() if name)
+        elif found := _LINK.match(line):
+            active = bool(found[1]) and float(found[1]) > 0
+            counts |= {name: counts.get(name, 0) + active for name in names}
+        elif "all links are inactive" in line.lower():
+            counts |= dict.fromkeys(names, 0)
+    return tuple(replace(gpu, links=counts.get(gpu.uuid or "", counts.get(str(gpu.index)))) for gpu in gpus)
+
+
+def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = None) -> Iterator[Finding]:
+    """Reports what is wrong with ``gpus``, or that nothing is.
+
+    Args:
+        fabric_manager: whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown.
+    """
+    found = [finding for gpu in gpus for finding in (*_memory(gpu, node), *judge_speed(gpu, node))]
+    found += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
+    if gpus and not found:
+        links = {gpu.links for gpu in gpus if gpu.links}
+        text = f"{len(gpus)} GPUs: memory, clocks and PCIe links are in order"
+        found = [Finding(SUBJECT, OK, text + (f", {min(links)} NVLinks each" if links else ""))]
+    yield from found
+
+
+def problems(gpu: GpuState) -> tuple[str, ...]:
+    """Returns what is wrong with one GPU, a line per problem."""
+    found = (*_memory(gpu, ""), *judge_speed(gpu, ""))
+    return tuple(finding.text.removeprefix(f"{gpu.name}: ") for finding in found)
+
+
+def out_of_service(node: str, action: str) -> str:
+    """Returns the fix of a defect: what the user does now, and what the staff should do."""
+    return f"cluster.exclude={node}; for the staff: {action}"
+
+
+def _memory(gpu: GpuState, node: str) -> Iterator[Finding]:
+    reset = f"drain the node and reset the GPU (nvidia-smi -r -i {gpu.pci or gpu.index})"
+    if gpu.rows_failed:
+        text = f"{gpu.name}: memory rows could not be remapped"
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, "replace the GPU"))
+    if gpu.sram_exceeded:
+        text = f"{gpu.name}: uncorrectable errors in SRAM exceed the driver's threshold"
+        yield Finding(
+            SUBJECT, ERROR, text, out_of_service(node, "run the field diagnostics; the GPU qualifies for replacement")
+        )
+    if gpu.uncorrected:
+        text = f"{gpu.name}: {gpu.uncorrected} uncorrectable memory errors (ECC) since the driver was loaded"
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, reset))
+    if gpu.recovery not in (None, "None"):
+        action = "reboot the node" if "reboot" in (gpu.recovery or "").lower() else reset
+        yield Finding(SUBJECT, ERROR, f"{gpu.name}: the driver requests: {gpu.recovery}", out_of_service(node, action))
+    if gpu.rows_pending or gpu.pages_pending:
+        what = "memory rows wait to be remapped" if gpu.rows_pending else "memory pages wait to be retired"
+        yield Finding(SUBJECT, WARNING, f"{gpu.name}: {what}", out_of_service(node, reset))
+
+
+def judge_speed(gpu: GpuState, node: str) -> Iterator[Finding]:
+    """Reports reduced clocks, and a PCIe link with fewer lanes or a lower generation than possible."""
+    if gpu.slowdowns:
+        text = f"{gpu.name}: its clocks are reduced: {' and '.join(gpu.slowdowns)}"
+        yield Finding(SUBJECT, WARNING, text, out_of_service(node, "check cooling and power"))
+    slot = out_of_service(node, "reseat the GPU or its riser, check the BIOS settings of the slot")
+    if gpu.pcie_width and gpu.pcie_max_width and gpu.pcie_width < gpu.pcie_max_width:
+        text = f"{gpu.name}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_max_width} lanes"
+        yield Finding(SUBJECT, WARNING, text, slot)
+    best = gpu.pcie_best_gen or gpu.pcie_max_gen
+    # an idle GPU lowers the generation of its link to save power
+    now = gpu.pcie_max_gen if gpu.idle else gpu.pcie_gen
+    if best and now and now < best:
+        yield Finding(SUBJECT, WARNING, f"{gpu.name}: its PCIe link runs at generation {now} of {best}", slot)
+
+
+def _links(gpus: Sequence[GpuState], node: str) -> Iterator[Finding]:
+    """Compares the NVLinks of GPUs of one model. Links that no GPU uses are not wired; MIG disables them."""
+    for model in dict.fromkeys(gpu.model for gpu in gpus):
+        alike = [gpu for gpu in gpus if gpu.model == model and gpu.links is not None and not gpu.mig]
+        most = max((gpu.links or 0 for gpu in alike), default=0)
+        for gpu in alike:
+            if (gpu.links or 0) < most:
+                text = f"{gpu.name}: {gpu.links} NVLinks are active, other GPUs have {most}"
+                action = "drain the node, restart nvidia-fabricmanager and reset all GPUs, or reboot"
+                yield Finding(SUBJECT, ERROR, text, out_of_service(node, action))
+
+
+def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) -> Iterator[Finding]:
+    restart = out_of_service(node, "systemctl restart nvidia-fabricmanager; its version must be the driver's")
+    waiting = [gpu for gpu in gpus if gpu.fabric not in (None, "Completed") and not gpu.mig]
+    if waiting:
+        text = f"{waiting[0].name}: its registration with the fabric manager is {waiting[0].fabric!r}"
+        others = f", and that of {len(waiting) - 1} more" if len(waiting) > 1 else ""
+        yield Finding(SUBJECT, ERROR, f"{text}{others}: CUDA fails to initialize", restart)
+    elif fabric_manager is False and all(gpu.fabric is None for gpu in gpus):
+        yield Finding(SUBJECT, ERROR, "the node has NVSwitches, but nv-fabricmanager does not run", restart)
+    for gpu in gpus:
+        if gpu.fabric_fault:
+            text = f"{gpu.name}: the NVLink fabric is unhealthy: {gpu.fabric_fault}"
+            yield Finding(
+                SUBJECT, ERROR, text, out_of_service(node, "check the NVSwitches and the fabric manager's log")
+            )
+
+
+def judge_processes(gpus: Sequence[GpuState], own: frozenset[int]) -> Iterator[Finding]:
+    """Reports processes other than ``own`` and memory without a process on the GPUs."""
+    fix = "end them, or use another node; a process that survived its job needs the staff"
+    for gpu in gpus:
+        others = [process for process in gpu.processes if process.pid not in own]
+        if others:
+            shown = ", ".join(f"{one.name} (pid {one.pid}, {format_bytes(one.memory)})" for one in others[:3])
+            text = f"{gpu.name}: {len(others)} other processes use it: {shown}"
+            yield Finding(SUBJECT, WARNING, text, fix)
+        elif not gpu.processes and (gpu.memory_used or 0) > MEMORY_LEFT:
+            text = (
+                f"{gpu.name}: {format_bytes(gpu.memory_used or 0)} of its memory are in use without a visible process"
+            )
+            yield Finding(SUBJECT, WARNING, text, fix)

@@ -1,0 +1,232 @@
+"""Makes the quick health check of one node, for ``doctor --node --quiet``, a prolog or Slurm's HealthCheckProgram.
+
+It imports neither torch nor the config, and never hangs. ``check_node`` returns findings as data. A kind of device is a
+function in ``VENDORS``, which returns how many GPUs the node has, how many respond, and findings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.machine.gpus import own_gpus
+from hpc_train.machine.health.amd_health import amd_health
+from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding, worst
+from hpc_train.machine.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
+from hpc_train.machine.health.kernel_log import Defect, GpuError, find_errors, judge_log, read_kernel_log
+from hpc_train.machine.health.nvml import read_nvml
+from hpc_train.machine.health.port_health import PortState, judge_ports, read_ports
+from hpc_train.machine.health.vendor import Paths, VendorHealth
+from hpc_train.machine.sysfs import read_text
+from hpc_train.schedulers.slurm.client import show_nodes
+from hpc_train.schedulers.slurm.site import gpus_of
+
+NVIDIA, ACCELERATOR = "0x10de", "0x0302"  # PCI vendor, and the class of a GPU without a display output
+SLURM_S = 2.0
+LONGEST = 240  # characters of the line; Slurm cuts long reasons
+
+
+@dataclass(frozen=True)
+class NodeHealth:
+    """Holds the result for one node: what was found, and the states behind it."""
+
+    node: str
+    findings: tuple[Finding, ...]
+    gpus: tuple[GpuState, ...] = ()
+    errors: tuple[GpuError, ...] = ()
+    ports: tuple[PortState, ...] = ()
+    defects: tuple[Defect, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return worst(self.findings) != ERROR
+
+    @property
+    def driver_hangs(self) -> bool:
+        """Returns whether another call of the driver would hang as well."""
+        return any(finding.text.startswith(HANGS) for finding in self.findings)
+
+    def line(self) -> str:
+        """Returns the result in one line, which begins with the worst level."""
+        bad = [finding for level in (ERROR, WARNING) for finding in self.findings if finding.level == level]
+        if not bad:
+            unread = "".join(f"; {one.subject} {one.text}" for one in self.findings if one.unknown)
+            return f"ok: {len(self.gpus)} GPUs, {len(self.ports)} RDMA ports{unread}"[:LONGEST]
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        text = f"{bad[0].level}: {bad[0].subject}: {bad[0].text}"
+        return (text if len(text) + len(more) <= LONGEST else f"{text[: LONGEST - len(more) - 3]}...") + more
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns Slurm's name of this node; a health check outside of a job has only the host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Paths | None = None) -> NodeHealth:
+    """Checks the GPUs, the kernel log and the RDMA ports of this node.
+
+    Args:
+        quick: prefer NVIDIA's library to ``nvidia-smi``, which knows a little more.
+        gpus: the GPUs that the node should have; None asks Slurm for its configuration of the node.
+    """
+    paths = paths or Paths()
+    seen = [check(node, quick, paths) for check in VENDORS]
+    present = sum(vendor.present for vendor in seen)
+    ports = read_ports(paths.rdma)
+    findings = [finding for vendor in seen for finding in vendor.findings]
+    if not any(vendor.shared for vendor in seen):
+        findings += check_count(present, configured_gpus(node) if gpus is None else gpus, node)
+    findings += judge_ports(ports, node, uptime(paths.proc))
+    states = tuple(state for vendor in seen for state in vendor.gpus)
+    errors = tuple(error for vendor in seen for error in vendor.errors)
+    return NodeHealth(node, tuple(findings), states, errors, ports, _defects(seen))
+
+
+def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
+    """Checks the GPUs of this node with their processes, and the kernel log, e.g. after an error of a GPU."""
+    # NVML knows the processes, while others read them in the full check only
+    seen = [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS]
+    findings = tuple(finding for vendor in seen for finding in vendor.findings)
+    states = tuple(state for vendor in seen for state in vendor.gpus)
+    errors = tuple(error for vendor in seen for error in vendor.errors)
+    return NodeHealth(node, findings, states, errors, defects=_defects(seen))
+
+
+def _defects(seen: Sequence[VendorHealth]) -> tuple[Defect, ...]:
+    return tuple(defect for vendor in seen for defect in vendor.defects)
+
+
+def read_states() -> tuple[GpuState, ...]:
+    """Returns the GPUs of this node that respond, without the checks around them."""
+    reading = read_nvml()
+    return amd_health(node_name(), True, Paths()).gpus if reading is None else reading.gpus
+
+
+def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
+    """Checks the NVIDIA GPUs of this node and the kernel log."""
+    on_bus = _on_bus(paths.pci)
+    listed = {path.name for path in paths.driver.iterdir()} if paths.driver.is_dir() else set()
+    if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
+        return VendorHealth()
+    reading = (read_nvml() if quick else None) or read_gpus(expected=True)
+    own = own_gpus(paths.driver, paths.devices)
+    lines = read_kernel_log(paths.kmsg)
+    foreign = sorted(listed.difference(own))  # of other jobs
+    found = find_errors(lines or ())
+    errors = tuple(one for one in found if not any(place.startswith(one.pci) for place in foreign))
+    defects = tuple(one.defect for one in errors if one.defect is not None)
+    recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
+    findings = (
+        *reading.findings,
+        *_missing(on_bus, len(listed), len(own), reading, node),
+        *judge(reading.gpus, node, fabric_manager_runs(paths)),
+        *judge_log(lines, node, recovered, foreign=foreign),
+    )
+    shared = any(gpu.mig for gpu in reading.gpus)
+    present = max(len(listed), len(reading.gpus))
+    return VendorHealth(present, shared, reading.gpus, errors, defects, findings)
+
+
+VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health, amd_health)
+
+
+def _on_bus(pci: Path) -> int:
+    """Counts the GPUs without a display output, which are those of a data center."""
+    try:
+        devices = list(pci.iterdir())
+    except OSError:
+        return 0
+    return sum(
+        read_text(one / "vendor") == NVIDIA and read_text(one / "class").startswith(ACCELERATOR) for one in devices
+    )
+
+
+def _missing(on_bus: int, managed: int, own: int, reading: GpuReading, node: str) -> Iterator[Finding]:
+    """Reports GPUs that the bus shows and the driver does not manage, or that do not respond."""
+    fix = f"cluster.exclude={node}; for the staff: drain and reboot the node, check the GPU's slot and power"
+    if managed < on_bus:
+        text = f"the PCI bus shows {on_bus} NVIDIA GPUs, but the driver manages {managed or 'none'}"
+        yield Finding(SUBJECT, ERROR, text, fix)
+    elif not reading.findings and len(reading.gpus) < own:
+        yield Finding(SUBJECT, ERROR, f"only {len(reading.gpus)} of {own} GPUs respond", fix)
+
+
+def configured_gpus(node: str) -> int | None:
+    """Returns the GPUs of the node in Slurm's configuration (``Gres``); None if Slurm does not know the node."""
+    found = re.search(r"\bGres=(\S+)", show_nodes([node], SLURM_S))
+    return None if found is None or found[1] == "(null)" else sum(gpus_of(found[1]).values())
+
+
+def check_count(present: int, configured: int | None, node: str) -> Iterator[Finding]:
+    """Compares the GPUs of the node with Slurm's configuration."""
+    if configured is None:
+        return
+    if present < configured:
+        text = f"Slurm configures {configured} GPUs on this node, but {present or 'none'} can be found"
+        fix = f"cluster.exclude={node}; for the staff: drain and reboot the node"
+        yield Finding("GPU count", ERROR, text, fix)
+    elif present > configured:
+        text = f"the node has {present} GPUs, but Slurm configures {configured}"
+        yield Finding("GPU count", WARNING, text, "for the staff: complete gres.conf and Gres= of the node")
+    elif configured:
+        yield Finding("GPU count", OK, f"{present}, as Slurm configures")
+
+
+def fabric_manager_runs(paths: Paths) -> bool | None:
+    """Returns whether a node with NVSwitches runs the fabric manager; None without switches or if it cannot be seen."""
+    if not any(paths.devices.glob("nvidia-nvswitch[0-9]*")):
+        return None
+    if read_text(paths.proc / "1/comm") not in ("systemd", "init"):  # a container, or a /proc that hides processes
+        return None
+    names = (read_text(process / "comm") for process in paths.proc.glob("[0-9]*"))
+    return any(name.startswith("nv-fabricmanage") for name in names)  # the kernel keeps 15 characters
+
+
+def uptime(proc: Path = Path("/proc")) -> float:
+    """Returns the seconds since boot; 0 if unknown."""
+    words = read_text(proc / "uptime").split()
+    return float(words[0]) if words else 0.0
+
+
+def metrics(health: NodeHealth, now: float | None = None) -> str:
+    """Returns the result in the text format of Prometheus, which is valid OpenMetrics as well (only gauges)."""
+    gpus = [({"gpu": str(gpu.index), "pci": gpu.pci or ""}, gpu) for gpu in health.gpus]
+    ports = [({"device": port.device, "port": str(port.number)}, port) for port in health.ports]
+    families: dict[str, tuple[str, list[tuple[dict[str, str], float | None]]]] = {
+        "healthy": ("Whether no check found an error.", [({}, health.healthy)]),
+        "findings": (
+            "Findings by level.",
+            [({"level": name}, sum(one.level == name for one in health.findings)) for name in (OK, WARNING, ERROR)],
+        ),
+        "check_time_seconds": ("Unix time of the check.", [({}, time.time() if now is None else now)]),
+        "gpus": ("GPUs that respond.", [({}, len(health.gpus))]),
+        "gpu_uncorrectable_errors": ("Uncorrectable ECC errors.", [(one, gpu.uncorrected) for one, gpu in gpus]),
+        "gpu_rows_pending": ("Whether rows wait for remapping.", [(one, gpu.rows_pending) for one, gpu in gpus]),
+        "gpu_rows_failed": ("Whether a remapping failed.", [(one, gpu.rows_failed) for one, gpu in gpus]),
+        "gpu_slowed": ("Whether the clocks are reduced.", [(one, bool(gpu.slowdowns)) for one, gpu in gpus]),
+        "gpu_pcie_lanes": ("Lanes of the PCIe link.", [(one, gpu.pcie_width) for one, gpu in gpus]),
+        "gpu_nvlinks": ("Active NVLinks.", [(one, gpu.links) for one, gpu in gpus]),
+        "gpu_xid": (
+            "Xid errors since the driver was loaded.",
+            [({"pci": one.pci, "code": str(one.code)}, one.count) for one in health.errors if not one.switch],
+        ),
+        "port_symbol_errors": ("Symbol errors of the port.", [(one, port.symbol_errors) for one, port in ports]),
+        "port_link_recoveries": ("Recoveries of the link.", [(one, port.recoveries) for one, port in ports]),
+    }
+    lines = [line for name, (text, samples) in families.items() for line in _family(name, text, samples)]
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def _family(name: str, text: str, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[str]:
+    known = [(labels, value) for labels, value in samples if value is not None]
+    if known:
+        yield f"# HELP hpc_train_{name} {text}"
+        yield f"# TYPE hpc_train_{name} gauge"
+    for labels, value in known:
+        inner = ",".join(f'{key}="{label}"' for key, label in labels.items())
+        yield f"hpc_train_{name}{'{' + inner + '}' if inner else ''} {value + 0:.15g}"

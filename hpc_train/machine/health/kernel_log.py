@@ -1,0 +1,282 @@
+"""Xid and SXid errors of NVIDIA's driver in the kernel log, with the class and the fix of each important code.
+
+An Xid is an error of a GPU, an SXid one of an NVSwitch. The actions are those of NVIDIA's Xid catalog
+(https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, 2026-10). Most codes of the first class come from
+the user's program. ``/dev/kmsg`` is read directly, without a tool; many sites reserve it for root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.health.gpu_health import NoResponse, run_limited
+from hpc_train.units import format_duration
+
+SUBJECT = "kernel log"
+KMSG = Path("/dev/kmsg")
+JOURNAL = ("journalctl", "-k", "-b", "-o", "short-monotonic", "--no-pager", "-q")
+JOURNAL_S = 5.0
+RECORD = 8192  # bytes; the kernel's limit for one record
+CATALOG = "see the code in NVIDIA's Xid catalog"
+LOST = 79
+
+
+@dataclass(frozen=True)
+class Defect:
+    """An error in the kernel log that proves a defect of the hardware.
+
+    Attributes:
+        pci: the address of the GPU, perhaps without the function; None if the line does not contain it.
+        text: what it is.
+        age: seconds since the last time; None if unknown.
+    """
+
+    pci: str | None
+    text: str
+    age: float | None
+
+
+class Kind(Enum):
+    """Describes what an error requires: the level of its finding, and what the staff should do."""
+
+    PROGRAM = (OK, "the program caused it; the GPU is healthy")
+    HANDLED = (OK, "the driver has handled it")
+    WATCH = (WARNING, "reset the GPU at the next opportunity")
+    RESET = (ERROR, "drain the node and reset the GPU; replace the GPU if it happens again")
+    LINK = (ERROR, "drain the node, check the NVLinks (nvidia-smi nvlink -e) and reset all GPUs")
+    SWITCH = (ERROR, "drain the node, restart nvidia-fabricmanager and reset all GPUs, or reboot")
+    REBOOT = (ERROR, "drain and reboot the node; check the PCIe link, the riser and the power cables of the GPU")
+    FIRMWARE = (ERROR, "drain the node and reset the GPU; update the driver if it happens again")
+    REPLACE = (ERROR, "drain the node and replace the GPU")
+    LOOK_UP = (WARNING, CATALOG)
+
+    @property
+    def level(self) -> str:
+        return self.value[0]
+
+    @property
+    def action(self) -> str:
+        return self.value[1]
+
+
+XIDS: Mapping[int, tuple[str, Kind]] = {
+    8: ("the GPU stopped processing", Kind.PROGRAM),
+    13: ("exception in a kernel", Kind.PROGRAM),
+    31: ("illegal memory access (MMU fault)", Kind.PROGRAM),
+    32: ("invalid or corrupted push buffer", Kind.PROGRAM),
+    43: ("the program was stopped after its own fault", Kind.PROGRAM),
+    45: ("the program's work was removed after an earlier error", Kind.PROGRAM),
+    68: ("exception in the video decoder", Kind.PROGRAM),
+    69: ("graphics engine class error", Kind.PROGRAM),
+    137: ("illegal access to a peer's memory over NVLink", Kind.PROGRAM),
+    46: ("the GPU stopped processing", Kind.RESET),
+    48: ("uncorrectable memory error (double-bit ECC)", Kind.RESET),
+    54: ("the auxiliary power cable is not connected", Kind.REBOOT),
+    62: ("an internal micro-controller halted", Kind.RESET),
+    63: ("a memory row or page was marked for replacement", Kind.WATCH),
+    64: ("a memory row or page could not be replaced", Kind.RESET),
+    74: ("NVLink error", Kind.LINK),
+    LOST: ("the GPU has fallen off the bus", Kind.REBOOT),
+    92: ("many correctable memory errors", Kind.WATCH),
+    94: ("contained memory error: only its program was affected", Kind.WATCH),
+    95: ("uncontained memory error", Kind.RESET),
+    109: ("context switch timeout", Kind.RESET),
+    110: ("security fault", Kind.REBOOT),
+    119: ("the GPU's system processor (GSP) did not respond", Kind.FIRMWARE),
+    120: ("error of the GPU's system processor (GSP)", Kind.FIRMWARE),
+    121: ("corrected errors on the link to the Grace CPU", Kind.WATCH),
+    136: ("an NVLink could not be trained", Kind.LINK),
+    140: ("unrecovered memory error (ECC)", Kind.RESET),
+    143: ("the GPU could not be initialized", Kind.RESET),
+    **dict.fromkeys(range(144, 151), ("NVLink error", Kind.LINK)),
+    155: ("an NVLink went down", Kind.WATCH),
+    156: ("a resource of the GPU was retired", Kind.WATCH),
+    157: ("no spare is left for a faulty resource", Kind.WATCH),
+    158: ("fatal timeout", Kind.RESET),
+    167: ("fatal PCIe timeout", Kind.REBOOT),
+    169: ("an internal micro-controller halted", Kind.RESET),
+    171: ("uncorrectable memory error in DRAM", Kind.RESET),
+    172: ("uncorrectable memory error in SRAM", Kind.RESET),
+}
+RECOVERY = 154  # announces the action that other errors require
+NVLINK_5 = range(144, 151)  # their lines say whether they are fatal
+SXIDS = {12028: "a GPU did not respond", 19084: "heartbeat timeout of a link", 20034: "a link went down"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the kernel log, ``age`` seconds old (None: unknown)."""
+
+    text: str
+    age: float | None = None
+
+
+@dataclass(frozen=True)
+class GpuError:
+    """An Xid of the GPU, or with ``switch`` an SXid of the NVSwitch, at the PCI address ``pci``.
+
+    Attributes:
+        count: how often it was logged; ``age`` and ``text`` are those of the last time.
+    """
+
+    pci: str
+    code: int
+    text: str
+    switch: bool = False
+    count: int = 1
+    age: float | None = None
+
+    @property
+    def meaning(self) -> str:
+        if self.switch:
+            return SXIDS.get(self.code, "NVSwitch error")
+        return XIDS.get(self.code, (CATALOG, Kind.LOOK_UP))[0] if self.code != RECOVERY else self.text
+
+    @property
+    def kind(self) -> Kind:
+        if self.switch:
+            return Kind.SWITCH if self.text.lower().startswith(("fatal", "always fatal")) else Kind.LOOK_UP
+        if self.code == RECOVERY:
+            return _recovery(self.text)
+        kind = XIDS.get(self.code, ("", Kind.LOOK_UP))[1]
+        return Kind.WATCH if self.code in NVLINK_5 and re.search(r"non-?fatal", self.text, re.IGNORECASE) else kind
+
+    @property
+    def name(self) -> str:
+        return f"SXid {self.code} of the NVSwitch" if self.switch else f"Xid {self.code} of the GPU"
+
+    @property
+    def defect(self) -> Defect | None:
+        if self.kind.level != ERROR:
+            return None
+        return Defect(self.pci, f"{self.name} at {self.pci}: {self.meaning}", self.age)
+
+
+def _recovery(text: str) -> Kind:
+    """``GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)``."""
+    action = text.rpartition(" to ")[2].lower()
+    for word, kind in (("reboot", Kind.REBOOT), ("reset", Kind.RESET), ("drain", Kind.LINK)):
+        if word in action:
+            return kind
+    return Kind.PROGRAM
+
+
+def read_kernel_log(kmsg: Path = KMSG) -> tuple[Line, ...] | None:
+    """Returns the lines since boot that the kernel or the journal still holds; None if this user may read neither."""
+    try:
+        return tuple(_records(kmsg))
+    except OSError:
+        pass
+    try:
+        code, output = run_limited(JOURNAL, JOURNAL_S)
+    except (OSError, NoResponse):
+        return None
+    lines = [Line(line) for line in output.splitlines()]
+    return tuple(replace(line, age=_age(line.text)) for line in lines) if code == 0 and lines else None
+
+
+def _records(kmsg: Path) -> Iterator[Line]:
+    """Yields the records ``priority,number,microseconds,flags;text``, until the next read would block."""
+    descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        now = time.monotonic()
+        while True:
+            try:
+                record = os.read(descriptor, RECORD)
+            except BrokenPipeError:  # newer records have overwritten this one
+                continue
+            except BlockingIOError:
+                return
+            if not record:
+                return
+            head, _, text = record.decode(errors="replace").partition(";")
+            stamp = head.split(",")[2:3]
+            age = now - int(stamp[0]) / 1e6 if stamp and stamp[0].isdigit() else None
+            yield Line(text.partition("\n")[0], age)
+    finally:
+        os.close(descriptor)
+
+
+def _age(text: str) -> float | None:
+    """Returns the age of a line that begins with seconds since boot: ``[ 1234.567890] node kernel: …``."""
+    found = re.match(r"\s*\[\s*(\d+\.\d+)\]", text)
+    return None if found is None else max(0.0, time.monotonic() - float(found[1]))
+
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)(?:, )?(.*)")
+_SXID = re.compile(r"SXid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F.]+)\): (\d+), ((?:Always |Non-)?[Ff]atal\b.*)")
+_LOST = re.compile(
+    r"NVRM: GPU(?: at PCI:)? ?([0-9a-fA-F]{4,}:[0-9a-fA-F]+:[0-9a-fA-F]+)\S*: GPU has fallen off the bus"
+)
+_LOADED = "NVRM: loading NVIDIA UNIX"
+
+
+def find_errors(lines: Iterable[Line]) -> tuple[GpuError, ...]:
+    """Returns the errors since the driver was last loaded, which resets the GPUs; repetitions are counted."""
+    found: dict[tuple[str, int, bool], GpuError] = {}
+    for line in lines:
+        if _LOADED in line.text:
+            found.clear()
+        elif (error := _error(line)) is not None:
+            key = (error.pci, error.code, error.switch)
+            before = found[key].count if key in found else 0
+            found[key] = replace(error, count=before + 1)
+    return tuple(found.values())
+
+
+def _error(line: Line) -> GpuError | None:
+    if match := _XID.search(line.text):
+        return GpuError(match[1].lower(), int(match[2]), match[3].strip(), age=line.age)
+    if match := _SXID.search(line.text):
+        return GpuError(match[1].lower(), int(match[2]), match[3].strip(), switch=True, age=line.age)
+    if match := _LOST.search(line.text):
+        return GpuError(match[1].lower(), LOST, "GPU has fallen off the bus", age=line.age)
+    return None
+
+
+def judge_log(
+    lines: Sequence[Line] | None, node: str, recovered: Sequence[str] = (), foreign: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """Reports the errors in the log.
+
+    Args:
+        lines: the kernel log; None if it cannot be read.
+        recovered: PCI addresses of GPUs whose driver states that no action is necessary; their errors are history.
+        foreign: PCI addresses of GPUs that belong to other jobs; their errors are left out.
+    """
+    if lines is None:
+        yield Finding(
+            SUBJECT, OK, f"{NOT_KNOWN}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
+        )
+        return
+    errors = [one for one in find_errors(lines) if not any(address.startswith(one.pci) for address in foreign)]
+    for error in errors:
+        yield from _judge(error, node, any(address.startswith(error.pci) for address in recovered))
+    if not errors:
+        yield Finding(SUBJECT, OK, "no Xid or SXid error since the driver was loaded")
+
+
+def occurrences(count: int, age: float | None) -> str:
+    """Returns how often an error was logged, and the seconds since the last time (None: unknown), as text."""
+    times = f", {count} times" if count > 1 else ""
+    return times if age is None else f"{times}, {'last ' if count > 1 else ''}{format_duration(age)} ago"
+
+
+def _judge(error: GpuError, node: str, recovered: bool) -> Iterator[Finding]:
+    kind = error.kind
+    text = f"{error.name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
+    if kind.level == OK:
+        yield Finding(SUBJECT, OK, text)
+        return
+    fix = f"cluster.exclude={node}; for the staff: {kind.action}"
+    if recovered and kind.level == ERROR:
+        yield Finding(SUBJECT, WARNING, f"{text}; the driver requires no action now", fix)
+        return
+    yield Finding(SUBJECT, kind.level, text, fix)

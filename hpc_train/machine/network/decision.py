@@ -1,0 +1,390 @@
+"""Decides which network variables a job exports. It exports as few as possible, each with its reason.
+
+Only variables that NCCL's guide calls system configuration are set. Its debugging variables come only from a site
+profile (``conf/cluster/fabric``), never from detection, except on Slingshot, where its vendor publishes them
+(``libfabric``). Variables that are already set take precedence. Common variables that are not set are reported with a
+reason as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc_train.config.schema import FabricConfig
+from hpc_train.machine.environment import Variable
+from hpc_train.machine.network import libfabric, rccl
+from hpc_train.machine.network.facts import FLAPS, NodeFacts
+from hpc_train.machine.network.nccl_settings import Setting
+from hpc_train.machine.network.port_filter import port_filter
+from hpc_train.machine.network.rails import beyond_gpu_direct, judge_ports, match, several_node_nvlink
+from hpc_train.machine.network.versions import Version
+
+LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
+# All versions of torch read this name; torch 2.9 ignores expandable_segments under its new name (pytorch#183387).
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+GROWING_SEGMENTS = "expandable_segments:True"
+OTHER_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+GID_CHOSEN_BY_NCCL: Version = (2, 21)  # from this version on, the default -1 chooses per connection
+
+
+@dataclass(frozen=True)
+class UnsetVariable:
+    """A common variable that was not set, and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FabricJob:
+    """The job that the environment is decided for.
+
+    Attributes:
+        nccl: the version of NCCL; None if unknown.
+        profile: variables requested by the site profile, and their reasons.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    nccl: Version | None = None
+    profile: tuple[Variable, ...] = ()
+
+
+@dataclass(frozen=True)
+class FabricDecision:
+    """The exported variables, common variables that are not set, and decisions that missing facts prevented."""
+
+    fabric: str
+    variables: tuple[Variable, ...]
+    not_set: tuple[UnsetVariable, ...]
+    unknown: tuple[str, ...]
+
+
+def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]) -> FabricDecision:
+    """Decides the environment of all ranks from the facts of all nodes, because different NIC lists hang on
+    connection.
+    """
+    fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
+    own = rccl.variables(found) if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, found)
+    wanted = [*job.profile, *own, *_general(nodes, job, found)]
+    variables: dict[str, Variable] = {}
+    left: dict[str, UnsetVariable] = {}
+    for variable in rccl.read_by_rccl(wanted) if amd else wanted:
+        if (setting := found.get(variable.name)) is not None:
+            where = f"already set to {setting.value} by {setting.source}, which takes precedence"
+            left.setdefault(variable.name, UnsetVariable(variable.name, where))
+        else:
+            variables.setdefault(variable.name, variable)
+    for alone in _not_set(fabric, nodes, job):
+        if alone.name not in variables:
+            left.setdefault(alone.name, alone)
+    return FabricDecision(
+        fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job, found))
+    )
+
+
+def _fabric(nodes: Sequence[NodeFacts], job: FabricJob) -> str:
+    """Returns the network in use: ``cpu one_node efa slingshot infiniband roce ethernet unknown``."""
+    if job.gpus_per_node == 0:
+        return "cpu"
+    return "one_node" if job.nodes == 1 else _between_nodes(nodes)
+
+
+def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
+    kinds = {nic.kind for facts in nodes for nic in facts.nics}
+    interfaces = {interface.name for facts in nodes for interface in facts.interfaces}
+    layers = {verdict.port.link_layer for facts in nodes for verdict in judge_ports(facts) if verdict.usable}
+    found = {
+        "efa": "efa" in kinds,
+        "slingshot": "slingshot" in kinds or any(name.startswith("hsn") for name in interfaces),
+        "infiniband": "InfiniBand" in layers,
+        "roce": "Ethernet" in layers,
+        "unknown": any(verdict.usable is None for facts in nodes for verdict in judge_ports(facts))
+        or any(not nic.ports for facts in nodes for nic in facts.nics),  # NICs without any port information
+        "ethernet": bool(interfaces),
+    }
+    return next((name for name, there in found.items() if there), "unknown")
+
+
+def _general(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]) -> Iterator[Variable]:
+    yield from _interfaces(nodes, job)
+    yield Variable("TORCH_FR_BUFFER_SIZE", "2000", "records the last collectives of each rank, for diagnosing hangs")
+    if job.gpus_per_node:
+        yield Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "numbers GPUs as nvidia-smi does")
+        yield Variable(
+            "TORCH_NCCL_ENABLE_TIMING", "1", "records when a GPU begins a collective, which names a late GPU"
+        )
+        yield Variable("NCCL_DEBUG", "WARN", "makes NCCL report only the reason of a failure")
+        yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the flight recorder when a collective times out")
+        if not any(name in found for name in OTHER_ALLOCATOR_SETTINGS):
+            reason = (
+                "GPU memory is lost less between blocks that can grow; to share GPU tensors with processes, change it"
+            )
+            yield Variable(ALLOCATOR_SETTINGS, GROWING_SEGMENTS, reason)
+
+
+def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
+    """Sets an interface only if the automatic choice is wrong on some node and one name is right on all nodes."""
+    if job.nodes == 1:
+        yield Variable(
+            "GLOO_SOCKET_IFNAME",
+            "lo",
+            "the job has a single node, and the hostname may resolve to an interface that is down",
+        )
+        return
+    route = _route(nodes)
+    wrong = [f"{facts.automatic or 'none'} on {facts.node}" for facts in nodes if facts.automatic != route]
+    if route is None or not wrong:
+        return
+    reason = f"it leads to the rendezvous node, but the hostname resolves to {', '.join(wrong[:4])}"
+    yield Variable("GLOO_SOCKET_IFNAME", route, reason)
+    yield Variable("TP_SOCKET_IFNAME", route, reason)
+    if job.gpus_per_node:
+        yield Variable("NCCL_SOCKET_IFNAME", f"={route}", reason)
+
+
+def _route(nodes: Sequence[NodeFacts]) -> str | None:
+    """Returns the interface that leads to the other nodes, if it has the same name on all of them. The rendezvous node
+    may reach itself over loopback.
+    """
+    routes = _routes(nodes)
+    return routes.pop() if len(routes) == 1 else None
+
+
+def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
+    return {facts.route for facts in nodes if facts.route not in (None, "lo")}
+
+
+def _of_fabric(
+    fabric: str, nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]
+) -> Iterator[Variable]:
+    if fabric in ("infiniband", "roce"):
+        yield from _nic_filter(nodes)
+        yield from _retry_settings(nodes, job)
+    if fabric == "roce":
+        yield from _gid_index(nodes, job)
+    if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
+        yield from libfabric.variables(fabric, nodes, found)
+    if fabric == "ethernet" and not _has_own_sockets(nodes):
+        yield from _sockets(nodes)
+    files = {facts.topology_file for facts in nodes}
+    if job.nodes > 1 and len(files) == 1 and (file := files.pop()) is not None:
+        yield Variable("NCCL_TOPO_FILE", file, "describes the PCI tree, which this virtual machine hides")
+
+
+def _has_own_sockets(nodes: Sequence[NodeFacts]) -> bool:
+    """Returns whether NCCL has its own number of sockets and threads for the NICs of this cloud."""
+    return any(facts.site in ("aws", "gcp") for facts in nodes)
+
+
+def _nic_filter(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
+    """Filters NICs only if an active port must be excluded."""
+    out = port_filter(nodes)
+    if out.excluded:
+        yield Variable("NCCL_IB_HCA", out.value, f"excludes active ports that do not serve training: {out.reason}")
+
+
+def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
+    flapping = sorted(
+        f"{facts.node + ' ' if facts.node else ''}{verdict.nic} went down {verdict.port.link_downed} times"
+        for facts in nodes
+        for verdict in judge_ports(facts)
+        if verdict.usable and (verdict.port.link_downed or 0) >= FLAPS
+    )
+    large = job.nodes * job.gpus_per_node >= LARGE_JOB_GPUS
+    if large or flapping:
+        why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps" if large else "; ".join(flapping[:4])
+        yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet")
+
+
+def _gid_index(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
+    if job.nccl is None or job.nccl >= GID_CHOSEN_BY_NCCL:
+        return
+    indices = {verdict.port.roce_v2_gid for facts in nodes for verdict in judge_ports(facts) if verdict.usable}
+    if len(indices) == 1 and (index := indices.pop()) is not None:
+        yield Variable(
+            "NCCL_IB_GID_INDEX",
+            str(index),
+            f"selects the RoCE v2 address, which NCCL {_version_text(job.nccl)} does not find itself",
+        )
+
+
+def _sockets(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
+    if 25 <= (speed := _ethernet_gbps(nodes)) <= 100:
+        reason = f"one TCP stream does not saturate {speed:g} Gb/s Ethernet; 4 x 4 of at most 64 streams are used"
+        yield Variable("NCCL_SOCKET_NTHREADS", "4", reason)
+        yield Variable("NCCL_NSOCKS_PERTHREAD", "4", reason)
+
+
+def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[UnsetVariable]:
+    if fabric == "cpu":
+        yield UnsetVariable("NCCL_*", "there is no GPU, so all traffic uses gloo")
+        return
+    debugging = "NCCL's guide recommends it for debugging only"
+    for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"):
+        yield UnsetVariable(name, f"{debugging}; NCCL chooses by message size")
+    yield UnsetVariable("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
+    yield UnsetVariable("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
+    yield UnsetVariable("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
+    if rccl.on_amd(nodes):
+        yield from (UnsetVariable(*pair) for pair in rccl.not_set(fabric))
+    else:
+        yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
+    yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
+    if fabric == "one_node":
+        yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")
+        return
+    yield UnsetVariable("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
+    yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; {_gpu_direct(nodes)}")
+    if fabric in ("infiniband", "roce"):
+        yield UnsetVariable("NCCL_IB_HCA", "; ".join(port_filter(nodes).disputed) or "no active port must be excluded")
+        yield UnsetVariable(
+            "NCCL_IB_TIMEOUT",
+            f"the job has fewer than {LARGE_JOB_GPUS} GPUs and no flapping link, so NCCL's default is sufficient",
+        )
+        yield UnsetVariable("NCCL_IB_RETRY_CNT", "NCCL's default of 7 is the maximum of the standard")
+        yield UnsetVariable(
+            "NCCL_IB_QPS_PER_CONNECTION", f"{debugging}; a site with adaptive routing may set it in a profile"
+        )
+        yield UnsetVariable(
+            "NCCL_IB_PCI_RELAXED_ORDERING", "NCCL decides it; for virtual machines set it in a site profile"
+        )
+        yield UnsetVariable(
+            "NCCL_CROSS_NIC", "NCCL decides it; if rails are separate networks, set 0 in a site profile"
+        )
+        if _has_dual_ports(nodes):
+            reason = (
+                "NCCL merges the ports of a NIC into one device; if they are separate networks, set 0 in a site profile"
+            )
+            yield UnsetVariable("NCCL_IB_MERGE_NICS", reason)
+    if fabric == "ethernet" and _has_own_sockets(nodes):
+        yield UnsetVariable("NCCL_SOCKET_NTHREADS", "NCCL has its own values for the NICs of this cloud")
+    if fabric == "roce":
+        yield UnsetVariable("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
+        yield UnsetVariable("NCCL_IB_TC", "the traffic class cannot be detected from a host; set it in a site profile")
+    if fabric == "efa":
+        yield UnsetVariable("FI_PROVIDER", "the plugin selects efa since version 1.5")
+        yield UnsetVariable("FI_EFA_USE_DEVICE_RDMA", "libfabric enables it if the NIC supports it")
+        yield UnsetVariable("FI_EFA_FORK_SAFE", "only old kernels and libraries need it")
+        yield UnsetVariable("RDMAV_FORK_SAFE", "only old kernels and libraries need it")
+    if fabric == "slingshot":
+        reason = "it needs the Slurm option --network=disable_rdzv_get: set both if the site offers it"
+        yield UnsetVariable("FI_CXI_RDZV_PROTO", reason)
+    yield UnsetVariable("NCCL_SOCKET_IFNAME", _why_no_interface(nodes))
+    yield UnsetVariable("NCCL_MNNVL_ENABLE", _why_no_mnnvl(nodes))
+
+
+def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, found: Mapping[str, Setting]) -> Iterator[str]:
+    if job.nccl is None and fabric == "roce" and not rccl.on_amd(nodes):
+        yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
+    if fabric == "unknown":
+        yield "the network between the nodes; no active port was found"
+    if job.nodes > 1 and len(_routes(nodes)) > 1:
+        yield "one network interface for all nodes; the interfaces that lead to the other nodes have different names"
+    network = found.get("NCCL_NET") or next((own for own in job.profile if own.name == "NCCL_NET"), None)
+    if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
+        yield from libfabric.unknown(nodes, None if network is None else network.value)
+    by_google = network is not None or any(_OF_GOOGLE.match(name) for name in found)
+    if job.nodes > 1 and _needs_google_plugin(nodes) and not by_google:
+        yield (
+            "the settings of Google's NCCL plugin, without which NCCL uses TCP: source its script in cluster.setup and "
+            "select a profile: /usr/local/gib/scripts/set_nccl_env.sh and cluster/fabric=gcp_gib (A3 Ultra, A4, A4X), "
+            "/var/lib/tcpxo/lib64/nccl-env-profile.sh and cluster/fabric=gcp_tcpxo (A3 Mega)"
+        )
+    if job.nodes > 1 and any(facts.imex_channels == 0 for facts in nodes if several_node_nvlink(facts)):
+        yield f"whether NVLink connects the nodes; {_why_no_mnnvl(nodes)}"
+    if fabric in ("infiniband", "roce"):
+        yield from port_filter(nodes).disputed
+
+
+_OF_GOOGLE = re.compile(r"NCCL_(NET_PLUGIN|FASTRAK_\w+|GPUDIRECTTCPX_\w+)$")
+
+
+def _needs_google_plugin(nodes: Sequence[NodeFacts]) -> bool:
+    """Returns whether these are Google's machines of the A3, A4 or A4X series.
+
+    Source: https://docs.cloud.google.com/ai-hypercomputer/docs/nccl (NCCL/gIB v1.1.2, May 2026), and the Slurm scripts
+    of https://github.com/GoogleCloudPlatform/cluster-toolkit (A3 Mega).
+    """
+    models = [gpu.model or "" for facts in nodes if facts.site == "gcp" for gpu in facts.gpus]
+    return any(re.search(r"H[12]00|B[23]00", model) for model in models)
+
+
+def _has_dual_ports(nodes: Sequence[NodeFacts]) -> bool:
+    used = [(facts.node, verdict.nic) for facts in nodes for verdict in judge_ports(facts) if verdict.usable]
+    return len(set(used)) < len(used)
+
+
+def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
+    """Returns whether NCCL uses GPUDirect by default, according to the paths between GPUs and NICs."""
+    if any(facts.topology_file or facts.site == "aws" for facts in nodes):
+        return "NCCL reads from a topology file how close GPU and NIC are"
+    far = [matched for facts in nodes for matched in beyond_gpu_direct(facts)]
+    if far:
+        paths = sorted({str(matched.path_type) for matched in far})
+        level = "SYS" if paths == ["SYS"] else "PHB"
+        grace = "" if all(gpu.model for facts in nodes for gpu in facts.gpus) else " except on Grace"
+        return f"GPU and NIC are {'/'.join(paths)} here, where NCCL does not use GPUDirect{grace}: measure with {level}"
+    if all(matched.path_type for facts in nodes for matched in match(facts)) and any(facts.gpus for facts in nodes):
+        return "NCCL uses GPUDirect, because GPU and NIC are close"
+    return "NCCL uses GPUDirect if GPU and NIC are close; their paths are unknown"
+
+
+def _why_no_interface(nodes: Sequence[NodeFacts]) -> str:
+    if any(facts.route is None or facts.automatic is None for facts in nodes):
+        return "it is not known which interface leads to the other nodes"
+    if _route(nodes) is None and _routes(nodes):
+        return "the interfaces that lead to the other nodes have different names"
+    return "the automatic choice leads to the other nodes"
+
+
+def _why_no_mnnvl(nodes: Sequence[NodeFacts]) -> str:
+    """Returns what is known of NVLink between nodes. It needs an IMEX channel on each node, and one clique."""
+    able = [facts for facts in nodes if several_node_nvlink(facts)]
+    if not able:
+        return "NCCL uses NVLink between nodes only in systems such as GB200 NVL72"
+    without = [facts.node or "?" for facts in able if facts.imex_channels == 0]
+    if without:
+        return f"{', '.join(without[:4])} may open no /dev/nvidia-caps-imex-channels/channel*, so NCCL uses the network"
+    domains = {facts.nvlink_domain for facts in able}
+    if len(domains - {None}) > 1:
+        return f"NCCL detects NVLink between nodes; these are in {len(domains)} NVLink domains"
+    if any(facts.imex_channels is None for facts in able):
+        return "NCCL detects NVLink between nodes; whether IMEX is set up is not known"
+    return "NCCL detects NVLink between nodes, and each has an IMEX channel"
+
+
+def _ethernet_gbps(nodes: Sequence[NodeFacts]) -> float:
+    """Returns the rate of the node with the slowest interface (the one to the other nodes, if known); 0 if unknown."""
+    fastest = []
+    for facts in nodes:
+        up = [interface for interface in facts.interfaces if interface.up]
+        routed = [interface for interface in up if interface.name == facts.route]
+        fastest.append(max((interface.speed_gbps or 0.0 for interface in routed or up), default=0.0))
+    return min(fastest, default=0.0)
+
+
+def _why_no_ib_disable(fabric: str, nodes: Sequence[NodeFacts]) -> str:
+    speed = _ethernet_gbps(nodes)
+    if fabric == "ethernet" and speed:
+        return f"there is no faster network; {speed:g} Gb/s Ethernet carries at most {speed / 8:.3g} GB/s per node"
+    return "it disables the fast network, and has no effect without one"
+
+
+def _why_no_gid(nccl: Version | None) -> str:
+    if nccl is None:
+        return "the version of NCCL is unknown; since 2.21 it chooses per connection"
+    if nccl >= GID_CHOSEN_BY_NCCL:
+        return f"NCCL {_version_text(nccl)} chooses per connection"
+    return "the ports have no common RoCE v2 entry"
+
+
+def _version_text(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def site_profile(fabric: FabricConfig) -> tuple[Variable, ...]:
+    reason = f"the site profile {fabric.name}" + (f": {fabric.source}" if fabric.source else "")
+    return tuple(Variable(name, value, reason) for name, value in fabric.variables.items())

@@ -1,0 +1,321 @@
+"""Describes one node (GPUs, NICs, links, CPUs and process limits) as a frozen value that can be written as JSON.
+
+None and empty tuples mean "unknown". ``parse_cpu_list`` reads the kernel's CPU lists
+(``0-51,104``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpc_train.machine.network.nccl_settings import Setting
+
+UNLIMITED = -1  # as resource.RLIM_INFINITY
+FLAPS = 10  # link-down events since the counters were reset that count as flapping
+SHARED_MEMORY = Path("/dev/shm")
+_LINE = r"^{name}\s+(\d+|unlimited)\s+(\d+|unlimited)"
+
+
+@dataclass(frozen=True)
+class NodeLimits:
+    """Limits of a process. None: unknown; ``UNLIMITED``: no limit.
+
+    Attributes:
+        locked_memory: bytes that may be locked, as RDMA NICs require (``ulimit -l``).
+        open_files: open files per process (``ulimit -n``).
+        most_open_files: the hard limit, to which a process may raise ``open_files`` itself.
+        shared_memory: size of ``/dev/shm`` in bytes.
+    """
+
+    locked_memory: int | None = None
+    open_files: int | None = None
+    most_open_files: int | None = None
+    shared_memory: int | None = None
+
+    @property
+    def locking(self) -> str | None:
+        """Describes the limit of locked memory; None if unlimited or unknown."""
+        if self.locked_memory in (None, UNLIMITED):
+            return None
+        return f"at most {self.locked_memory} bytes may be locked (ulimit -l)"
+
+
+def read_limits(proc: Path) -> NodeLimits:
+    """Reads the limits in ``/proc/self/limits``, of this process or of the one that made the recording."""
+    try:
+        text = (proc / "self/limits").read_text(errors="replace")
+    except OSError:
+        return NodeLimits()
+    locked, files = (_soft_and_hard(text, name) for name in ("Max locked memory", "Max open files"))
+    return NodeLimits(locked[0], *files)
+
+
+def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
+    """Returns the size of ``directory`` in bytes; None if it is missing."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+def _soft_and_hard(text: str, name: str) -> tuple[int | None, int | None]:
+    found = re.search(_LINE.format(name=name), text, re.MULTILINE)
+    return (None, None) if found is None else (_limit(found[1]), _limit(found[2]))
+
+
+def _limit(word: str) -> int:
+    return UNLIMITED if word == "unlimited" else int(word)
+
+
+LIMIT = 1 << 16  # more than any kernel supports; protects against typos
+_PART = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Returns the numbers of a list in ascending order; () for an empty list.
+
+    Raises:
+        ValueError: ``text`` is not such a list.
+    """
+    numbers: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of CPUs like 0-3,8")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if not first <= last < LIMIT:
+            raise ValueError(f"{part!r} is not a range of CPUs")
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def format_cpu_list(cpus: Iterable[int]) -> str:
+    """Returns the shortest list of ``cpus``: 0, 1, 2, 5 is ``0-2,5``."""
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs(cpus))
+
+
+def runs(cpus: Iterable[int]) -> list[list[int]]:
+    """Returns ``cpus`` in ascending order, split into runs of consecutive numbers."""
+    found: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if found and found[-1][-1] == cpu - 1:
+            found[-1].append(cpu)
+        else:
+            found.append([cpu])
+    return found
+
+
+XGMI = "XGMI"  # AMD's Infinity Fabric between GPUs
+# path types between two devices, nearest first: NVLink, then nvidia-smi's names for PCI paths
+LINKS = ("NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, numbered as by nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; AMD's as in ROCR_VISIBLE_DEVICES.
+
+    Attributes:
+        cpus: the CPUs near it.
+        numa_nodes: the NUMA nodes of those CPUs; several if a socket is split.
+        slices: the UUIDs of its MIG slices.
+        problems: problems of the GPU as text.
+    """
+
+    index: int
+    pci: str | None = None
+    model: str | None = None
+    uuid: str | None = None
+    numa_nodes: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
+    slices: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"GPU{self.index}"
+
+    @property
+    def amd(self) -> bool:
+        return (self.model or "").startswith("AMD")
+
+
+@dataclass(frozen=True)
+class Port:
+    """Describes one port of an RDMA device.
+
+    Attributes:
+        state: ``ACTIVE``, ``DOWN``, ``INIT``, ``ARMED`` …
+        physical_state: ``LINKUP``, ``POLLING``, ``DISABLED`` …
+        link_layer: ``InfiniBand``, ``Ethernet`` or ``Unspecified``.
+        rate_gbps: the negotiated rate of the link in Gb/s.
+        link_downed: how often the link went down since the counters were reset; 255 may stand for more.
+        roce_v2_gid: the index of a routable RoCE v2 address.
+    """
+
+    number: int
+    state: str | None = None
+    physical_state: str | None = None
+    link_layer: str | None = None
+    rate_gbps: float | None = None
+    link_downed: int | None = None
+    roce_v2_gid: int | None = None
+
+    @property
+    def active(self) -> bool | None:
+        """Returns whether the port can carry data; None if unknown."""
+        if self.state is None:
+            return None
+        return self.state == "ACTIVE" and self.physical_state in (None, "LINKUP", "ACTIVE")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A NIC that supports RDMA.
+
+    Attributes:
+        name: e.g. ``mlx5_0``; ``NIC0`` if only a matrix without a legend names it.
+        kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None if the name does not show it.
+        model: the type that the NIC reports, e.g. ``MT4129``.
+        interfaces: its network interfaces.
+    """
+
+    name: str
+    kind: str | None = None
+    model: str | None = None
+    pci: str | None = None
+    numa_node: int | None = None
+    interfaces: tuple[str, ...] = ()
+    ports: tuple[Port, ...] = ()
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Describes a network interface. ``speed_gbps`` is None if the driver does not report it."""
+
+    name: str
+    up: bool
+    speed_gbps: float | None = None
+    default_route: bool = False
+
+
+@dataclass(frozen=True)
+class GpuLink:
+    """The path type between two devices: ``NV4`` (four NVLinks), ``XGMI``, or one of nvidia-smi's names, ``PIX`` …
+    ``SYS``.
+    """
+
+    a: str
+    b: str
+    path_type: str
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """The facts of one node.
+
+    Attributes:
+        cores: the logical CPUs of each physical core; empty if unknown.
+        allowed: CPUs that this process may use; empty if unknown.
+        site: the cloud that the firmware names: ``azure``, ``aws``, ``gcp``, ``oci``.
+        unknown: facts that are missing or contradictory, as text.
+        numa: the CPUs of each NUMA node that has CPUs.
+        allocated_cpus: CPUs that Slurm allocated to the job on this node; None outside of a job.
+        visible: the GPUs of the job as CUDA_VISIBLE_DEVICES names them, in the order of local rank.
+        route: the network interface that leads to the rendezvous node.
+        automatic: the interface that gloo selects itself: the one with the address of the hostname.
+        topology_file: NCCL's topology file in the image of a virtual machine.
+        versions: versions that must be equal on all nodes, by name.
+        settings: communication settings of the user and the administrator on this node.
+        limits: limits of a process.
+        gpu_direct: the kernel module with which NICs read GPU memory, ``DMA-BUF``, or ``none``.
+        net_plugin: the path of NCCL's network plugin; "" if it was searched and not found.
+        imex_channels: device files with which GPUs of several nodes share memory over NVLink; None without the driver's
+            support.
+        nvlink_domain: the NVLink domain between nodes and the clique in it, ``UUID.CLIQUE``.
+    """
+
+    node: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    links: tuple[GpuLink, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] = ()
+    site: str | None = None
+    unknown: tuple[str, ...] = ()
+    numa: tuple[tuple[int, ...], ...] = ()
+    allocated_cpus: int | None = None
+    visible: tuple[str, ...] = ()
+    route: str | None = None
+    automatic: str | None = None
+    topology_file: str | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+    settings: tuple[Setting, ...] = ()
+    limits: NodeLimits = field(default_factory=NodeLimits)
+    gpu_direct: str | None = None
+    net_plugin: str | None = None
+    imex_channels: int | None = None
+    nvlink_domain: str | None = None
+
+    def link(self, a: str, b: str) -> str | None:
+        """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
+        return self._path_types.get(frozenset((a, b)))
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Holds what ``machines.once_per_machine`` has computed; nodes of the same machine share it."""
+        return {}
+
+    @cached_property
+    def _path_types(self) -> dict[frozenset[str], str]:
+        return {frozenset((link.a, link.b)): link.path_type for link in reversed(self.links)}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> NodeFacts:
+        return cls(
+            gpus=tuple(Gpu(**_tuples(gpu)) for gpu in value["gpus"]),
+            nics=tuple(
+                Nic(**_tuples(nic) | {"ports": tuple(Port(**p) for p in nic["ports"])}) for nic in value["nics"]
+            ),
+            interfaces=tuple(Interface(**interface) for interface in value["interfaces"]),
+            links=tuple(GpuLink(**link) for link in value["links"]),
+            cores=_nested(value["cores"]),
+            numa=_nested(value["numa"]),
+            versions=_nested(value["versions"]),
+            settings=tuple(Setting(**setting) for setting in value["settings"]),
+            limits=NodeLimits(**value.get("limits", {})),
+            allowed=tuple(value["allowed"]),
+            visible=tuple(value["visible"]),
+            unknown=tuple(value["unknown"]),
+            **{name: value.get(name) for name in _PLAIN},
+        )
+
+
+_PLAIN = (
+    *("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct"),
+    *("net_plugin", "imex_channels", "nvlink_domain"),
+)
+
+
+def distance(path_type: str) -> int:
+    """Returns 0 for NVLink and XGMI, rising with the path type in the order of ``LINKS``."""
+    return 0 if path_type.startswith("NV") or path_type == XGMI else LINKS.index(path_type)
+
+
+def _nested(value: Any) -> tuple[Any, ...]:
+    return tuple(tuple(item) for item in value)
+
+
+def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}

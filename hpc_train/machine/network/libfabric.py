@@ -1,0 +1,113 @@
+"""The networks that NCCL reaches only through libfabric: AWS EFA and HPE Slingshot.
+
+NCCL needs the plugin aws-ofi-nccl for them, and without it silently falls back to TCP, which is many times slower.
+``NCCL_NET`` guards against that: NCCL then refuses to start without the plugin. The variables of Slingshot are those
+that its vendor and its sites publish:
+
+- HPE: https://github.com/HewlettPackard/shs-ccl-docs/blob/main/ccl_env.sh (May 2026)
+- CSCS (Alps): https://docs.cscs.ch/software/communication/nccl (2026)
+- Isambard-AI: https://docs.isambard.ac.uk/user-documentation/guides/nccl (2026)
+- Sigma2 (Olivia): https://documentation.sigma2.no/hpc_machines/olivia/nccl.html (May 2026)
+- ALCF (Polaris): https://docs.alcf.anl.gov/polaris/applications-and-libraries/libraries/nccl (October 2024)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hpc_train.machine.environment import Variable
+from hpc_train.machine.network.facts import NodeFacts
+from hpc_train.machine.network.nccl_settings import Setting
+
+# the name that all versions of the plugin accept; versions after 1.11 also accept Libfabric and OFI
+PLUGIN_NAME = "AWS Libfabric"
+FABRICS = ("efa", "slingshot")
+_LIBRARY = "lib*ccl-net*.so*"  # also librccl-net.so
+_FOLDERS = ("opt/amazon/ofi-nccl/lib", "opt/amazon/ofi-nccl/lib64", "opt/aws-ofi-nccl/lib", "usr/lib", "usr/lib64")
+_FOLDERS_PER_MACHINE = ("opt/amazon/ofi-nccl/lib/*-linux-gnu", "usr/lib/*-linux-gnu")
+
+_EAGER = (
+    "disables eager messages, which arrive corrupted on Grace-Hopper and make NCCL hang elsewhere (HPE's shs-ccl-docs "
+    "pull request 21, April 2026; nccl issue 2001; CSCS)"
+)
+SLINGSHOT = (
+    Variable(
+        "FI_MR_CACHE_MONITOR", "userfaultfd", "the default monitor deadlocks with NCCL on Slingshot (HPE, CSCS, ALCF)"
+    ),
+    Variable(
+        "FI_CXI_DISABLE_HOST_REGISTER", "1", "registering host memory with CUDA deadlocks with NCCL (HPE, CSCS, ALCF)"
+    ),
+    Variable(
+        "FI_CXI_DEFAULT_CQ_SIZE", "131072", "the default completion queue overflows in large jobs (HPE, CSCS, ALCF)"
+    ),
+    Variable("FI_CXI_DEFAULT_TX_SIZE", "2048", "the default transmit queue is too short for large jobs (HPE, Sigma2)"),
+    Variable(
+        "FI_CXI_RX_MATCH_MODE", "hybrid", "matches messages in software when the NIC has no more entries (HPE, Sigma2)"
+    ),
+    Variable("FI_CXI_RDZV_EAGER_SIZE", "0", _EAGER),
+    Variable("FI_CXI_RDZV_GET_MIN", "0", _EAGER),
+    Variable("FI_CXI_RDZV_THRESHOLD", "0", _EAGER),
+    Variable(
+        "NCCL_NET_GDR_LEVEL",
+        "PHB",
+        "Slingshot's NICs are attached to the CPU, where NCCL does not use GPUDirect by default (HPE, CSCS, ALCF)",
+    ),
+    Variable("NCCL_CROSS_NIC", "1", "Slingshot connects every NIC to every other, unlike rails (HPE, CSCS, ALCF)"),
+    Variable("NCCL_SOCKET_IFNAME", "hsn", "selects the high-speed interfaces instead of the management network"),
+)
+_NO_LL128 = Variable(
+    "NCCL_PROTO", "^LL128", "this protocol corrupts data on Grace-Hopper over Slingshot (nccl issue 2001; CSCS sets it)"
+)
+
+
+def variables(fabric: str, nodes: Sequence[NodeFacts], found: Mapping[str, Setting]) -> Iterator[Variable]:
+    """Yields the variables of a job over libfabric.
+
+    Args:
+        fabric: one of ``FABRICS``.
+        found: variables that are already set, by name.
+    """
+    if "NCCL_NET_PLUGIN" not in found:  # NCCL prefers it to NCCL_NET, and the user selected another plugin
+        yield Variable(
+            "NCCL_NET",
+            PLUGIN_NAME,
+            "makes NCCL fail without the plugin aws-ofi-nccl instead of silently using TCP; NCCL_NET=Socket allows TCP",
+        )
+    if fabric == "slingshot":
+        yield from SLINGSHOT
+        if any("GH200" in (gpu.model or "") for facts in nodes for gpu in facts.gpus):
+            yield _NO_LL128
+
+
+def unknown(nodes: Sequence[NodeFacts], network: str | None) -> Iterator[str]:
+    """Yields a line if the plugin was not found on a node. NCCL may know a folder that was not searched.
+
+    Args:
+        network: the value of NCCL_NET that the user or the site profile has set.
+    """
+    if network is not None and network.lower() in ("socket", "ib"):
+        return
+    if any(facts.net_plugin is None for facts in nodes):
+        yield "whether NCCL finds the plugin aws-ofi-nccl; without it NCCL refuses to start"
+    without = [facts.node or "?" for facts in nodes if facts.net_plugin == ""]
+    if without:
+        names = ", ".join(without[:4]) + (f" and {len(without) - 4} more" if len(without) > 4 else "")
+        yield (
+            f"whether NCCL finds the plugin aws-ofi-nccl on {names}: {_LIBRARY} is in no folder of LD_LIBRARY_PATH; "
+            "load the site's module in cluster.setup"
+        )
+
+
+def find_plugin(environment: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Returns the path of a network plugin of NCCL; "" if the folders that the loader searches have none."""
+    searched = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    searched += [root / folder for folder in _FOLDERS]
+    searched += [path for pattern in _FOLDERS_PER_MACHINE for path in sorted(root.glob(pattern))]
+    for folder in searched:
+        try:
+            if library := min(folder.glob(_LIBRARY), default=None):
+                return str(library)
+        except OSError:
+            continue
+    return ""

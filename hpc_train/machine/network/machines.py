@@ -1,0 +1,117 @@
+"""Groups the nodes of a job by machine: most nodes differ only in names and counters.
+
+A decision over thousands of nodes takes each distinct machine once. Of each node only its own facts are kept: its name,
+the UUIDs of its GPUs, the names of its visible devices, and how often its links went down.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from hpc_train.machine.network.facts import FLAPS, Gpu, Nic, NodeFacts, Port
+
+Result = TypeVar("Result")
+
+
+def once_per_machine(function: Callable[[NodeFacts], Result]) -> Callable[[NodeFacts], Result]:
+    """Computes ``function`` once for all nodes of a machine, so its result must not depend on a node's own facts."""
+
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def known(facts: NodeFacts) -> Result:
+        if name not in facts.results:
+            facts.results[name] = function(facts)
+        result: Result = facts.results[name]
+        return result
+
+    return known
+
+
+def by_machine(nodes: Iterable[NodeFacts]) -> list[list[NodeFacts]]:
+    """Returns the nodes of each machine; nodes that were not added to the same ``Machines`` count as different."""
+    found: dict[int, list[NodeFacts]] = {}
+    for facts in nodes:
+        found.setdefault(id(facts.results), []).append(facts)
+    return list(found.values())
+
+
+@dataclass
+class Machines:
+    """The distinct machines among the nodes that were added."""
+
+    _first: dict[NodeFacts, NodeFacts] = field(default_factory=dict)  # hardware -> first node
+
+    def add(self, facts: NodeFacts) -> NodeFacts:
+        """Returns equal facts that share memory and results with the first node of the same machine."""
+        first = self._first.setdefault(_hardware(facts), facts)
+        return facts if first is facts else with_own_facts(first, facts.node, own_facts(facts, first))
+
+
+def _hardware(facts: NodeFacts) -> NodeFacts:
+    """Returns the facts without the node's own ones; equal for nodes of the same machine."""
+    names = {gpu.uuid: f"GPU-{gpu.index:04d}" for gpu in facts.gpus}
+    names |= {own: f"MIG-{gpu.index:04d}-{i:04d}" for gpu in facts.gpus for i, own in enumerate(gpu.slices)}
+    gpus = (
+        replace(gpu, uuid=gpu.uuid and names[gpu.uuid], slices=tuple(names[own] for own in gpu.slices))
+        for gpu in facts.gpus
+    )
+    return replace(
+        facts,
+        node=None,
+        gpus=tuple(gpus),
+        nics=tuple(_with_ports(nic, _without_few_flaps) for nic in facts.nics),
+        visible=tuple(names.get(name, name) for name in facts.visible),
+    )
+
+
+def _without_few_flaps(port: Port) -> Port:
+    """Removes a number of link-down events that no decision depends on."""
+    return replace(port, link_downed=0) if 0 < (port.link_downed or 0) < FLAPS else port
+
+
+def _with_ports(nic: Nic, change: Callable[[Port], Port]) -> Nic:
+    ports = tuple(map(change, nic.ports))
+    return nic if ports == nic.ports else replace(nic, ports=ports)
+
+
+def own_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
+    """Returns as JSON what a node does not share with ``machine``, another node of the same machine: the ``uuids`` of
+    its GPUs, ``link_downed`` by port, and the names of ``visible`` devices and ``slices`` if they differ.
+    """
+    downs = {f"{nic.name}:{port.number}": port.link_downed for nic in facts.nics for port in nic.ports}
+    own: dict[str, Any] = {
+        "uuids": [gpu.uuid for gpu in facts.gpus],
+        "link_downed": {name: count for name, count in downs.items() if count},
+    }
+    slices, others = ([list(gpu.slices) for gpu in each.gpus] for each in (facts, machine))
+    own |= {} if slices == others else {"slices": slices}
+    return own | ({} if facts.visible == machine.visible else {"visible": list(facts.visible)})
+
+
+def with_own_facts(machine: NodeFacts, name: str | None, own: dict[str, Any]) -> NodeFacts:
+    """Returns the facts of the node ``name`` of the same ``machine``, with which it shares results."""
+
+    def gpu(one: Gpu, uuid: str | None, slices: Sequence[str]) -> Gpu:
+        return replace(one, uuid=uuid, slices=tuple(slices))
+
+    def nic(one: Nic) -> Nic:
+        return _with_ports(one, lambda port: _with_downs(port, own["link_downed"].get(f"{one.name}:{port.number}", 0)))
+
+    slices = own.get("slices", [one.slices for one in machine.gpus])
+    facts = replace(
+        machine,
+        node=name,
+        gpus=tuple(map(gpu, machine.gpus, own["uuids"], slices)),
+        nics=tuple(map(nic, machine.nics)),
+        visible=tuple(own.get("visible", machine.visible)),
+    )
+    facts.__dict__["results"] = machine.results
+    return facts
+
+
+def _with_downs(port: Port, count: int) -> Port:
+    return port if port.link_downed in (None, count) else replace(port, link_downed=count)

@@ -1,0 +1,283 @@
+"""Parses the output of ``nvidia-smi topo -m`` (the topology matrix), ``nvidia-smi -L`` (MIG slices) and of the query of
+the NVLink domain.
+
+The matrix comes with tabs or spaces, color codes, blank cells (a cgroup hides the CPUs), duplicate columns, NICs by
+name or as NICn with a legend, and truncated. Ambiguous parts are dropped and listed in ``unknown``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_train.machine.network.facts import Gpu, GpuLink, Nic, NodeFacts, parse_cpu_list
+from hpc_train.machine.network.rdma import kind_of
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LABEL = re.compile(r"^\s*(?:#\s+|\d+:\s)")  # a comment sign, or the label of srun --label
+_GPU_NAME = re.compile(r"GPU(\d+)")
+_NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|(?!mlx\d$)[a-z]\w*\d\w*")  # any name with a number is a NIC
+_LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC")
+_PEER_STATUS = {"OK", "CNS", "GNS", "TNS", "NS", "DR"}
+_LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$")
+_SIDE_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
+_NEAR = 4  # characters by which a cell may be offset from its heading
+
+
+@dataclass(frozen=True)
+class _Header:
+    devices: tuple[str, ...]
+    cpu_column: int  # column of the heading "CPU Affinity", -1 without it
+    side: tuple[str, ...]  # the _SIDE_COLUMNS that are present
+    cut: str  # the rest of a truncated name at the end
+
+
+@dataclass(frozen=True)
+class _Row:
+    device: str
+    path_types: tuple[str, ...]
+    side: tuple[str, ...]  # the cells under the headings of _SIDE_COLUMNS, possibly blank
+
+
+def parse_matrix(text: str) -> NodeFacts:
+    """Returns the GPUs, NICs and links that ``nvidia-smi topo -m`` shows; never raises on malformed text."""
+    lines = _unwrapped([_LABEL.sub("", _COLOR.sub("", line.rstrip("\r"))) for line in text.splitlines()])
+    if lines is None:
+        return NodeFacts(unknown=("the matrix: its lines are wrapped; write it to a file, or use a wider window",))
+    unknown: list[str] = []
+    headers = [(number, header) for number, line in enumerate(lines) if (header := _header(line)) is not None]
+    if not headers:
+        return NodeFacts(unknown=("the output of nvidia-smi topo -m contains no matrix of GPUs",))
+    if len(headers) > 1:
+        unknown.append(f"{len(headers)} matrices in the output; the first is used")
+    start, header = headers[0]
+    end = headers[1][0] if len(headers) > 1 else len(lines)
+    rows = _rows(lines[start + 1 : end], header, not text.endswith("\n"), unknown.append)
+    names = _legend(lines[start:end], header, unknown.append)
+    gpus = tuple(_gpu(device, header, rows, unknown.append) for device in header.devices if _GPU_NAME.fullmatch(device))
+    nics = tuple(Nic(names[device], kind_of(names[device])) for device in header.devices if device in names)
+    return NodeFacts(gpus=gpus, nics=nics, links=_links(header, rows, names, unknown.append), unknown=tuple(unknown))
+
+
+def _unwrapped(lines: list[str]) -> list[str] | None:
+    """Joins the lines of a matrix that a terminal has wrapped; None if the result is not a whole matrix."""
+    for start, line in enumerate(lines[:-1]):
+        words, rest = line.split(), lines[start + 1]
+        if len(words) < 2 or not _GPU_NAME.fullmatch(words[0]) or _begins_row(line) or "\t" in line:
+            continue
+        if not rest.strip() or _begins_row(rest):
+            return lines
+        blank = (at for at in range(start, len(lines)) if not "".join(lines[at : at + 2]).strip())
+        end = next((at for at in range(start, len(lines)) if lines[at].startswith("Legend")), next(blank, len(lines)))
+        joined = _joined(lines[start:end])
+        header = _header(joined[0])
+        if header is None or not _is_whole(header, joined):
+            return None
+        return [*lines[:start], joined[0], *(_without_gaps(row, header) for row in joined[1:]), "", *lines[end:]]
+    return lines
+
+
+def _joined(pieces: Sequence[str]) -> list[str]:
+    """Returns a line for the heading and for each row; spaces at the end of the ``pieces`` may be gone."""
+    width = _terminal_width(max(len(piece) for piece in pieces))
+    joined = [pieces[0]]
+    for piece in pieces[1:]:
+        if _begins_row(piece):
+            joined.append(piece)
+        elif piece.strip():
+            joined[-1] += " " * (-len(joined[-1]) % width) + piece
+    return joined
+
+
+def _is_whole(header: _Header, joined: Sequence[str]) -> bool:
+    """Returns whether the heading is complete, and each of its devices has a row with a link to every device."""
+    heading, *rows = [line.split() for line in joined]
+    if heading != [*header.devices, *" ".join(header.side).split()]:
+        return False
+    if [row[0] for row in rows] != list(header.devices):
+        return False
+    return all(_LINK.fullmatch(cell) for row in rows for cell in row[1 : 1 + len(rows)])
+
+
+def _without_gaps(row: str, header: _Header) -> str:
+    """Removes the cells at the side if some are blank, because joined lines do not show which."""
+    words, count = row.split(), 1 + len(header.devices)
+    return row if len(words) - count in (0, len(header.side)) else " ".join(words[:count])
+
+
+def _begins_row(line: str) -> bool:
+    words = line.split()
+    return len(words) > 1 and _is_device(words[0]) and bool(words[1] in _PEER_STATUS or _LINK.fullmatch(words[1]))
+
+
+def _terminal_width(longest: int) -> int:
+    """Returns the usual width above the ``longest`` line, whose spaces at the end may be gone."""
+    usual = (40, 60, 72, 80, 90, 100, 110, 120, 130, 132, 140, 150, 160, 180, 200, 220, 240)
+    return next((width for width in usual if longest <= width < longest + 8), longest)
+
+
+def _header(line: str) -> _Header | None:
+    """Parses the heading of a matrix: device names and nothing else before "CPU Affinity"; None for other lines."""
+    column = line.find("CPU Affinity")
+    words = (line if column < 0 else line[:column]).split()
+    names = tuple(itertools.takewhile(_is_device, words))
+    if not names or not _GPU_NAME.fullmatch(names[0]) or len(set(names)) < len(names):
+        return None
+    cut = words[len(names) :]
+    if len(cut) > 1 or (cut and len(names) == 1):  # a row or prose
+        return None
+    return _Header(names, column, tuple(heading for heading in _SIDE_COLUMNS if heading in line), " ".join(cut))
+
+
+def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str], None]) -> dict[str, _Row]:
+    """Parses the rows. With ``cut`` the text ends within its last line."""
+    rows: dict[str, _Row] = {}
+    if header.cut:
+        doubt(f"the heading is truncated at {header.cut!r}")
+    for heading in _SIDE_COLUMNS[:2]:
+        if heading not in header.side:
+            doubt(f"the column {heading!r} is missing")
+    for number, line in enumerate(lines, start=1):
+        row = _row(line, header, cut and number == len(lines))
+        if row is None or row.device in rows:
+            continue
+        if row.device not in header.devices:
+            doubt(f"the row of {row.device} has no matching column")
+            continue
+        rows[row.device] = row
+        if len(row.path_types) < len(header.devices):
+            doubt(f"the row of {row.device} is truncated after {len(row.path_types)} of {len(header.devices)} devices")
+    for device in header.devices:
+        if device not in rows:
+            doubt(f"the row of {device} is missing")
+    return rows
+
+
+def _row(line: str, header: _Header, cut: bool) -> _Row | None:
+    words = line.split()
+    if len(words) < 2 or not _is_device(words[0]) or (words[1] not in _PEER_STATUS and not _LINK.fullmatch(words[1])):
+        return None
+    count = len(header.devices)
+    path_types = tuple(words[1 : 1 + count])
+    side = _side_cells(line, words, header) if len(path_types) == count else ()
+    return _Row(words[0], path_types, side[:-1] if cut and len(side) < len(header.side) else side)
+
+
+def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:
+    """Returns the cells to the right of the links. With spaces instead of tabs, blank cells are inferred from
+    positions.
+    """
+    count = len(header.devices)
+    if "\t" in line:
+        cells = [cell.strip() for cell in line.split("\t")][1 + count :]
+        return (*cells[:2], *[cell for cell in cells[2:] if cell][-1:])
+    found = words[1 + count :]
+    if not found or len(found) == len(header.side):
+        return tuple(found)
+    starts = [match.start() for match in re.finditer(r"\S+", line)]
+    first_is_cpus = abs(starts[1 + count] - header.cpu_column) <= _NEAR
+    return tuple(found) if first_is_cpus else ("", *found)
+
+
+def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, str]:
+    """Returns the NIC name of each column that is not a GPU's."""
+    legend = {match[1]: match[2] for line in lines if (match := _LEGEND.match(line))}
+    names: dict[str, str] = {}
+    for device in header.devices:
+        if _GPU_NAME.fullmatch(device):
+            continue
+        names[device] = legend.get(device, device)
+        if re.fullmatch(r"NIC\d+", names[device]):
+            doubt(f"the NIC behind {device}: it is missing from the legend")
+    if len(set(names.values())) < len(names):
+        doubt("the NICs: the legend gives one name twice")
+        return {device: device for device in names}
+    return names
+
+
+def _gpu(device: str, header: _Header, rows: dict[str, _Row], doubt: Callable[[str], None]) -> Gpu:
+    cells = rows[device].side if device in rows else ()
+    side = dict(zip(header.side, cells, strict=False))
+    found = []
+    for heading in _SIDE_COLUMNS[:2]:
+        try:
+            found.append(parse_cpu_list(side.get(heading, "")))
+        except ValueError:
+            found.append(())
+        if heading in header.side and device in rows and not found[-1]:
+            doubt(f"{heading} of {device}: {side.get(heading) or 'blank'} in the matrix")
+    return Gpu(int(device.removeprefix("GPU")), cpus=found[0], numa_nodes=found[1])
+
+
+def _is_device(word: str) -> bool:
+    return bool(_GPU_NAME.fullmatch(word) or _NIC.fullmatch(word))
+
+
+def _links(
+    header: _Header, rows: dict[str, _Row], names: dict[str, str], doubt: Callable[[str], None]
+) -> tuple[GpuLink, ...]:
+    if any(path_type in _PEER_STATUS for row in rows.values() for path_type in row.path_types):
+        doubt("the links: this is the peer access status (topo -p2p), not the matrix of topo -m")
+        return ()
+    links = []
+    for i, a in enumerate(header.devices):
+        for j, b in enumerate(header.devices[:i]):
+            seen = {_way(rows, a, j), _way(rows, b, i)} - {None}
+            first, second = names.get(b, b), names.get(a, a)
+            if len(seen) == 1 and (path_type := seen.pop()) and path_type != "X":
+                links.append(GpuLink(first, second, path_type))
+            elif rows:
+                doubt(f"the link of {first} and {second}: {' or '.join(sorted(map(str, seen))) or 'not in the matrix'}")
+    return tuple(links)
+
+
+def _way(rows: dict[str, _Row], device: str, column: int) -> str | None:
+    path_types = rows[device].path_types if device in rows else ()
+    if column >= len(path_types) or not _LINK.fullmatch(path_types[column]):
+        return None
+    return "SYS" if path_types[column] == "SOC" else path_types[column]  # drivers before 2018
+
+
+_GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
+_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+
+
+def with_slices(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
+    """Returns ``gpus`` with the MIG slices that ``listing`` shows for their UUIDs."""
+    slices = parse_slices(listing)
+    return tuple(replace(gpu, slices=slices.get(gpu.uuid or "", gpu.slices)) for gpu in gpus)
+
+
+def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
+    """Returns the UUIDs of the MIG slices of each GPU, by the GPU's UUID."""
+    found: dict[str, tuple[str, ...]] = {}
+    gpu: str | None = None
+    for line in listing.splitlines():
+        if match := _GPU.match(line):
+            gpu = match[1]
+        elif gpu is not None and (match := _SLICE.match(line)):
+            found[gpu] = (*found.get(gpu, ()), match[1])
+    return found
+
+
+NVLINK_QUERY = ("nvidia-smi", "--query-gpu=fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader")
+_DOMAIN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}),\s*(\d+)")
+
+
+def print_nvlink_domain() -> str:
+    """Returns the output of ``NVLINK_QUERY``; "" without the tool or with a driver that does not know the fields."""
+    try:
+        done = subprocess.run(NVLINK_QUERY, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def parse_nvlink_domain(text: str) -> str | None:
+    """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they have none or differ."""
+    found = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
+    domain = found.pop() if len(found) == 1 else None
+    return None if domain is None or set(domain.partition(".")[0]) <= {"0", "-"} else domain

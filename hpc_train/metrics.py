@@ -1,0 +1,5 @@
+"""The public name for metrics."""
+
+from hpc_train.train.metrics import Metric
+
+__all__ = ["Metric"]

@@ -1,0 +1,173 @@
+"""Reads what the live view shows: a row per run, and more about one run.
+
+Directories of runs that have ended are not read again. The list of runs, for which Slurm is asked, is read at most
+twice a minute, whatever the interval of the view.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
+from hpc_train.run.files import NewLines
+from hpc_train.runs.job_status import SlurmStatuses, View, time_left
+from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
+from hpc_train.telemetry.progress import speed
+from hpc_train.units import format_bytes, format_duration, milliseconds
+
+LIST_S = 30.0
+EVENTS = 40  # the newest of a run
+STAGES = 11  # as many lines as the view has for them
+QUIET = ("checkpoint_saved", "started", "advice", "pipeline_step")  # events that the list leaves out
+SHARES = {
+    "data_wait_share": "data",
+    "comm_share": "communication",
+    "bubble_share": "bubble",
+    "host_share": "host",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds one run of the list."""
+
+    run: RunHandle
+    name: str
+    view: View
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the texts of name, state, progress, loss, speed, GPU use, time left and restarts."""
+        line, steps = self.view.metrics, self.view.steps
+        step = line.get("step")
+        progress = "" if step is None else f"{step}/{steps or '?'}" + (f" {100 * step // steps} %" if steps else "")
+        loss, gpu, left = line.get("loss"), line.get("gpu_util"), time_left(self.view)
+        return (
+            self.name,
+            self.view.state,
+            progress,
+            "" if loss is None else f"{loss:.4f}",
+            next(iter(speed(line)), ""),
+            "" if gpu is None else f"{100 * gpu:.0f} %",
+            "" if left is None else format_duration(left),
+            str(self.view.restarts or ""),
+        )
+
+
+@dataclass
+class Runs:
+    """Lists the runs below ``root`` and of this user in Slurm, or those of ``targets``."""
+
+    root: Path
+    targets: Sequence[str] = ()
+    newest: int = 100
+    clock: Callable[[], float] = time.monotonic
+    note: str = ""
+    _slurm: SlurmStatuses = field(default_factory=SlurmStatuses)
+    _found: list[RunHandle] = field(default_factory=list)
+    _listed: float = float("-inf")
+    _ended: dict[tuple[Path, str], View] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """Returns the runs, the newest first."""
+        if self.clock() - self._listed >= LIST_S:
+            self._listed = self.clock()
+            self._found = self._list()
+        live = [item for item in self._found if _key(item) not in self._ended]
+        statuses = statuses_of(live, self._slurm)
+        rows = []
+        for item in self._found:
+            try:
+                view = self._ended.get(_key(item)) or item.view(statuses)
+            except Exception as error:
+                view = View("unreadable", {}, message=unreadable(item.run, error).what)
+            if view.exit is not None:
+                self._ended[_key(item)] = view
+            rows.append(Row(item, _name(item), view))
+        return rows
+
+    def _list(self) -> list[RunHandle]:
+        if self.targets:
+            found = [item for target in self.targets for item in find_runs(target, "top", unreadable=True)]
+        else:
+            overview: Overview = find_all_runs(self.root, self.newest)
+            found = overview.runs[::-1]
+            self.note = "Slurm does not respond" if overview.silent else ""
+        return [item for item in found if item.error is None]
+
+
+def _key(item: RunHandle) -> tuple[Path, str]:
+    """Identifies a submission of a run: one that was resumed has not ended any more."""
+    return item.run.path, str(item.submission.get("first_attempt", ""))
+
+
+def _name(item: RunHandle) -> str:
+    path = item.run.path
+    return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
+
+
+@dataclass
+class Details:
+    """Follows one run; each look reads only what was appended since the last one.
+
+    Attributes:
+        losses: of the logged steps, in the order of the steps.
+        rates: samples per second of the logged steps.
+        stages: a line for each pipeline stage with its times in the newest recorded step; empty without a pipeline.
+    """
+
+    run: RunHandle
+    losses: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[str] = field(default_factory=list)
+    _readers: dict[Path, NewLines] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Reads what is new."""
+        for path in sorted(self.run.run.metrics.glob("attempt-*.jsonl")):
+            for line in self._new(path):
+                self._add(line)
+        new = [event for path in self.run.run.events.glob("*.jsonl") for event in self._new(path)]
+        pipeline = [event for event in new if event["event"] == "pipeline_step"]
+        self.stages = _stages(pipeline[-1]) if pipeline else self.stages
+        shown = [event for event in new if event["event"] not in QUIET]
+        self.events = sorted([*self.events, *shown], key=lambda event: event["time"])[-EVENTS:]
+
+    def lines(self, view: View) -> list[str]:
+        """Returns what the newest step says about time and memory, a line each."""
+        newest = view.metrics or self.run.run.newest_metrics(max(0, self.run.run.newest_attempt()))
+        shares = [f"{word} {100 * newest[key]:.0f} %" for key, word in SHARES.items() if newest.get(key) is not None]
+        memory, step_s = newest.get("peak_memory_bytes"), newest.get("step_s")
+        facts = [
+            "" if step_s is None else f"step: {step_s:.3g} s",
+            f"waiting: {', '.join(shares)}" if shares else "",
+            "" if memory is None else f"peak memory: {format_bytes(memory)}",
+            "" if newest.get("mfu") is None else f"MFU: {100 * newest['mfu']:.1f} %",
+            "" if newest.get("val_loss") is None else f"validation loss: {newest['val_loss']:.4f}",
+        ]
+        return [self.run.run.path.as_posix(), *filter(None, facts), *view.message.splitlines()[-3:]]
+
+    def _new(self, path: Path) -> list[dict[str, Any]]:
+        return list(self._readers.setdefault(path, self.run.run.follow(path)).read())
+
+    def _add(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):
+            while values and step <= next(reversed(values)):  # a rollback or restart repeats steps
+                values.popitem()
+            if isinstance(line.get(key), float):
+                values[step] = line[key]
+
+
+def _stages(event: dict[str, Any]) -> list[str]:
+    """Returns lines such as ``stage 0, rank 0: forward 1.5 ms, backward 3 ms, waiting 25 %``."""
+    lines = []
+    for of in stage_times(rows_of(event), float(event["seconds"])):
+        means = ", ".join(f"{NAMES[kind]} {milliseconds(seconds)}" for kind, seconds in of.means.items())
+        lines.append(f"stage {of.stage}, rank {of.rank}: {means}, waiting {100 * of.waited:.0f} %")
+    more = [f"and {len(lines) - STAGES} more"] if len(lines) > STAGES else []
+    return [f"a step under {event['schedule']}, per micro-batch:", *lines[:STAGES], *more]

@@ -1,0 +1,186 @@
+"""Shows a run to the monitoring of a site while it runs: as a file, by an HTTP endpoint and through OTLP.
+
+It works in the agent of node 0, in threads of its own. The agent outlives the workers, and no step waits for it: the
+metrics come from the files of the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol, TypeVar
+
+from hpc_train.config.schema import TelemetryConfig
+from hpc_train.errors import UserError
+from hpc_train.machine.allocation import Allocation
+from hpc_train.report.monitoring.names import RUN_LABELS
+from hpc_train.report.monitoring.snapshot import Identity, RunReader, Snapshot
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.telemetry.sinks.identity import name_of
+from hpc_train.users import own_name
+
+CLOSE_S = 10.0  # for the last snapshot; a file system may hang
+
+
+class Exit(Protocol):
+    """A way out for the metrics. All calls come from one thread, which waits for them."""
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Takes a snapshot.
+
+        Raises:
+            OSError: it cannot be written; the next one is tried again.
+        """
+
+    def close(self) -> None:
+        """Ends in bounded time, after the last snapshot."""
+
+
+Opener = Callable[[], Exit]
+Result = TypeVar("Result")
+
+
+@contextmanager
+def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog) -> Iterator[None]:
+    """Shows ``run`` as ``telemetry.prometheus`` and ``telemetry.otlp`` ask for. Problems never raise: they are
+    reported as warnings. Only the agent of node 0 calls it.
+
+    Args:
+        events: where problems are reported, and the address in ``run.json``.
+    """
+    identity = identity_of(run, allocation)
+    openers = list(_openers(run, config, allocation, events, identity))
+    if not openers:
+        yield
+        return
+    exporter = Exporter(RunReader(run, identity), openers, config.prometheus.interval_s, partial(_tell, events))
+    exporter.start()
+    try:
+        yield
+    finally:
+        exporter.close(CLOSE_S)
+
+
+def identity_of(run: RunDirectory, allocation: Allocation) -> Identity:
+    """Returns the labels of ``run`` in this job."""
+    values = (name_of(run), str(run.record().get("run_id") or run.path.name), own_name())
+    partition = os.environ.get("SLURM_JOB_PARTITION", "")
+    labels = dict(zip(RUN_LABELS, values, strict=True))
+    return Identity(labels, allocation.job_id or "", partition, allocation.node_name)
+
+
+def _openers(
+    run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog, identity: Identity
+) -> Iterator[Opener]:
+    run_id = identity.labels["run_id"]
+    settings = config.prometheus
+    if settings.file is not None:
+        where = settings.file
+        yield lambda: _file(where, run, run_id)
+    if settings.port is not None:
+        yield lambda: _Recorded(run, config, allocation, events, run_id)
+    if config.otlp:
+        yield lambda: _otlp(identity, events)
+
+
+def _file(where: str, run: RunDirectory, run_id: str) -> Exit:
+    from hpc_train.report.monitoring.prometheus import MetricsFile
+
+    return MetricsFile(where, run, run_id)
+
+
+def _otlp(identity: Identity, events: EventLog) -> Exit:
+    from hpc_train.report.monitoring.otlp import Otlp
+
+    return Otlp(identity.labels, partial(_tell, events))
+
+
+class _Recorded:
+    """An endpoint whose address is recorded in ``run.json`` as long as it is open."""
+
+    def __init__(
+        self, run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog, run_id: str
+    ) -> None:
+        from hpc_train.report.monitoring.prometheus import Endpoint
+
+        self._run, self._events = run, events
+        self._endpoint = Endpoint(config.prometheus, allocation, run_id)
+        token_file = None if self._endpoint.token_file is None else str(self._endpoint.token_file)
+        found = {"url": f"http://{self._endpoint.address}/metrics", "token_file": token_file}
+        events.record(run, prometheus=found)
+        self.publish = self._endpoint.publish
+
+    def close(self) -> None:
+        self._endpoint.close()
+        self._events.record(self._run, prometheus=None)
+
+
+class Exporter:
+    """Reads a snapshot every ``interval_s`` seconds and publishes it, in a thread.
+
+    Args:
+        openers: open the ways out; an error of one leaves the others.
+        tell: called with a message when reading or publishing begins to fail.
+    """
+
+    def __init__(
+        self, reader: RunReader, openers: list[Opener], interval_s: float, tell: Callable[[str], object]
+    ) -> None:
+        self._reader = reader
+        self._openers = openers
+        self._interval_s = interval_s
+        self._tell = tell
+        self._exits: list[Exit] = []
+        self._failing: set[str] = set()  # classes of those whose last call failed
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="monitoring", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Publishes a last snapshot and closes the ways out, in at most ``seconds``."""
+        self._end.set()
+        self._thread.join(seconds)
+
+    def _work(self) -> None:
+        for opener in self._openers:
+            try:
+                self._exits.append(opener())
+            except (OSError, UserError, ImportError) as error:
+                self._tell(f"continuing without a part of the monitoring: {error}")
+        self._publish()
+        while not self._end.wait(self._interval_s):
+            self._publish()
+        self._publish()
+        for each in self._exits:
+            self._try(each, each.close)
+
+    def _publish(self) -> None:
+        snapshot = self._try(self._reader, self._reader.read)
+        if snapshot is not None:
+            for each in self._exits:
+                self._try(each, partial(each.publish, snapshot))
+
+    def _try(self, owner: object, call: Callable[[], Result]) -> Result | None:
+        """Returns the result of ``call``; None after an error, of which the first in a row is told."""
+        who = type(owner).__name__
+        try:
+            result = call()
+        except Exception as error:  # a defect of the monitoring must not end the run
+            if who not in self._failing:
+                self._tell(f"the monitoring fails and is retried: {type(error).__name__}: {error}")
+            self._failing.add(who)
+            return None
+        self._failing.discard(who)
+        return result
+
+
+def _tell(events: EventLog, message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    events.write("warning", message=message)

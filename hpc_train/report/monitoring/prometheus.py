@@ -1,0 +1,215 @@
+"""Shows the metrics of a run to Prometheus, as a file and by an HTTP endpoint.
+
+There is one endpoint per run, in the agent of node 0. The file in ``telemetry.prometheus.targets_dir``, by which
+Prometheus finds it, sets the label ``instance`` to the id of the run: the series continue when the job starts again on
+another node or port.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.config.schema import PrometheusConfig
+from hpc_train.errors import UserError
+from hpc_train.machine.allocation import LOOPBACK, Allocation
+from hpc_train.report.monitoring.names import COUNTER, METRICS, PREFIX
+from hpc_train.report.monitoring.snapshot import Snapshot
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+AUTO = "auto"
+TOKEN_FILE = "~/.config/hpc_train/prometheus.token"
+REQUEST_S = 2.0  # for a client to send its request; the endpoint serves one at a time
+
+
+@dataclass
+class _Collector:
+    """Gives the newest snapshot to ``prometheus_client``."""
+
+    snapshot: Snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        run_labels = self.snapshot.labels
+        for metric in METRICS:
+            samples = self.snapshot.samples.get(metric.name)
+            if samples:
+                kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
+                family = kind(PREFIX + metric.name, metric.meaning, labels=[*run_labels, *metric.labels])
+                for own, value in samples.items():
+                    family.add_metric([*run_labels.values(), *own], value)
+                yield family
+
+
+def text_of(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
+    """Returns the snapshot in the format that an Accept header asks for, and the content type.
+
+    Without a header it is the text format of Prometheus, which the textfile collector of the node exporter reads.
+    """
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(accept)
+    return encode(_Collector(snapshot)), content_type  # type: ignore[arg-type]
+
+
+class MetricsFile:
+    """Replaces a file with the metrics, atomically.
+
+    Args:
+        where: ``telemetry.prometheus.file``: auto for ``metrics/current.prom`` in the run directory, a file, or a
+            directory, such as that of a node exporter's textfile collector.
+    """
+
+    def __init__(self, where: str, run: RunDirectory, run_id: str) -> None:
+        given = Path(where)
+        self._is_shared = where != AUTO and given.suffix != ".prom"
+        self.path = given / f"hpc_train_{run_id}.prom" if self._is_shared else given
+        if where == AUTO:
+            self.path = run.metrics / "current.prom"
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Raises OSError if the file cannot be written."""
+        write_text(self.path, text_of(snapshot)[0].decode())
+
+    def close(self) -> None:
+        """Removes the file from a directory of other files: the node exporter would show its values for ever."""
+        if self._is_shared:
+            self.path.unlink(missing_ok=True)
+
+
+class Endpoint:
+    """Serves the metrics at ``http://HOST:PORT/metrics`` until it is closed.
+
+    Attributes:
+        address: HOST:PORT, as Prometheus reaches it.
+        token_file: the file with the token that a client must send; None on the loopback interface without a token.
+
+    Raises:
+        UserError: no address or port can be used, or the file with the token is not private.
+        OSError: the target or the token cannot be written.
+    """
+
+    def __init__(self, settings: PrometheusConfig, allocation: Allocation, run_id: str) -> None:
+        self._snapshot: Snapshot | None = None
+        self._server, host = _listen(settings, allocation, self._handler())
+        self.address = f"{host}:{self._server.server_address[1]}"
+        self._target: Path | None = None
+        try:
+            self.token_file, self._token = _token(settings.token_file, str(self._server.server_address[0]))
+            if settings.targets_dir is not None:
+                self._target = Path(settings.targets_dir) / f"hpc_train_{run_id}.json"
+                self._target.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self._target, [{"targets": [self.address], "labels": {"instance": run_id}}])
+        except (OSError, UserError):
+            self._server.server_close()
+            raise
+        serve = partial(self._server.serve_forever, poll_interval=0.1)
+        self._thread = threading.Thread(target=serve, name="metrics endpoint", daemon=True)
+        self._thread.start()
+
+    def publish(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def close(self) -> None:
+        if self._target is not None:
+            self._target.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_S
+
+            def do_GET(self) -> None:
+                status, body, content_type = endpoint._answer(self.path, self.headers)
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Prints nothing."""
+
+        return Handler
+
+    def _answer(self, path: str, headers: Any) -> tuple[int, bytes, str]:
+        given = headers.get("Authorization", "").encode("utf-8", "replace")
+        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            return 401, b"the token is missing or wrong\n", "text/plain"
+        if path.partition("?")[0] != "/metrics":
+            return 404, b"the metrics are at /metrics\n", "text/plain"
+        if self._snapshot is None:
+            return 503, b"there are no metrics yet\n", "text/plain"
+        return 200, *text_of(self._snapshot, headers.get("Accept", ""))
+
+
+class _Server(HTTPServer):
+    def server_bind(self) -> None:
+        """Binds without the look-up of the host's full name, which may take seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores clients that are too slow or leave; they are not the run's concern."""
+
+
+def _listen(
+    settings: PrometheusConfig, allocation: Allocation, handler: type[BaseHTTPRequestHandler]
+) -> tuple[HTTPServer, str]:
+    """Returns a server on the first usable address, and its host name or address.
+
+    In a job that is the address at which the nodes meet, or the name of the only node; elsewhere loopback.
+    """
+    port = 0 if settings.port in (AUTO, None) else int(str(settings.port))
+    job = allocation.address if allocation.nodes > 1 else allocation.node_name
+    auto = (job, socket.gethostname(), LOOPBACK) if allocation.job_id is not None else (LOOPBACK,)
+    hosts = auto if settings.host == AUTO else (settings.host,)
+    problems = []
+    for host in hosts:
+        try:
+            return _Server((host, port), handler), host
+        except OSError as error:
+            problems.append(f"{host}:{port}: {error.strerror or error}")
+    raise UserError(
+        f"the metrics cannot be served: {'; '.join(problems)}",
+        where="telemetry.prometheus.port",
+        fix="set telemetry.prometheus.port=auto, or telemetry.prometheus.host to an address of the node",
+    )
+
+
+def _token(given: str | None, address: str) -> tuple[Path | None, str | None]:
+    """Returns the file with the token and the token; creates the default file on an address that others can reach."""
+    if given is None and address.startswith("127."):
+        return None, None
+    path = Path(given or TOKEN_FILE).expanduser()
+    if given is None and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        fix = f"chmod 600 {path}"
+        raise UserError(f"other users may read the token in {path}", where="telemetry.prometheus.token_file", fix=fix)
+    token = path.read_text(encoding="utf-8").strip()
+    if not token:
+        fix = "write a token into the file, e.g. the output of `openssl rand -hex 32`"
+        raise UserError(f"{path} is empty", where="telemetry.prometheus.token_file", fix=fix)
+    return path, token

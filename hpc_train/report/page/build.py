@@ -1,0 +1,217 @@
+"""Puts the page together and writes it, on demand and at the end of each job."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.errors import UserError
+from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.planner.machine import Machine
+from hpc_train.report.page.decisions import decisions
+from hpc_train.report.page.facts import RunFacts, secrets_of
+from hpc_train.report.page.losses import losses, metrics
+from hpc_train.report.page.markup import Html, tag, text
+from hpc_train.report.page.memory import memory
+from hpc_train.report.page.nodes import nodes
+from hpc_train.report.page.pipeline import pipeline
+from hpc_train.report.page.predicted import compare, prediction, remember
+from hpc_train.report.page.settings import reproduce, settings, trained
+from hpc_train.report.page.speed import throughput
+from hpc_train.report.page.style import STYLE
+from hpc_train.report.page.sweep import (
+    SweepFacts,
+    coordinates,
+    failures_of,
+    reproduce_one,
+    sweep_failed,
+    sweep_table,
+    sweep_verdict,
+)
+from hpc_train.report.page.time_spent import time_spent
+from hpc_train.report.page.verdict import verdict
+from hpc_train.report.page.waits import waits
+from hpc_train.run.directory import PAGE, RunDirectory
+from hpc_train.run.files import BackgroundCall, write_text
+from hpc_train.run.owner import is_own, output_directory
+from hpc_train.runs.comparison import Comparison, best_metric_of
+from hpc_train.runs.job_status import PRESENT, JobStatus, SlurmStatuses, View
+from hpc_train.version import __version__
+
+HIDDEN = "(hidden)"
+END_S = 10.0  # the end of a job waits at most this long for a slow file system
+
+
+def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) -> str:
+    """Returns the page of a run.
+
+    Args:
+        statuses: the states of Slurm jobs; None asks Slurm.
+    """
+    facts = RunFacts.read(found, statuses)
+    sections = [
+        verdict(facts),
+        trained(facts),
+        losses(facts),
+        metrics(facts),
+        time_spent(facts),
+        throughput(facts),
+        memory(facts),
+        waits(facts),
+        pipeline(facts),
+        prediction(facts),
+        nodes(facts),
+        decisions(facts),
+        settings(facts),
+        reproduce(facts),
+    ]
+    name = found.run.path.name
+    above = found.run.path.parent.name
+    title = f"{above}/{name}" if name.isdigit() else name
+    return _page(f"Run {title}", found.run.path, sections, [found])
+
+
+def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = None) -> str:
+    """Returns the page of a sweep.
+
+    Args:
+        views: the states of its runs; None asks Slurm for them.
+    """
+    if views is None:
+        statuses = statuses_of(found, SlurmStatuses())
+        views = [item.view(statuses) for item in found]
+    metric = best_metric_of(found[0].plain_config)
+    of_sweep = SweepFacts(found, views, Comparison.of((item.run for item in found), metric))
+    failures = failures_of(of_sweep)
+    sections = [
+        sweep_verdict(of_sweep, failures),
+        sweep_table(of_sweep),
+        coordinates(of_sweep),
+        sweep_failed(of_sweep, failures),
+        reproduce_one(of_sweep),
+    ]
+    folder = found[0].run.path.parent
+    return _page(f"Sweep {folder.name}", folder, sections, found)
+
+
+def _page(title: str, path: Path, sections: Sequence[Html | None], found: Sequence[RunHandle]) -> str:
+    shown = [each for each in sections if each is not None]
+    written = time.strftime("%Y-%m-%d %H:%M %Z")
+    head = tag("head", *_head(title))
+    top = tag("header", tag("h1", title), tag("p", str(path), class_="soft"))
+    foot = tag("footer", tag("p", f"Written by hpc_train {__version__} at {written}.", class_="soft"))
+    body = tag("body", top, tag("main", *shown), foot)
+    return _without_secrets(f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n", found)
+
+
+def _head(title: str) -> list[Html]:
+    policy = "default-src 'none'; style-src 'unsafe-inline'"  # a browser then refuses scripts and requests
+    return [
+        tag("meta", charset="utf-8"),
+        tag("title", title),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("style", Html(STYLE)),
+    ]
+
+
+def _without_secrets(page: str, found: Sequence[RunHandle]) -> str:
+    for secret in dict.fromkeys(secret for item in found[:1] for secret in secrets_of(item)):
+        page = page.replace(text(secret), HIDDEN)
+    return page
+
+
+def write_page(target: str, out: Path | None = None, machine: Machine | None = None) -> Path:
+    """Writes the page of the run or sweep ``target``; returns the file.
+
+    Args:
+        out: the file; by default ``report.html`` in the directory of the run or sweep, or in ``.others`` below the
+            run root for those of another user.
+        machine: that on which the runs were, to record how far off its prediction was.
+    """
+    found = find_runs(target, "report")
+    folder = found[0].run.path if len(found) == 1 else found[0].run.path.parent
+    if machine is not None and not is_own(folder):
+        raise UserError(
+            f"--machine records a comparison in {folder}, which belongs to another user",
+            where="--machine",
+            fix="leave --machine out",
+        )
+    for item in found if machine is not None else ():
+        if (comparison := compare(item.run, machine)) is not None:
+            remember(item.config, comparison)
+    page = page_of_run(found[0]) if len(found) == 1 else page_of_sweep(found)
+    path = out or output_directory(folder) / PAGE
+    write_text(path, page)
+    return path
+
+
+def write_at_end(run: RunDirectory) -> None:
+    """Writes the page of a run whose agent ends now, and tells where it is, or why it cannot be written.
+
+    It also records how far off the prediction was, if there is one. It neither raises nor waits long, and asks Slurm
+    nothing, for the job still holds its nodes.
+    """
+    _tell(lambda: _write_run(run, in_job=True))
+
+
+def write_after(run: RunDirectory) -> None:
+    """Writes the page of a run that was waited for, unless its agent has, and tells where it is.
+
+    Agents that were killed have not. Nothing is written for a run of another user.
+    """
+    if not is_own(run.path):
+        return
+    _tell(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
+
+
+def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
+    """Writes the page of a sweep that was waited for, as ``write_at_end`` does.
+
+    Args:
+        known: the states of its runs by their directories; those of the others are read.
+    """
+    if not is_own(sweep):
+        return
+    _tell(lambda: _write_sweep(sweep, known))
+
+
+def _is_current(run: RunDirectory) -> bool:
+    """Returns whether the page is newer than the beginning of the newest attempt."""
+    try:
+        started = (run.attempts / f"{run.newest_attempt():03d}.json").stat().st_mtime
+        return (run.path / PAGE).stat().st_mtime > started
+    except FileNotFoundError:
+        return False
+
+
+def _write_run(run: RunDirectory, *, in_job: bool) -> Path:
+    (found,) = find_runs(str(run.path), "report")
+    statuses = dict.fromkeys(found.job_ids, PRESENT) if in_job else {}
+    comparison = None
+    if in_job:
+        with suppress(Exception):  # whatever the prediction lacks, the page is written
+            comparison = compare(run)
+    write_text(run.path / PAGE, page_of_run(found, statuses))
+    if comparison is not None:
+        with suppress(OSError):  # e.g. the root belongs to somebody else
+            remember(found.config, comparison)
+    return run.path / PAGE
+
+
+def _write_sweep(sweep: Path, known: Mapping[Path, View]) -> Path:
+    found = find_runs(str(sweep), "report")
+    write_text(sweep / PAGE, page_of_sweep(found, [known.get(item.run.path) or item.view({}) for item in found]))
+    return sweep / PAGE
+
+
+def _tell(write: Callable[[], Path]) -> None:
+    """Writes in another thread, for a file system may hang, and prints one line about it."""
+    try:
+        print(f"report: {BackgroundCall(write).result(END_S)}", flush=True)
+    except Exception as error:  # whatever is wrong with the page, the run has ended as it has
+        print(f"the report could not be written: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

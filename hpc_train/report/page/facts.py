@@ -1,0 +1,155 @@
+"""Reads a run once for all sections of its page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from hpc_train.config.secrets import ASSIGNMENT, SECRET_NAME, SHORTEST
+from hpc_train.launch.diagnosis import Diagnosis, diagnose
+from hpc_train.launch.lookup import RunHandle, statuses_of
+from hpc_train.run.attempts import NUMBER, Attempt, attempts_of
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.ledger import Ledger, account_for, read_frozen
+from hpc_train.runs.job_status import JobStatus, SlurmStatuses
+
+Event = dict[str, Any]
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _ReadOnce(RunDirectory):
+    """A run directory whose events and metrics are read once: those of a long run take a while."""
+
+    @cached_property
+    def _events_read(self) -> list[Event]:
+        return super().read_events()
+
+    @cached_property
+    def _lines_read(self) -> list[Line]:
+        return list(super().read_all_metrics())
+
+    def read_events(self) -> list[Event]:
+        return list(self._events_read)
+
+    def read_all_metrics(self) -> Iterator[Line]:
+        yield from self._lines_read
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Holds what the page tells of a run.
+
+    Attributes:
+        lines: the metrics of all attempts in the order of their times, including those of repeated steps.
+    """
+
+    found: RunHandle
+    diagnosis: Diagnosis
+    record: Mapping[str, Any]
+    events: Sequence[Event]
+    lines: Sequence[Line]
+    attempts: Sequence[Attempt]
+    ledger: Ledger
+    _values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, found: RunHandle, statuses: dict[str, JobStatus] | None = None) -> RunFacts:
+        """Reads the run.
+
+        Args:
+            statuses: the states of Slurm jobs; None asks Slurm.
+        """
+        found = replace(found, run=_ReadOnce(found.run.path))
+        known = statuses_of([found], SlurmStatuses()) if statuses is None else statuses
+        over = found.view(known).exit is not None
+        events, lines, record = found.run.read_events(), _lines(found.run), found.run.record()
+        attempts = attempts_of(events, lines, read_frozen(found.run))
+        submitted = [entry["time"] for entry in record.get("submissions", []) if "time" in entry]
+        ledger = account_for(attempts, submitted, None if over else time.time())
+        diagnosis = diagnose(found, known, asks_slurm=statuses is None, spent=ledger.total)
+        return cls(found, diagnosis, record, events, lines, attempts, ledger)
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.found.run
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.found.plain_config
+
+    @cached_property
+    def kept(self) -> list[Line]:
+        """The logged steps that count, in order: of a repeated step the last line."""
+        return [line for line, lost in zip(self.lines, self.lost, strict=True) if not lost]
+
+    @cached_property
+    def lost(self) -> list[bool]:
+        """Tells whether the work of each of ``lines`` was done again, or has to be."""
+        begins = [(stretch.time, stretch.step) for attempt in self.attempts for stretch in attempt.stretches]
+        if self.diagnosis.exit_code is not None and not (self.attempts and self.attempts[-1].closed):
+            begins.append((float("inf"), self._newest_checkpoint()))
+        lost, least = [False] * len(self.lines), float("inf")
+        upcoming = sorted(begins)
+        for index in reversed(range(len(self.lines))):
+            line = self.lines[index]
+            while upcoming and upcoming[-1][0] > line["time"]:
+                least = min(least, upcoming.pop()[1])
+            lost[index] = line["step"] > least
+        return lost
+
+    def _newest_checkpoint(self) -> int:
+        saved = [event for event in self.events if event["event"] == "checkpoint_saved"]
+        return int(max(saved, key=lambda event: event["time"])["step"]) if saved else 0
+
+    @cached_property
+    def newest_attempt(self) -> Mapping[str, Any]:
+        """Returns the record of the newest attempt, with its layout; empty if the run has not started."""
+        with suppress(OSError):
+            return self.run.attempt_record(self.run.newest_attempt())
+        return {}
+
+    def of_event(self, *names: str) -> list[Event]:
+        return [event for event in self.events if event["event"] in names]
+
+    @property
+    def shown(self) -> Sequence[Line]:
+        """The lines whose rates and shares are shown: those that count, or all if every step was lost."""
+        return self.kept or self.lines
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        return [line["step"] for line in self.shown]
+
+    def values(self, key: str) -> list[tuple[float, float]]:
+        """Returns (step, value) of the metric in the lines that are shown."""
+        if key not in self._values:
+            found = [line.get(key) for line in self.shown]
+            pairs: list[tuple[float, Any]] = list(zip(self._steps, found, strict=True))
+            whole = {*map(type, found)} <= {*NUMBER}
+            self._values[key] = pairs if whole else [pair for pair in pairs if isinstance(pair[1], NUMBER)]
+        return self._values[key]
+
+
+def _lines(run: RunDirectory) -> list[Line]:
+    """Returns the metrics of all attempts by time, without damaged lines."""
+    whole = (line for line in run.read_all_metrics() if "time" in line and "attempt" in line)
+    return sorted(whole, key=lambda line: line["time"])
+
+
+def secrets_of(found: RunHandle) -> Iterator[str]:
+    """Yields the values of the frozen config that may be secrets (see ``config.secrets``), long ones first.
+
+    A traceback or the output of a program may repeat them. Directories above the run directory are none.
+    """
+    cluster = found.plain_config.get("cluster") or {}
+    values = {str(value) for value in (cluster.get("env") or {}).values()}
+    for key in ("setup", "teardown"):
+        for line in cluster.get(key) or []:
+            values |= {value.strip("'\"") for name, value in ASSIGNMENT.findall(str(line)) if SECRET_NAME.search(name)}
+    hidden = {value for value in values if len(value) >= SHORTEST and not found.run.path.is_relative_to(value)}
+    yield from sorted(hidden, key=len, reverse=True)

@@ -1,0 +1,105 @@
+"""Maps the nodes and their ranks, with those that were slow or failed."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_train.report.page.facts import Event, RunFacts
+from hpc_train.report.page.markup import Html, joined, section, tag
+from hpc_train.units import counted
+
+FAILED = {
+    "worker_failed": "failed",
+    "node_lost": "lost",
+    "hang_detected": "hung",
+    "collective_timed_out": "timed out",
+    "unfit_node": "unfit",
+}
+SLOW = {"straggler": "slow", "slow_node": "slow", "slow_gpu": "slow GPU"}
+LEVELS = ("bad", "warn", "good")
+SHOWN = 128  # nodes
+
+
+@dataclass
+class NodeMark:
+    """Counts what happened on a node: how often each event, and to which ranks."""
+
+    ranks: Sequence[int] = ()
+    failed: Counter[str] = field(default_factory=Counter)
+    slow: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def level(self) -> str:
+        return "bad" if self.failed else "warn" if self.slow else "good"
+
+
+def nodes(facts: RunFacts) -> Html:
+    """Returns the section with the nodes of all attempts."""
+    marks = _marks(facts)
+    if not marks:
+        return section("Nodes and ranks", tag("p", "No node has started the run."))
+    order = sorted(
+        marks, key=lambda name: (LEVELS.index(marks[name].level), min(marks[name].ranks, default=1 << 30), name)
+    )
+    shown = [tag("li", *_cell(name, marks[name]), class_=marks[name].level) for name in order[:SHOWN]]
+    more = tag("p", f"{len(order) - SHOWN} more nodes had no problem.") if len(order) > SHOWN else None
+    return section("Nodes and ranks", tag("p", _words(marks)), tag("ul", *shown, class_="nodes"), more)
+
+
+def _marks(facts: RunFacts) -> dict[str, NodeMark]:
+    marks: dict[str, NodeMark] = defaultdict(NodeMark)
+    for event in facts.of_event("started"):
+        for name in event.get("nodes") or [event["node"]]:
+            marks[name].ranks = ()
+    for name, ranks in _ranks(facts).items():
+        marks[name].ranks = ranks
+    for event in facts.events:
+        for words, counts in ((FAILED, "failed"), (SLOW, "slow")):
+            if event["event"] in words and event.get("node"):
+                getattr(marks[event["node"]], counts)[_what(event, words)] += 1
+    return marks
+
+
+def _what(event: Event, words: Mapping[str, str]) -> str:
+    what = words[event["event"]]
+    kind = f" ({event['class']})" if event.get("class") and event["event"] == "worker_failed" else ""
+    return what + kind if event.get("rank") is None else f"rank {event['rank']} {what}{kind}"
+
+
+def _ranks(facts: RunFacts) -> dict[str, Sequence[int]]:
+    """Returns the ranks on each node in the newest attempt; nodes have consecutive ranks, in the order of the event."""
+    started = facts.of_event("started")
+    if not started:
+        return {}
+    names = started[-1].get("nodes") or [started[-1]["node"]]
+    world: Any = started[-1].get("world_size", 0)
+    each = facts.newest_attempt.get("workers_per_node") or -(-world // len(names))
+    return {name: range(index * each, min(world, (index + 1) * each)) for index, name in enumerate(names)}
+
+
+def _cell(name: str, mark: NodeMark) -> list[Html]:
+    ranks = mark.ranks
+    if not ranks:
+        which = "not in the newest attempt"
+    elif len(ranks) == 1:
+        which = f"rank {ranks[0]}"
+    else:
+        which = f"ranks {ranks[0]} to {ranks[-1]}"
+    problems = [what + (f", {count} times" if count > 1 else "") for what, count in (mark.failed + mark.slow).items()]
+    return [
+        tag("strong", name),
+        tag("div", which, class_="soft"),
+        joined(tag("div", each) for each in problems or ["ok"]),
+    ]
+
+
+def _words(marks: Mapping[str, NodeMark]) -> str:
+    levels = Counter(mark.level for mark in marks.values())
+    if levels["good"] == len(marks):
+        return f"{counted(len(marks), 'node', 'nodes')}; none was slow and none failed."
+    found = [f"{levels['bad']} had failures"] if levels["bad"] else []
+    found += [f"{levels['warn']} {'was' if levels['warn'] == 1 else 'were'} slow"] if levels["warn"] else []
+    return f"{counted(len(marks), 'node', 'nodes')}, of which {' and '.join(found)}."

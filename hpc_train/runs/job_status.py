@@ -1,0 +1,383 @@
+"""The state of submitted jobs: what their scheduler reports, and their progress as the run directory records it.
+
+Slurm is queried rarely, once for all jobs together. The progress is read in the same way for every executor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.lease import job_ids
+from hpc_train.run.requests import stop_was_requested
+from hpc_train.schedulers.slurm.client import PATIENT_S, list_jobs, on_clusters
+from hpc_train.schedulers.slurm.states import Phase, state_of
+from hpc_train.telemetry.tracebacks import own_frames
+
+ASK_EVERY_S = 30.0
+ASK_MANY_EVERY_S = 60.0  # with more than MANY jobs
+MANY = 100
+HELD = re.compile("[Hh]eld|Hold")  # in Slurm's reasons: JobHeldUser, JobHoldMaxRequeue, job requeued in held state
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The status of one job: its ``state`` as Slurm names it, empty outside of Slurm, and why it is pending."""
+
+    state: str = ""
+    reason: str = ""
+    starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
+    comment: str = ""
+    part: str = ""  # which job of a chain: "job 18, 2 of 3"
+    asked: float = 0.0  # when Slurm was asked, in seconds since 1970; 0 if it was not
+
+    @property
+    def present(self) -> bool:
+        """Returns whether the job is pending or running."""
+        return state_of(self.state).is_alive
+
+    @property
+    def is_pending(self) -> bool:
+        """Returns whether the job waits for nodes; False if its state is unknown."""
+        return bool(self.state) and state_of(self.state).phase is Phase.PENDING
+
+    @property
+    def is_held(self) -> bool:
+        """Returns whether the job starts only after ``scontrol release``."""
+        return self.is_pending and (state_of(self.state).held or HELD.search(self.reason) is not None)
+
+    @property
+    def is_running(self) -> bool:
+        """Returns whether the job runs; False if its state is unknown."""
+        return bool(self.state) and state_of(self.state).phase is Phase.RUNNING
+
+    @property
+    def is_suspended(self) -> bool:
+        """Returns whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
+        return bool(self.state) and state_of(self.state).phase is Phase.STOPPED
+
+    @property
+    def words(self) -> str:
+        """One phrase for users: "pending (Priority), starts about 01-31 12:00"."""
+        text = "held" if self.is_held else self.state.lower() or "waiting"
+        if self.part:
+            text = f"{self.part}, {text}"
+        if not self.is_pending:
+            return text
+        if self.reason not in ("", "None"):
+            text += f" ({self.reason})"
+        if self.starts:
+            text += f", starts about {self.starts[5:16].replace('T', ' ')}"
+        return text
+
+
+PRESENT = JobStatus()
+
+
+class SlurmStatuses:
+    """The status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs).
+
+    Args:
+        silent: whether Slurm has just not responded, so that it is not queried again for that long.
+    """
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self._known: dict[str | None, dict[str, JobStatus]] = {}
+        self._first = time.monotonic() if silent else float("-inf")
+        self._asked_at: dict[str | None, float] = {}
+
+    def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
+        """Returns the status of the jobs that Slurm knows; until Slurm responds, all of ``ids`` count as present.
+
+        Args:
+            clusters: the clusters that the jobs were submitted to; None for that of this machine.
+        """
+        pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
+        known = self._known.get(clusters, {})
+        new = {job_id: PRESENT for job_id in ids if status_of(job_id, known) is None}
+        if ids and time.monotonic() - self._asked_at.get(clusters, self._first) >= pause:
+            self._asked_at[clusters] = time.monotonic()
+            jobs = sorted({job_id.partition("_")[0] for job_id in ids})
+            # on another cluster, an id may belong to another user's job
+            found = ask([f"--jobs={','.join(jobs)}", *on_clusters(clusters), *(["--me"] if clusters else [])])
+            if found is not None:
+                self._known[clusters], known, new = found, found, {}
+        statuses = {job_id: new.get(job_id) or status_of(job_id, known) for job_id in ids}
+        return {job_id: status for job_id, status in statuses.items() if status is not None}
+
+
+def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
+    """Returns the status of a job in the output of ``squeue``; None if it is not listed.
+
+    Tasks of an array that were cancelled before they started are listed as one job, under the id of the array.
+    """
+    return known.get(job_id) or known.get(job_id.partition("_")[0])
+
+
+def ask(selection: Sequence[str], timeout_s: float = PATIENT_S) -> dict[str, JobStatus] | None:
+    """Returns the jobs that ``squeue`` selects with ``selection``, by id (12 or 12_3); None if it does not respond."""
+    asked = time.time()
+    jobs = list_jobs(selection, timeout_s)
+    if jobs is None:
+        return None
+    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment, asked=asked) for job in jobs}
+
+
+def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
+    """Returns ``known`` with the status of each chain added under the id of its first job."""
+    by_first = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
+    return {**known, **by_first}
+
+
+def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus | None:
+    """Returns the status of the job that runs, else of the next one, else of the last one that was not cancelled."""
+    present = [job_id for job_id in ids if job_id in known and known[job_id].present]
+    running = [job_id for job_id in present if not known[job_id].is_pending]
+    ended = [job_id for job_id in ids if job_id in known and job_id not in present]
+    by_themselves = [job_id for job_id in ended if known[job_id].state != "CANCELLED"]
+    current = next(iter([*running, *present, *reversed(by_themselves), *ended]), None)
+    if current is None:
+        return None
+    return replace(known[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
+
+
+# signals that users send; after others the scheduler may run the job again
+USER_SIGNALS = ("SIGUSR1", "SIGINT", "SIGHUP")
+
+NOT_LAUNCHED = "JobLaunchFailure"  # Slurm's reason, e.g. if a node cannot create the job's output file
+NOT_STARTED = "not started"  # the user has ended the submission before
+TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
+STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
+
+
+@dataclass(frozen=True)
+class View:
+    """Holds a snapshot of a job. ``is_working`` is False while it waits in the queue, is suspended or is held.
+
+    ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first; its
+    ``step`` is that of the last checkpoint if the run was stopped after one. ``steps`` is the total number of steps, if
+    known. ``nodes`` is the number of allocated nodes.
+    """
+
+    state: str
+    metrics: dict[str, Any]
+    exit: int | None = None
+    message: str = ""
+    steps: int | None = None
+    restarts: int = 0
+    nodes: int | None = None
+    is_working: bool = True
+
+
+def time_left(view: View) -> float | None:
+    """Returns the seconds until the last step at the speed of the newest one; None if unknown or not at work."""
+    step, step_s = view.metrics.get("step"), view.metrics.get("step_s")
+    if view.exit is not None or not view.is_working or view.steps is None or step is None or step_s is None:
+        return None
+    return (view.steps - step) * step_s
+
+
+def view_of(
+    run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None = None
+) -> View:
+    """Returns a snapshot of the attempts of ``run`` from ``first_attempt`` on.
+
+    The run directory takes precedence over ``status``, which may be a minute old. Until these attempts have logged a
+    step, the metrics are those of the newest step before them.
+
+    Args:
+        output: the file with the output of the agents.
+        steps: the total number of steps, if the config has it.
+    """
+    view = _view_of(run, first_attempt, status, output, steps)
+    if not view.metrics:
+        earlier = (run.newest_metrics(number) for number in range(run.newest_attempt(), -1, -1))
+        view = replace(view, metrics=next(filter(None, earlier), {}))
+    if view.exit == Exit.STOPPED and (saved := last_saved(run)) > view.metrics.get("step", 0):
+        view = replace(view, metrics=view.metrics | {"step": saved})
+    return replace(view, steps=view.steps or steps or run.record().get("total_steps")) if view.metrics else view
+
+
+def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None) -> View:
+    attempt = run.newest_attempt()
+    present = status is not None and status.present
+    if attempt < first_attempt:
+        if status is not None and present:
+            return View(status.words, {}, is_working=False)
+        return _lost(run, View("failed", {}), status, output)
+    known = View(
+        state="starting",
+        metrics=run.newest_metrics(attempt),
+        steps=steps or run.record().get("total_steps"),
+        restarts=attempt - first_attempt,
+        nodes=run.attempt_record(attempt).get("nodes"),
+    )
+    if known.metrics:
+        known = replace(known, state="running")
+    elif known.restarts:
+        known = replace(known, metrics=run.newest_metrics(attempt - 1))
+    end = attempt_end(run, attempt)
+    if end is None:
+        if status is not None and (status.is_suspended or _was_requeued(run, attempt, status)):
+            return replace(known, state=status.words, is_working=False)
+        if stop_was_requested(run):
+            known = replace(known, state="stopping", is_working=False)
+        return replace(known, message=_silence(run, known)) if present else _lost(run, known, status, output)
+    if present and not end.final:
+        return replace(known, state=_between_starts(end, status), is_working=False)
+    code = end.event["exit_code"]
+    if code == Exit.STOPPED and "class" in end.event:  # a node was lost, and Slurm has not requeued the job
+        code = Exit.FAILED
+    state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
+    return replace(known, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
+
+
+def view_at_end(run: RunDirectory, code: int) -> View:
+    """Returns the view of a run whose agent, in this process, has ended with ``code``."""
+    view = view_of(run, 0, None, Path(os.devnull))
+    return replace(view, state=STATES[Exit.REFUSED] if code == Exit.REFUSED else view.state, exit=code)
+
+
+def outcome(run: RunDirectory, view: View) -> str:
+    """Returns how a run stands, as a JSON object in one line: its Slurm jobs, state, exit code, and final metrics."""
+    record = run.record()
+    jobs = job_ids((record.get("submissions") or [{}])[-1])
+    result = record.get("result") if view.exit == Exit.DONE else None
+    found = {"run": str(run.path), "job_ids": jobs, "state": view.state, "exit_code": view.exit, "result": result}
+    return json.dumps(found)
+
+
+def final_code(code: int, run: RunDirectory) -> int:
+    """Returns the exit code of a command for a run that has ended with ``code``.
+
+    75 says that the same command continues from a checkpoint. Without one it is 1, or a script that repeats the command
+    as long as it returns 75 would never end. A command of the user's own (``run.command``) saves where only it knows.
+    """
+    if code != Exit.STOPPED or any(run.checkpoints.glob("step-*")):
+        return code
+    return code if run.record().get("own_code") == "command" else Exit.FAILED
+
+
+def last_saved(run: RunDirectory) -> int:
+    """Returns the step of the newest checkpoint by the names of the directories; 0 without one."""
+    names = (path.name.removeprefix("step-").partition(".")[0] for path in run.checkpoints.glob("step-*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def how_stopped(code: int, run: RunDirectory, state: str = "stopped") -> str:
+    """Returns how a run was stopped and what the command that follows does, by the exit code that the run has."""
+    if code != Exit.STOPPED:
+        return f"{state} before the first checkpoint; start again with"
+    saved = last_saved(run)  # 0 for a command of the user's own
+    stopped = f"stopped after a checkpoint at step {saved}" if saved else "stopped after a checkpoint"
+    return f"{'cancelled' if state == 'cancelled' else stopped}; resume with"
+
+
+def _was_requeued(run: RunDirectory, attempt: int, status: JobStatus) -> bool:
+    """Returns whether Slurm has put the job back into the queue after ``attempt`` started: no agent recorded its end,
+    as when its nodes failed. The state of a job that Slurm was asked for earlier is that before its start.
+    """
+    try:
+        started = (run.attempts / f"{attempt:03d}.json").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return status.is_pending and status.asked > started
+
+
+def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
+    """Returns the state of a job that may be started again without the user."""
+    if status is not None and status.is_pending:  # also after a requeue that the agents did not ask for
+        return f"{end.state}, {status.words}" if end.state == "requeued" else status.words
+    if end.state != "requeued" or status is None:
+        return end.state
+    return TO_BE_REQUEUED if status.is_running else end.state
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """Describes the end of the last attempt of a job. ``final`` is False if the job may start again by itself."""
+
+    event: dict[str, Any]
+    state: str
+    final: bool
+
+
+def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
+    """Returns the end of the job as the rendezvous server recorded it; None while the job runs."""
+    events = list(run.events_of("agent-*", attempt))
+    ends = sorted((event for event in events if "exit_code" in event), key=lambda event: event["time"])
+    if not ends:
+        return None
+    end = ends[-1]
+    if end["event"] == "failed":
+        return AttemptEnd(end, "failing", True)
+    if any(event["event"] == "requeued" for event in events):
+        return AttemptEnd(end, "requeued", False)
+    if end["event"] == "stopped":
+        return AttemptEnd(end, "stopping", end.get("reason") in USER_SIGNALS)
+    return AttemptEnd(end, "finishing", True)
+
+
+def _silence(run: RunDirectory, known: View) -> str:
+    """Returns what the agents said last of a job without progress; empty if a step was logged since then."""
+    told = [event for event in run.events_of("agent-*", run.newest_attempt()) if event["event"] == "no_progress"]
+    last = max(told, key=lambda event: float(event["time"]), default=None)
+    return "" if last is None or known.metrics.get("time", 0.0) > last["time"] else str(last.get("message", ""))
+
+
+def _cancelled(status: JobStatus | None) -> bool:
+    return status is not None and status.state == "CANCELLED"
+
+
+def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path) -> View:
+    """Returns the view of a job that ended without a record: its last output and its state in the scheduler."""
+    if _cancelled(status):
+        exit_code = Exit.STOPPED if not known.metrics else Exit.FAILED
+        return replace(known, state="cancelled", exit=final_code(exit_code, run))
+    if stop_was_requested(run) and not known.metrics:
+        message = f"stopped before the first step ({run.record().get('stop_requested_by', 'cancel')})"
+        return replace(known, state="cancelled", exit=final_code(Exit.STOPPED, run), message=message)
+    if not run.path.exists():  # and with it what the agent has written
+        message = f"the run directory {run.path} was deleted while the job was running"
+        return replace(known, state="failed", exit=Exit.FAILED, message=message)
+    ended = "the agent ended without any output; it may have been killed"
+    if status is not None and NOT_LAUNCHED in status.reason:
+        ended = f"Slurm could not launch the job ({status.reason})"
+    last_output = "\n".join(run.end_of_output(output).strip().splitlines()[-30:]) or ended
+    reported = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
+    return replace(known, state="failed", exit=Exit.FAILED, message=reported + last_output)
+
+
+def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:
+    """Returns the command line that resumes ``run`` by its name; with ``-m`` if ``submits``."""
+    name = f"run.name={os.path.relpath(run.path, root)}"
+    kept = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
+    # next to the other overrides, because Hydra's parser requires all overrides to be adjacent
+    first = next((index for index, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
+    return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
+
+
+def failure_text(run: RunDirectory, end: dict[str, Any], *, whole: bool = False) -> str:
+    """Returns the traceback of the failing rank, ``whole`` or its own frames, and why the run was given up."""
+    if "class" not in end:
+        return str(end.get("message", ""))
+    if end["exit_code"] == Exit.REFUSED:
+        return str(end.get("message", ""))
+    failed = [
+        event
+        for event in run.read_events()
+        if event["event"] == "worker_failed" and event["attempt"] == end["attempt"] and "traceback" in event
+    ]
+    head, why = f"rank {end['rank']} on {end['node']} failed ({end['class']}):", end.get("message", "")
+    traceback = failed[0]["traceback"].rstrip() if failed else ""
+    text = f"{head}\n{traceback if whole else own_frames(traceback)}" if failed else f"{head} {why}"
+    return f"{text}\ngiven up: {why}" if end["event"] == "stopped_retrying" else text

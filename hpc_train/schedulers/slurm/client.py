@@ -1,0 +1,526 @@
+"""Runs all of Slurm's commands that Python uses, with one policy for waiting and errors.
+
+Each command has one of three time limits. ``SlurmError.problem`` distinguishes a command that is missing, a controller
+that does not respond, and a refusal. A query is not repeated: its caller continues without the answer, or asks again at
+its own interval. Neither is a submission, since one whose answer is lost may have been accepted. ``cancel``, which may
+safely be sent twice, is repeated once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+
+from hpc_train.errors import UserError
+from hpc_train.schedulers.slurm.states import FORGOTTEN, JobState, Phase, state_of
+from hpc_train.schedulers.slurm.variables import Receiver, environment_for
+
+BRIEF_S = 5.0  # for a query inside a job that has little time left, or that is merely nice to have
+QUERY_S = 20.0  # for any other query: a controller under load takes seconds
+PATIENT_S = 120.0  # for a submission, a cancellation, a requeue, and for watching jobs: giving up early gains nothing
+REPEAT_AFTER_S = 5.0
+UNREACHABLE = (
+    "Unable to contact slurm controller",
+    "Unable to establish controller",
+    "Socket timed out",
+    "Connection refused",
+    "Connection timed out",
+    "Zero Bytes were transmitted",
+)
+# the connection has failed, so the controller has not got the request
+NOT_SENT = ("connect failure", "Unable to establish controller", "Connection refused")
+LOOKS = 3  # for a job whose submission was not answered; the controller may still be busy with it
+CLOCKS_S = 60.0  # by which the clocks of two machines may differ
+UNUSABLE = ("down", "drain", "fail", "unknown")
+UNKNOWN_JOB = "Invalid job id"
+FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
+
+Query = Callable[[Sequence[str]], str | None]
+
+
+class Problem(StrEnum):
+    """Says why a command of Slurm gave no answer."""
+
+    MISSING = "missing"  # the command is not on the PATH
+    SILENT = "silent"  # the controller, or the database, does not respond
+    REFUSED = "refused"
+
+
+FIXES = {
+    Problem.MISSING: "run it on a login node, or load the site's Slurm module",
+    Problem.SILENT: "try again when the controller responds (scontrol ping)",
+    Problem.REFUSED: "correct what the message names",
+}
+
+
+class SlurmError(UserError):
+    """A command of Slurm that failed.
+
+    Attributes:
+        said: what it wrote to standard error.
+        output: what it wrote to standard output nevertheless.
+    """
+
+    def __init__(self, command: str, problem: Problem, said: str, output: str = "") -> None:
+        super().__init__(f"{command} failed: {said}", where=command, fix=FIXES[problem])
+        self.problem, self.said, self.output = problem, said, output
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float = QUERY_S,
+    stdin: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Runs a command of Slurm and returns its standard output.
+
+    Args:
+        environment: the variables of the command; without it, those of this process that reach a query.
+
+    Raises:
+        SlurmError: it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
+    """
+    return _completed(command, timeout_s=timeout_s, stdin=stdin, environment=environment).stdout
+
+
+def _completed(
+    command: Sequence[str], *, timeout_s: float, stdin: str | None, environment: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    name = command[0]
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin,
+            env=environment_for(Receiver.QUERY) if environment is None else environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # comments on jobs are in any encoding
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(name, Problem.SILENT, f"no answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise SlurmError(name, Problem.MISSING, str(error)) from error
+    if done.returncode == 0:
+        return done
+    raise failure(name, done.stderr.strip() or f"exit code {done.returncode}", done.stdout)
+
+
+def failure(command: str, said: str, output: str = "") -> SlurmError:
+    """Returns the error for a command that has failed with ``said`` on standard error."""
+    unreachable = any(text in said for text in UNREACHABLE)
+    return SlurmError(command, Problem.SILENT if unreachable else Problem.REFUSED, said, output)
+
+
+def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
+    """Returns the standard output of a command; None if it fails, for callers that can continue without it."""
+    try:
+        return run(command, timeout_s=timeout_s)
+    except SlurmError:
+        return None
+
+
+NO_CONFIGURATION = "Could not establish a configuration source"  # neither slurm.conf nor a controller is found
+
+
+class Controller(Enum):
+    """Whether this machine has a Slurm controller."""
+
+    UP = auto()
+    ABSENT = auto()  # there is no sbatch
+    UNCONFIGURED = auto()  # Slurm's commands find no cluster: they are installed on a machine that belongs to none
+    SILENT = auto()  # there is a cluster, but its controller does not respond
+
+
+def find_controller() -> tuple[Controller, str]:
+    """Asks for the controller of this machine; returns its state, and what Slurm's commands say if it is not up.
+
+    Some sites do not allow users ``scontrol ping``. ``sinfo`` and ``squeue`` then decide.
+    """
+    if shutil.which("sbatch") is None:
+        return Controller.ABSENT, "sbatch is not on the PATH"
+    said = []
+    for command in (["scontrol", "ping"], ["sinfo", "--noheader", "--format=%P"], ["squeue", "--noheader", "--me"]):
+        try:
+            answer = run(command)
+        except SlurmError as error:
+            said.append(f"{command[0]}: {(error.said.splitlines() or [''])[-1]}")
+            is_down = " is DOWN" in error.output
+            if NO_CONFIGURATION in error.said and "SLURM_CONF" not in os.environ:
+                return Controller.UNCONFIGURED, said[0]
+            if is_down or error.problem is Problem.SILENT:
+                return Controller.SILENT, f"{command[0]}: {error.output.splitlines()[0]}" if is_down else said[-1]
+            continue
+        if command[0] != "scontrol" or " is UP" in answer:
+            return Controller.UP, ""
+        said.append(f"scontrol: {answer.strip()}")
+    return Controller.SILENT, "; ".join(said)
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as ``squeue`` prints it. ``starts`` is empty if no start is expected: 2026-01-31T12:00:00."""
+
+    job_id: str
+    state: str
+    starts: str
+    comment: str
+    reason: str
+
+
+def list_jobs(selection: Sequence[str], timeout_s: float = PATIENT_S) -> list[QueuedJob] | None:
+    """Returns the jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
+
+    ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end.
+
+    Returns:
+        None if Slurm does not respond.
+    """
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
+    try:
+        text = run(command, timeout_s=timeout_s)
+    except SlurmError as error:
+        if UNKNOWN_JOB not in error.said:
+            return None
+        text = error.output
+    return [_queued(line) for line in text.splitlines() if line.count("|") >= 4]  # not the title line of a cluster
+
+
+def _queued(line: str) -> QueuedJob:
+    job_id, state, starts, rest = line.split("|", 3)
+    comment, _, reason = rest.rpartition("|")
+    starts = "" if starts in ("N/A", "NONE") else starts
+    return QueuedJob(job_id, state, starts, "" if comment == "(null)" else comment, reason)
+
+
+def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
+    """Returns the state of one job; None if Slurm does not respond.
+
+    Args:
+        clusters: other clusters than this machine's, where the same id may belong to another user's job.
+    """
+    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T", *on_clusters(clusters)]
+    try:
+        text = run([*command, *(["--me"] if clusters else [])])
+    except SlurmError as error:
+        return state_of(FORGOTTEN) if UNKNOWN_JOB in error.said else None
+    states = [line.strip() for line in text.splitlines() if not line.startswith("CLUSTER:")]
+    return state_of(next(filter(None, states), FORGOTTEN))
+
+
+def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
+    """Returns the state of one job and its priority, which is 0 while it is held; None if Slurm does not respond."""
+    text = query(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %Q"])
+    if text is None:
+        return None
+    state, priority = [*text.split(), FORGOTTEN, "0"][:2]
+    return state_of(state), int(priority)
+
+
+def own_job(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array.
+
+    For ``SLURM_JOB_ID`` alone the commands would show the whole array if this process is in its last task.
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
+
+
+def is_suspended() -> bool:
+    """Returns whether the job of this process is suspended; False if Slurm does not respond."""
+    state = job_state(own_job())
+    return state is not None and state.phase is Phase.STOPPED
+
+
+def was_suspended(since: float) -> bool:
+    """Returns whether Slurm has resumed the job of this process after ``since``, in seconds since 1970.
+
+    The clock of the controller may be a minute off. False if Slurm does not respond.
+    """
+    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
+    found = re.search(r"\bSuspendTime=(\d{4}-\d\d-\d\dT\S+)", shown)  # when it was last suspended or resumed
+    return found is not None and time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) > since - CLOCKS_S
+
+
+def is_current_start(restart: int) -> bool | None:
+    """Returns whether the job of this process still runs in its start number ``restart``; None if unknown."""
+    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
+    state, restarts = re.search(r"\bJobState=(\w+)", shown), re.search(r"\bRestarts=(\d+)", shown)
+    if state is None or restarts is None:
+        return None
+    return state_of(state[1]).phase in (Phase.RUNNING, Phase.STOPPED) and int(restarts[1]) <= restart
+
+
+def unavailable_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Returns those of ``names`` that are down, with their state and its reason; {} if Slurm does not respond."""
+    call = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T|%E"]
+    rows = [line.split("|", 2) for line in (query(call, BRIEF_S) or "").splitlines() if line.count("|") >= 2]
+    return {node: f"{state.rstrip('*')} ({reason.strip()})" for node, state, reason in rows if state.startswith("down")}
+
+
+def usable_nodes(partition: str) -> set[str] | None:
+    """Returns the nodes of a partition that are neither down nor drained; None if Slurm does not respond."""
+    text = query(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %T"], BRIEF_S)
+    rows = [line.split() for line in (text or "").splitlines()]
+    return {row[0] for row in rows if len(row) == 2 and not row[1].startswith(UNUSABLE)} if text else None
+
+
+def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
+    """Appends ``text`` to the comment of the job of this process. Without an answer of Slurm it changes nothing.
+
+    Args:
+        replaced: what an earlier start of the job has appended, which ``text`` replaces.
+    """
+    own = own_job()
+    jobs = list_jobs([f"--jobs={own}"], BRIEF_S)
+    if jobs:
+        comment = f"{replaced.sub('', jobs[0].comment)} {text}".strip()
+        query(["scontrol", "update", f"JobId={own}", f"Comment={comment}"], BRIEF_S)
+
+
+@dataclass(frozen=True)
+class JobTime:
+    """The time of a job by the controller's clock: its limit and how long it has run, in seconds.
+
+    Attributes:
+        limit_s: infinity without a limit.
+        preempted: whether Slurm has begun to preempt the job.
+    """
+
+    limit_s: float
+    run_s: float
+    preempted: bool
+
+
+def time_of_own_job() -> JobTime | None:
+    """Returns the time of the job of this process; None if Slurm does not respond."""
+    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
+    limit, run = (re.search(rf"\b{name}=(\S+)", shown) for name in ("TimeLimit", "RunTime"))
+    if limit is None or run is None:
+        return None
+    preempted = re.search(r"\bPreemptTime=\d", shown) is not None
+    return JobTime(_seconds(limit[1]), _seconds(run[1]), preempted)
+
+
+def _seconds(text: str) -> float:
+    """Returns a time as ``scontrol`` prints it, ``1-02:03:04``, in seconds; infinity for a limit without digits."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if found is None:
+        return math.inf
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def may_requeue(job_id: str) -> bool:
+    """Returns whether Slurm would requeue the job; also True if Slurm's commands fail, as in a container."""
+    return "Requeue=0" not in (query(["scontrol", "show", "job", job_id], BRIEF_S) or "").split()
+
+
+def show_job(job_id: str) -> str:
+    """Returns the output of ``scontrol show job`` with the nodes of the job; empty if it fails."""
+    return query(["scontrol", "show", "job", "--details", job_id]) or ""
+
+
+def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> str:
+    """Returns the output of ``scontrol show node`` for ``names`` or all nodes, one per line; empty if it fails."""
+    selected = [",".join(names)] if names else []
+    return query(["scontrol", "show", "node", "--oneliner", *selected], timeout_s) or ""
+
+
+def show_topology() -> str:
+    """Returns the output of ``scontrol show topology``; empty if it fails."""
+    return query(["scontrol", "show", "topology"], BRIEF_S) or ""
+
+
+def on_clusters(clusters: str | None) -> list[str]:
+    """Returns the option of Slurm's commands for jobs that went to other clusters."""
+    return [f"--clusters={clusters}"] if clusters else []
+
+
+def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | None = None) -> None:
+    """Cancels jobs, or sends their steps ``signal`` (``USR1``).
+
+    Raises:
+        SlurmError: Slurm refuses, or does not respond twice in a row.
+    """
+    if not ids:
+        return
+    command = ["scancel", *on_clusters(clusters), *([f"--signal={signal}"] if signal else []), *ids]
+    try:
+        run(command, timeout_s=PATIENT_S)
+    except SlurmError as error:
+        if error.problem is not Problem.SILENT:
+            raise
+        time.sleep(REPEAT_AFTER_S)
+        run(command, timeout_s=PATIENT_S)
+
+
+def submit(options: Sequence[str], script: str, comment: str, clusters: str | None = None) -> str:
+    """Submits a batch script and returns the id of the job.
+
+    Args:
+        comment: the comment of this job and of no other.
+
+    Raises:
+        SlurmError: Slurm does not take it.
+    """
+
+    def send() -> str:
+        return job_in_answer(_sbatch(["--parsable", f"--comment={comment}", *options], script).stdout)
+
+    return submitted_job(send, comment, clusters=clusters)
+
+
+SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b")
+PARSABLE = re.compile(r"(\d+)(?:;\S*)?")
+
+
+def job_in_answer(printed: str) -> str:
+    """Returns the id of the job in what ``sbatch --parsable``, or a site's wrapper of it, prints among other lines.
+
+    Raises:
+        SlurmError: there is none, or it is not clear which number it is.
+    """
+    lines = [line.strip() for line in printed.splitlines()]
+    by_sentence = {found[1] for line in lines if (found := SENTENCE.search(line)) is not None}
+    by_number = {found[1] for line in lines if (found := PARSABLE.fullmatch(line)) is not None}
+    ids = by_sentence or by_number
+    if len(ids) != 1:
+        said = f"exit code 0, but it does not print the id of one job: {printed.strip()!r}"
+        raise SlurmError("sbatch", Problem.SILENT, said, printed)
+    return ids.pop()
+
+
+class LostAnswer(SlurmError):
+    """A submission whose answer is lost, and whose job is not in the queue, or the queue cannot be read."""
+
+    def __init__(self, said: str, comment: str, *, queue_is_known: bool) -> None:
+        super().__init__("sbatch", Problem.SILENT, said)
+        seen = "squeue shows no job of this submission, but it may still appear"
+        unseen = "squeue does not respond either, and the job may be queued"
+        self.what = f"sbatch failed, and Slurm may have accepted the job: {said}; {seen if queue_is_known else unseen}"
+        self.where = "sbatch"
+        self.fix = (
+            f"look for it before you submit again: squeue --me --format='%i %T %k' | grep -F {shlex.quote(comment)}; "
+            "scancel ID cancels it"
+        )
+
+
+def submitted_job(
+    send: Callable[[], str], comment: str, known: Collection[str] = (), clusters: str | None = None
+) -> str:
+    """Submits a job and returns its id. If the answer is lost, the job is found in the queue by its comment.
+
+    An interrupted submission is cancelled.
+
+    Args:
+        send: submits the job and returns its id; raises SlurmError.
+        comment: the comment of the job.
+        known: the ids of other jobs with this comment.
+
+    Raises:
+        SlurmError: Slurm does not take the job.
+        LostAnswer: it is unknown whether Slurm has taken the job.
+    """
+    try:
+        return send()
+    except SlurmError as error:
+        is_sent = error.problem is Problem.SILENT and not any(text in error.said for text in NOT_SENT)
+        if not is_sent and not re.search(r"\d", error.output):
+            raise
+        lost = error
+    except BaseException:
+        for job_id in _jobs_with(comment, known, clusters) or ():
+            print(f"cancelling job {job_id}, which was just submitted", file=sys.stderr)
+            cancel([job_id], clusters=clusters)
+        raise
+    found = None
+    for look in range(LOOKS):
+        if look:
+            time.sleep(REPEAT_AFTER_S)
+        found = _jobs_with(comment, known, clusters)
+        if found:
+            break
+    if not found:
+        if lost.problem is Problem.REFUSED and found is not None:
+            raise lost
+        raise LostAnswer(lost.said, comment, queue_is_known=found is not None) from lost
+    first, *others = found
+    print(f"note: the answer of sbatch was lost ({lost.said}); its job {first} is in the queue", file=sys.stderr)
+    if others:
+        print(f"cancelling other jobs of the same submission: {', '.join(others)}", file=sys.stderr)
+        cancel(others, clusters=clusters)
+    return first
+
+
+def _jobs_with(comment: str, known: Collection[str], clusters: str | None) -> list[str] | None:
+    """Returns the jobs of this user with ``comment`` that have not ended, arrays as one; None if Slurm is silent."""
+    jobs = list_jobs(["--me", *on_clusters(clusters)], QUERY_S)
+    if jobs is None:
+        return None
+    ids = {job.job_id.partition("_")[0] for job in jobs if job.comment == comment and state_of(job.state).is_alive}
+    return sorted(ids - set(known), key=int)
+
+
+ESTIMATE = re.compile(r"sbatch: Job \S+ to start at (\S+)")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Holds what ``sbatch --test-only`` answers for a job that the controller would take.
+
+    Attributes:
+        lines: what sbatch and the submit plugins of the site print, without the expected start.
+        starts: the expected start in seconds since 1970; None if Slurm does not tell it.
+    """
+
+    lines: list[str]
+    starts: float | None
+
+
+def check_submission(options: Sequence[str], timeout_s: float = PATIENT_S) -> Check:
+    """Asks the controller whether it would take a job with these options, and when the job would start.
+
+    Raises:
+        SlurmError: it would not.
+    """
+    done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n", timeout_s)
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    starts = [local_time(found[1]) for line in said if (found := ESTIMATE.match(line))]
+    return Check([line for line in said if not ESTIMATE.match(line)], next(iter(starts), None))
+
+
+def local_time(text: str) -> float | None:
+    """Returns a time as Slurm prints it, in seconds since 1970; None for ``Unknown``, ``None`` and ``N/A``."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _sbatch(options: Sequence[str], script: str, timeout_s: float = PATIENT_S) -> subprocess.CompletedProcess[str]:
+    environment = environment_for(Receiver.SBATCH)
+    return _completed(["sbatch", *options], stdin=script, environment=environment, timeout_s=timeout_s)
+
+
+LAST_STEP_ID = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID of slurm.h; batch scripts and shells of salloc are above it
+
+
+def is_in_step(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether this process belongs to a step that srun has started, e.g. ``srun --pty bash``.
+
+    Another srun waits for the resources of this step, unless it has the option ``--overlap``.
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) <= LAST_STEP_ID

@@ -1,0 +1,61 @@
+"""Ends a run when a metric of its evaluations does not improve any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_train.config.evaluation import highest_is_best
+from hpc_train.train.hooks.hook import Hook, HookContext
+
+
+class EarlyStopping(Hook):
+    """Ends the run as done after ``patience`` evaluations in a row without an improvement.
+
+    Args:
+        monitor: a key of the metrics, such as val_loss.
+        patience: a number of evaluations, at least 1.
+        min_delta: an improvement must be larger than this.
+        mode: whether lower (min) or higher (max) values are better; auto knows the built-in metrics.
+    """
+
+    def __init__(
+        self, monitor: str = "val_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
+    ) -> None:
+        self._monitor, self._patience, self._min_delta = monitor, patience, min_delta
+        self._sign = -1.0 if highest_is_best(monitor, mode, "hooks.early_stopping.args.mode") else 1.0
+        self._best: float | None = None
+        self._best_step = 0
+        self._without = 0  # consecutive evaluations without an improvement
+
+    def evaluation(self, context: HookContext) -> None:
+        value = context.metrics.get(self._monitor)
+        if value is None:
+            raise ValueError(f"the evaluation has no {self._monitor}, but {', '.join(_values(context.metrics))}")
+        if self._improves(value):
+            self._best, self._best_step, self._without = value, context.step, 0
+            return
+        self._without += 1
+        if self._without >= self._patience:
+            best = "was never finite" if self._best is None else f"was best at step {self._best_step}: {self._best:.6g}"
+            context.stop(f"{self._monitor} has not improved in {self._without} evaluations; it {best}")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        monitored = {"monitor": self._monitor, "sign": self._sign}
+        return {"best": self._best, "best_step": self._best_step, "without": self._without} | monitored
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the best value, unless it is that of another metric or mode."""
+        if (state.get("monitor", self._monitor), state.get("sign", self._sign)) != (self._monitor, self._sign):
+            return
+        self._best, self._best_step, self._without = state["best"], state["best_step"], state["without"]
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return self._best is None or self._sign * (self._best - value) > self._min_delta
+
+
+def _values(metrics: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in metrics.items() if name.startswith("val_") and value is not None)

@@ -1,0 +1,43 @@
+"""Shows at every evaluation how a language model continues prompts, by the most likely token each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpc_train.data.documents import BYTES
+from hpc_train.train.decoding.loop import Decoder
+from hpc_train.train.decoding.tokenizer import ByteCodec, Codec, FileCodec
+from hpc_train.train.hooks.hook import Hook, HookContext
+
+
+class Samples(Hook):
+    """Generates ``new_tokens`` tokens after each prompt and logs the text.
+
+    Every rank takes part, because parameters may be sharded. Each token is one forward pass over the last
+    ``data.sequence_length`` tokens of all prompts, whose shape never changes: tokens after the last one are padding,
+    which a causal model does not see.
+
+    Args:
+        prompts: texts, or lists of token ids. Prompts in text are continued in text.
+        new_tokens: the number of tokens to generate.
+        tokenizer: the path of the ``tokenizer.json`` of the data; ``bytes`` is that of ``data=text``.
+    """
+
+    def __init__(self, prompts: Sequence[str | Sequence[int]], new_tokens: int = 32, tokenizer: str = BYTES) -> None:
+        self._prompts = list(prompts)
+        self._new_tokens = new_tokens
+        self._codec: Codec = ByteCodec() if tokenizer == BYTES else FileCodec(tokenizer)
+
+    def evaluation(self, context: HookContext) -> None:
+        decoder = Decoder(context.engine, context.mesh, context.config.data.sequence_length)
+        prompts = [self._encode(prompt) for prompt in self._prompts]
+        found = decoder.run(prompts, self._new_tokens)
+        assert found is not None, "nothing stops the loop"
+        texts = [self._text(*each) for each in zip(self._prompts, prompts, found, strict=True)]
+        context.log_text("samples", "\n".join(texts))
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return self._codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _text(self, prompt: str | Sequence[int], tokens: list[int], new: list[int]) -> str:
+        return self._codec.decode([*tokens, *new]) if isinstance(prompt, str) else f"{tokens} -> {new}"

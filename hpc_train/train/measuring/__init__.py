@@ -1,1 +1,0 @@
-"""Measures what a run reports of itself while it trains."""

@@ -1,0 +1,137 @@
+"""Times the stages of a pipeline in its first steps: the balance of the stages, and the picture of one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.data.dataset import StepBatch
+from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
+from hpc_train.parallel.mesh import Mesh, synchronize
+from hpc_train.parallel.pipeline.balance import SplitPlan
+from hpc_train.preflight.measure import to_first
+from hpc_train.train.watch.time_breakdown import Chunk, timed_stages
+
+WARMUP_STEPS = 2
+TIMED_STEPS = 3
+MOST_CHUNKS = 5000  # of all ranks in a picture, about 150 kB; a larger one would also be too fine to be seen
+
+ReportBalance = Callable[[str, dict[str, Any]], None]  # (message, details for the event log)
+ReportPicture = Callable[[dict[str, Any]], None]  # details for the event log
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """Holds what one rank has measured: seconds by stage, the elapsed seconds, and the chunks of the last step.
+
+    ``chunks`` are (kind, stage, begin, end), with the times in seconds from the beginning of the step.
+    """
+
+    stage_s: dict[int, float]
+    elapsed: float
+    step_s: float
+    chunks: list[tuple[str, int, float, float]]
+
+
+class PipelineWatch(WrappedEngine):
+    """Wraps ``engine``, times the stages for a few steps, and reports them on rank 0.
+
+    Args:
+        plan: the predicted balance; None if the config defines the split, and then the balance is not reported.
+        report: called once, on rank 0, with the balance.
+        draw: called once, on rank 0, with the picture of the last timed step.
+    """
+
+    def __init__(
+        self, engine: Engine, mesh: Mesh, plan: SplitPlan | None, report: ReportBalance, draw: ReportPicture
+    ) -> None:
+        super().__init__(engine)
+        self._mesh = mesh
+        self._plan = plan
+        self._report = report
+        self._draw = draw
+        self._steps = 0
+        self._stage_s: dict[int, float] = {}
+        self._elapsed = 0.0
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
+        self._steps += 1
+        if not WARMUP_STEPS < self._steps <= WARMUP_STEPS + TIMED_STEPS:
+            return self._engine.train_step(step, batch, loss_scale)
+        last = self._steps == WARMUP_STEPS + TIMED_STEPS
+        if last:
+            dist.barrier(group=self._mesh.control)  # the clocks of all ranks begin together
+        result, step_s, chunks = self._timed_step(step, batch, loss_scale)
+        if last:
+            self._gather_and_report(step_s, chunks, len(batch.micro_batches))
+        return result
+
+    def _timed_step(
+        self, step: int, batch: StepBatch, loss_scale: Tensor | None
+    ) -> tuple[StepResult, float, list[Chunk]]:
+        synchronize(self._mesh.device)
+        with timed_stages(self._mesh.device) as work:
+            begin = time.perf_counter()
+            result = self._engine.train_step(step, batch, loss_scale)
+            synchronize(self._mesh.device)
+            seconds = time.perf_counter() - begin
+        self._elapsed += seconds
+        for chunk in work:
+            self._stage_s[chunk.stage] = self._stage_s.get(chunk.stage, 0.0) + chunk.seconds()
+        return result, seconds, work
+
+    def _gather_and_report(self, step_s: float, work: Sequence[Chunk], micro_batches: int) -> None:
+        """Gathers the times of all ranks and reports them on rank 0. Collective."""
+        own = _OfRank(self._stage_s, self._elapsed, step_s, self._drawn(work))
+        gathered: list[_OfRank] = to_first(own, self._mesh)
+        if self._mesh.rank != 0:
+            return
+        if self._plan is not None:
+            times = [(rank.stage_s, rank.elapsed) for rank in gathered]
+            found = measured_balance(times, self._mesh.layout.stages, TIMED_STEPS * micro_batches)
+            self._report(_message(self._plan, found), found | {"predicted": self._plan.as_json()["predicted"]})
+        ranks = [{"rank": rank, "chunks": each.chunks} for rank, each in enumerate(gathered) if each.chunks]
+        if ranks:
+            picture = {"schedule": self._mesh.layout.schedule, "micro_batches": micro_batches}
+            self._draw(picture | {"seconds": max(rank.step_s for rank in gathered), "ranks": ranks})
+
+    def _drawn(self, work: Sequence[Chunk]) -> list[tuple[str, int, float, float]]:
+        """Returns the chunks of this rank if the picture shows it: one rank at each position in the pipeline."""
+        shown = self._mesh.dp_cp_rank == self._mesh.tp_rank == 0
+        if not shown or len(work) * self._mesh.layout.pp > MOST_CHUNKS:
+            return []
+        times = [(chunk, chunk.begin()) for chunk in work]
+        return [(one.kind, one.stage, round(at, 6), round(at + one.seconds(), 6)) for one, at in times]
+
+
+def _message(plan: SplitPlan, found: dict[str, Any]) -> str:
+    stages = "|".join(f"{1e3 * seconds:.3g}" for seconds in found["stage_s"])
+    return (
+        f"pipeline measured: {stages} ms per micro-batch and stage; the slowest stage takes "
+        f"{found['imbalance']:.2f} x the mean ({plan.predicted.imbalance:.2f} predicted), bubble "
+        f"{found['bubble_share']:.1%} ({plan.predicted.bubble_share:.1%} predicted without communication)"
+    )
+
+
+def measured_balance(of_ranks: list[tuple[dict[int, float], float]], stages: int, passes: int) -> dict[str, Any]:
+    """Returns the mean seconds of each stage per pass, their imbalance, and the bubble share.
+
+    Args:
+        of_ranks: for each rank, stage -> seconds, and the elapsed seconds.
+        passes: number of micro-batches in that time.
+    """
+    stage_s = []
+    for stage in range(stages):
+        times = [seconds[stage] for seconds, _ in of_ranks if stage in seconds]
+        stage_s.append(sum(times) / len(times) / passes)
+    bubbles = [max(0.0, 1 - sum(seconds.values()) / elapsed) for seconds, elapsed in of_ranks]
+    return {
+        "stage_s": stage_s,
+        "imbalance": max(stage_s) * stages / sum(stage_s),
+        "bubble_share": sum(bubbles) / len(bubbles),
+    }

@@ -1,0 +1,180 @@
+"""Implements ``telemetry.profile``: traces, memory snapshots and a time breakdown of some steps on some ranks.
+
+Profiling slows the steps down, mostly on the host; the breakdown shows where to look in the trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from hpc_train.config.values import Profiled
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import write_json
+from hpc_train.train.watch.time_breakdown import Interval, cpu_intervals, gpu_intervals, uncovered
+
+MEMORY_EVENTS = 100_000  # allocator events kept for a snapshot
+
+
+@dataclass(frozen=True)
+class _Begun:
+    profiler: Any  # None on ranks that are not profiled
+    at: float
+    waited_s: float
+
+
+class Profiler:
+    """Profiles the configured steps; all ranks call ``begin`` and ``end`` around each step."""
+
+    def __init__(self, request: Profiled | None, run: RunDirectory, mesh: Mesh, events: EventLog) -> None:
+        self._request = request
+        self._run = run
+        self._mesh = mesh
+        self._events = events
+        self._begun: _Begun | None = None
+
+    def begin(self, step: int, waited_s: float) -> None:
+        """Starts the profiler if ``step``, counted from 1, is the first profiled one.
+
+        Args:
+            waited_s: total seconds spent waiting for data.
+        """
+        if self._request is None or step != self._request.first or self._begun is not None:
+            return
+        profiler = self._start() if self._request.has(self._mesh.rank) else None
+        self._begun = _Begun(profiler, time.perf_counter(), waited_s)
+
+    def end(self, step: int, waited_s: float, last: bool = False) -> None:
+        """Stops the profiler after the last profiled step, or at the ``last`` step of the attempt. Collective."""
+        if self._request is None or self._begun is None or not (last or step == self._request.last):
+            return
+        self._request = replace(self._request, last=step)
+        begun = self._begun
+        self._begun = None
+        own = None if begun.profiler is None else self._stop(begun, waited_s)
+        gathered: list[TimeBreakdown | None] = [None] * self._mesh.layout.world_size
+        dist.all_gather_object(gathered, own, group=self._mesh.control)
+        if self._mesh.rank == 0:
+            self._report({rank: found for rank, found in enumerate(gathered) if found is not None}, self._request)
+
+    def _start(self) -> profile:
+        on_gpu = self._mesh.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            torch.cuda.synchronize(self._mesh.device)
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+        profiler = profile(activities=activities, profile_memory=True)
+        profiler.start()
+        return profiler
+
+    def _stop(self, begun: _Begun, waited_s: float) -> TimeBreakdown:
+        assert self._request is not None
+        device = self._mesh.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - begun.at
+        begun.profiler.stop()
+        name = self._run.profile / f"{self._request.name}-rank-{self._mesh.rank:04d}"
+        with self._failures_reported():
+            self._run.profile.mkdir(exist_ok=True)
+            begun.profiler.export_chrome_trace(f"{name}.json.gz")
+            if device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+        events, stages = begun.profiler.events() or [], self._mesh.layout.pp > 1
+        return time_breakdown(events, elapsed, waited_s - begun.waited_s, device, stages)
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        """Reports a file that cannot be written, e.g. on a full disk; the run continues without it."""
+        try:
+            yield
+        except OSError as error:
+            print(f"cannot write the profile to {self._run.profile}: {error}")
+
+    def _report(self, found: dict[int, TimeBreakdown], request: Profiled) -> None:
+        steps = max(1, request.last - request.first + 1)
+        report = f"profile of steps {request.first} to {request.last} in {self._run.profile}\n{summary(found, steps)}"
+        print(report)
+        shares = {str(rank): breakdown.shares() for rank, breakdown in found.items()}
+        content = {"first": request.first, "last": request.last, "ranks": shares}
+        with self._failures_reported():
+            self._run.profile.mkdir(exist_ok=True)
+            (self._run.profile / "summary.txt").write_text(f"{report}\n", encoding="utf-8")
+            write_json(self._run.profile / "summary.json", content)
+        self._events.write("profiled", step=request.last, first=request.first, ranks=shares)
+
+
+MICRO = 1e-6  # torch.profiler counts microseconds
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """Splits the seconds of one rank into parts that add up to ``elapsed_s``.
+
+    Attributes:
+        compute_s: a computation ran: kernels on a GPU, torch's operators on the CPU.
+        communication_s: a collective ran without a computation.
+        bubble_s: only point-to-point messages between pipeline stages were in flight.
+        data_s: the rank waited for the next batch.
+        host_s: the rest, i.e. Python and kernel launches.
+    """
+
+    elapsed_s: float
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    data_s: float
+
+    @property
+    def host_s(self) -> float:
+        return self.elapsed_s - self.compute_s - self.communication_s - self.bubble_s - self.data_s
+
+    def shares(self) -> dict[str, float]:
+        """Returns each part as a fraction of the elapsed time."""
+        seconds = {
+            "compute": self.compute_s,
+            "communication": self.communication_s,
+            "bubble": self.bubble_s,
+            "data": self.data_s,
+            "host": self.host_s,
+        }
+        return {name: value / self.elapsed_s for name, value in seconds.items()}
+
+
+def time_breakdown(
+    events: Iterable[Any], elapsed_s: float, data_s: float, device: torch.device, stages: bool
+) -> TimeBreakdown:
+    """Computes the breakdown from events of torch.profiler and the host's waiting time for data."""
+    intervals = gpu_intervals(events, stages) if device.type == "cuda" else cpu_intervals(events)
+    none: list[Interval] = []
+    compute = uncovered(intervals.computation, none) * MICRO
+    communication = uncovered(intervals.communication, intervals.computation) * MICRO
+    bubble = uncovered(intervals.messages, [*intervals.computation, *intervals.communication]) * MICRO
+    parts = []
+    left = elapsed_s
+    for seconds in (compute, communication, bubble, data_s):  # a wait for data may overlap a message
+        parts.append(min(seconds, left))
+        left -= parts[-1]
+    return TimeBreakdown(elapsed_s, *parts)
+
+
+def summary(of_ranks: Mapping[int, TimeBreakdown], steps: int) -> str:
+    """Returns a table with the milliseconds per step and the shares of each profiled rank."""
+    names = ("compute", "communication", "bubble", "data", "host")
+    lines = ["rank   ms/step" + "".join(f"{name:>15}" for name in names)]
+    for rank, breakdown in sorted(of_ranks.items()):
+        shares = breakdown.shares()
+        cells = "".join(f"{shares[name]:>15.1%}" for name in names)
+        lines.append(f"{rank:>4} {1e3 * breakdown.elapsed_s / steps:>9.1f}{cells}")
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""Combines the measurements of all ranks into metrics, and finds a straggler across nodes.
+
+Ranks leave a collective together, so the rank that arrives last has waited least. Waiting times do not depend on the
+clocks of the nodes. Only the ranks of one pipeline stage are compared, since stages do different work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from hpc_train.layout.layout import Layout
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor
+from hpc_train.train.watch.streak import LEAST_BLAME, LEAST_SHARE, Streak
+
+IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """Describes a rank on ``node`` for which the others of its stage wait for ``share`` of the time."""
+
+    rank: int
+    node: str
+    share: float
+
+    def details(self) -> dict[str, Any]:
+        """Returns the details of the event."""
+        message = f"the other ranks wait for rank {self.rank} on {self.node} {self.share:.0%} of the time"
+        return {"rank": self.rank, "node": self.node, "share": round(self.share, 3), "message": message}
+
+
+@dataclass
+class SlowRankWatch:
+    """Checks the times of all ranks with every line of metrics of an attempt.
+
+    Attributes:
+        nodes: the node of each rank.
+    """
+
+    layout: Layout
+    nodes: Sequence[str]
+    _lines: int = field(default=0, init=False)
+    _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
+
+    def look(self, rows: Sequence[RankTimes]) -> SlowRank | None:
+        """Returns a rank that was the straggler in ``IN_A_ROW`` lines and was not reported before."""
+        self._lines += 1
+        found = find_slow_rank(rows, self.layout) if self._lines > 1 else None
+        if not self._ranks.confirms(None if found is None else found[0]) or found is None:
+            return None
+        rank, share = found
+        return SlowRank(rank, self.nodes[rank], share)
+
+
+def find_slow_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, float] | None:
+    """Returns the rank for which the others of its stage wait most, and the share of the time; None without one."""
+    found = [_latest(range(begin, end), rows) for begin, end in stages(layout)]
+    return max((late for late in found if late is not None), key=lambda late: late[1], default=None)
+
+
+def _latest(ranks: range, rows: Sequence[RankTimes]) -> tuple[int, float] | None:
+    waits = {rank: wait for rank in ranks if (wait := rows[rank].communication_s) is not None}
+    if len(ranks) < 2 or len(waits) < len(ranks):
+        return None
+    least, following, *_ = sorted(waits, key=lambda rank: waits[rank])
+    late_s = median(wait for rank, wait in waits.items() if rank != least) - waits[least]
+    share = late_s / rows[least].seconds
+    if share < LEAST_SHARE or waits[following] - waits[least] < LEAST_BLAME * late_s:
+        return None
+    return least, share
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Holds the sums of one rank over ``steps`` steps; None for unknown values.
+
+    Attributes:
+        seconds: elapsed time without pauses for evaluation and saves.
+        data_s: time spent waiting for the next batch.
+        communication_s, bubble_s: see ``step_clock.StepTimes``.
+        memory_bytes: peak memory since the start.
+        gpu_util: share of the time in which a kernel ran on its GPU.
+        rdma_sent, rdma_received, net_sent, net_received: bytes of its node; only on the first rank of a node.
+    """
+
+    seconds: float
+    steps: int
+    data_s: float
+    memory_bytes: int
+    communication_s: float | None = None
+    bubble_s: float | None = None
+    gpu_util: float | None = None
+    rdma_sent: int | None = None
+    rdma_received: int | None = None
+    net_sent: int | None = None
+    net_received: int | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Returns the remaining time: computation, and on a GPU also waiting for the host."""
+        return max(0.0, self.seconds - self.data_s - (self.communication_s or 0.0) - (self.bubble_s or 0.0))
+
+
+TRAFFIC = {  # key of the metrics -> field
+    "rdma_tx_bytes": "rdma_sent",
+    "rdma_rx_bytes": "rdma_received",
+    "net_tx_bytes": "net_sent",
+    "net_rx_bytes": "net_received",
+}
+
+
+def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
+    """Gathers the values of all ranks in order, with one small all-gather on the CPU. Collective."""
+    values = [math.nan if value is None else float(value) for value in astuple(own)]
+    gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
+    all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
+    return [_rank_times(row) for row in gathered.view(-1, len(values)).tolist()]
+
+
+def _rank_times(values: Sequence[float]) -> RankTimes:
+    seconds, steps, data_s, memory, *rest = (None if math.isnan(value) else value for value in values)
+    assert seconds is not None and steps is not None and data_s is not None and memory is not None
+    return RankTimes(seconds, int(steps), data_s, int(memory), *rest)  # type: ignore[arg-type]
+
+
+def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
+    """Returns metric name -> value, without metrics for which a rank lacks its value.
+
+    - data_wait_share, comm_share, bubble_share: shares of the time, averaged over the ranks.
+    - compute_imbalance: the longest computation time of a rank over the mean of all ranks.
+    - arrival_skew_s: per step, the time between the first and the last rank of a stage entering collectives. Ranks
+      leave a collective together, so it is the difference of their waiting times.
+    - peak_memory_bytes: the maximum over the ranks; memory_imbalance: that over the mean.
+    - gpu_util: the mean over the ranks.
+    - host_share: the share of the time in which data was available and the GPU ran no kernel.
+    - rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes: per step, summed over the nodes.
+    """
+    found: dict[str, float | None] = {
+        "data_wait_share": fmean(row.data_s / row.seconds for row in rows),
+        "comm_share": _mean(None if row.communication_s is None else row.communication_s / row.seconds for row in rows),
+        "bubble_share": _mean(None if row.bubble_s is None else row.bubble_s / row.seconds for row in rows),
+        "peak_memory_bytes": max(row.memory_bytes for row in rows),
+        "gpu_util": _mean(row.gpu_util for row in rows),
+        **{key: _per_step(rows, field) for key, field in TRAFFIC.items()},
+    }
+    if len(rows) > 1:
+        found["memory_imbalance"] = _over_mean([row.memory_bytes for row in rows])
+    if len(rows) > 1 and found["comm_share"] is not None:
+        found["compute_imbalance"] = _over_mean([row.busy_s for row in rows])
+        found["arrival_skew_s"] = max(_skew(rows[begin:end]) for begin, end in stages(layout))
+    if (util := found["gpu_util"]) is not None:
+        found["host_share"] = max(0.0, 1.0 - util - fmean(row.data_s / row.seconds for row in rows))
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def stages(layout: Layout) -> list[tuple[int, int]]:
+    """Returns (begin, end) of the ranks at each position in the pipeline, which do the same work."""
+    ranks = layout.stage_ranks
+    return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]
+
+
+def _skew(rows: Sequence[RankTimes]) -> float:
+    waits = [row.communication_s or 0.0 for row in rows]
+    return (max(waits) - min(waits)) / max(1, rows[0].steps)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [*values]
+    known = [value for value in found if value is not None]
+    return fmean(known) if len(known) == len(found) else None
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    return max(values) / max(fmean(values), 1e-12)
+
+
+def _per_step(rows: Sequence[RankTimes], field: str) -> float | None:
+    """Returns the sum per step over the first ranks of all nodes; None without values."""
+    known = [value for row in rows if (value := getattr(row, field)) is not None]
+    return sum(known) / max(1, rows[0].steps) if known else None

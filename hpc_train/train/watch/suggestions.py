@@ -1,0 +1,256 @@
+"""Finds what limits the throughput of a run, from its metrics, and suggests changes of the config; without torch.
+
+A limit is reported once per attempt, after several consecutive lines of metrics have shown it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.techniques import KINDS, SCHEDULES, PipelineShape
+from hpc_train.layout.validate import validate
+from hpc_train.train.watch.streak import Streak
+
+LEAST_UTILIZATION = 0.6
+IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
+SHARES = {  # limit -> (metric, largest acceptable share of the time)
+    "data": ("data_wait_share", 0.1),
+    "communication": ("comm_share", 0.3),
+    "bubble": ("bubble_share", 0.3),
+    "host": ("host_share", 0.3),
+}
+RATIOS = {  # limit -> (metric, largest acceptable ratio of a rank to the mean)
+    "imbalance": ("compute_imbalance", 1.25),
+    "memory": ("memory_imbalance", 1.3),
+}
+LEAST_SHARE = 0.1  # smallest share that can be a limit
+WORDS = {
+    "data": "the ranks wait for data {:.0%} of the time",
+    "communication": "the ranks wait for communication {:.0%} of the time",
+    "bubble": "the pipeline's bubble takes {:.0%} of the time",
+    "host": "the GPUs wait for the host {:.0%} of the time",
+    "imbalance": "one rank computes {:.2f} times as long as the mean of all",
+    "memory": "one rank holds {:.2f} times as much memory as the mean of all",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Describes what keeps the devices from computing.
+
+    Attributes:
+        limit: a key of ``SHARES`` or ``RATIOS``.
+        value: its share of the time, or the ratio of a rank to the mean.
+    """
+
+    limit: str
+    value: float
+    fixes: tuple[Suggestion, ...]
+
+    @property
+    def message(self) -> str:
+        problem = WORDS[self.limit].format(self.value)
+        return f"{problem}; this may help: " + ", or ".join(map(str, self.fixes)) if self.fixes else problem
+
+    def details(self) -> dict[str, Any]:
+        """Returns the details of the event."""
+        overrides = [[f"{key}={value}" for key, value in fix.overrides.items()] for fix in self.fixes]
+        return {"limit": self.limit, "value": round(self.value, 4), "message": self.message, "overrides": overrides}
+
+
+@dataclass
+class AdviceWatch:
+    """Checks every line of metrics of an attempt for a limit."""
+
+    setting: SuggestedSetting
+    _lines: int = field(default=0, init=False)
+    _limits: Streak[str] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
+
+    def look(self, line: Mapping[str, Any]) -> Advice | None:
+        """Returns advice on a limit that ``IN_A_ROW`` lines have shown and that was not reported before."""
+        self._lines += 1
+        limit = find_limit(line, self._limits.confirmed) if self._lines > 1 else None
+        if not self._limits.confirms(limit) or limit is None:
+            return None
+        key, _ = (SHARES | RATIOS)[limit]
+        return Advice(limit, line[key], tuple(fixes(limit, self.setting)))
+
+
+def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = frozenset()) -> str | None:
+    """Returns the largest limit if utilization is low or the limit exceeds its threshold, else an imbalance of ranks.
+
+    Utilization is the share of the time that is left for computation, or NVML's value if that is lower. A share that
+    is missing in ``line`` is unknown and cannot be the limit.
+    """
+    shares = {limit: line[key] for limit, (key, _) in SHARES.items() if line.get(key) is not None}
+    utilization = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))
+    worst = max(shares, key=lambda limit: shares[limit], default=None)
+    if worst is not None and utilization < LEAST_UTILIZATION and shares[worst] >= LEAST_SHARE and worst not in reported:
+        return worst
+    excess = {limit: share - SHARES[limit][1] for limit, share in shares.items() if limit not in reported}
+    most_excess = max(excess, key=lambda limit: excess[limit], default=None)
+    if most_excess is not None and excess[most_excess] > 0:
+        return most_excess
+    for limit, (key, most) in RATIOS.items():
+        if limit not in reported and line.get(key, 1.0) > most:
+            return limit
+    return None
+
+
+@dataclass(frozen=True)
+class SuggestedSetting:
+    """Holds the config and resources of a run, to which suggestions must apply.
+
+    Attributes:
+        loader_workers: number of loader workers of this rank.
+        cores: number of cores for this rank and its loader workers.
+        in_job: whether the run is in a Slurm job, which may ask for more cores.
+    """
+
+    config: Config
+    layout: Layout
+    nodes: int
+    workers_per_node: int
+    loader_workers: int
+    cores: int
+    in_job: bool = False
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Holds overrides for the next submission and the reason for them."""
+
+    overrides: Mapping[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={_override_value(value)}" for key, value in self.overrides.items()) + f" ({self.why})"
+
+
+def fixes(limit: str, setting: SuggestedSetting) -> list[Suggestion]:
+    """Returns suggestions for ``limit`` (a key of ``LIMITS``) that are valid for this run, the cheapest first."""
+    return [fix for fix in LIMITS[limit](setting) if _is_allowed(fix, setting)]
+
+
+def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    workers = max(1, 2 * setting.loader_workers)
+    if workers <= setting.cores:
+        yield Suggestion({"batch.loader_workers": workers}, "more processes read samples")
+    elif setting.in_job and setting.config.cluster.cpus_per_gpu == "auto":
+        yield Suggestion({"cluster.cpus_per_gpu": 2 * setting.cores}, "more cores for processes that read samples")
+
+
+def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    layout, batch = setting.layout, setting.config.batch
+    shards = layout.kind.shards
+    if "parameters" in shards and layout.micro_batches > 1:
+        yield _larger_micro_batches(layout, "parameters are gathered for each micro-batch")
+    for kind in KINDS.values() if "parameters" in shards else ():
+        if kind.shards == shards - {"parameters"}:
+            yield Suggestion({"strategy.data_parallel": kind.name}, "parameters stay gathered; needs more memory")
+    if shards and setting.nodes > 1 and layout.shard == layout.dp_cp:
+        yield Suggestion({"strategy.shard": "node"}, "state is sharded only within a node; needs more memory")
+    if layout.kind.bucket_search != "never":
+        yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "finds the fastest size of gradient buckets")
+    if layout.kind.compressed_as is not None and setting.config.strategy.compression == "none":
+        less = "" if shards else "; powersgd and topk send far less"
+        yield Suggestion({"strategy.compression": "bf16"}, f"halves the bytes of gradients{less}")
+    if layout.tp > 1:
+        yield Suggestion({"strategy.tp": layout.tp // 2}, "fewer ranks exchange activations in every layer")
+    if layout.dp > 1 and layout.pp == 1:
+        stages = setting.nodes if setting.nodes > 1 else 2
+        yield Suggestion({"strategy.pp": stages}, "stages exchange activations, and replicas fewer gradients")
+    if layout.cp > 1:
+        yield Suggestion(
+            {"strategy.cp": layout.cp // 2}, "fewer ranks exchange heads in every layer; needs more memory"
+        )
+    if layout.dp_cp > 1:
+        follow = {"batch.micro_batches": 2 * layout.micro_batches} if batch.micro_size == "auto" else {}
+        size = {"batch.global_size": 2 * batch.global_size, **follow, "run.fork": "NAME"}
+        yield Suggestion(size, "accumulates twice as many samples between reductions; needs a new run")
+
+
+def _bubble(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    layout = setting.layout
+    if layout.micro_size > 1:
+        more = {"batch.micro_batches": 2 * layout.micro_batches, "batch.micro_size": "auto"}
+        yield Suggestion(more, "the pipeline fills and drains less often")
+    yield _balanced()
+    if layout.stages_per_rank == 1:
+        shape = PipelineShape(layout.pp, 2, layout.micro_batches)
+        several = [row for row in SCHEDULES.values() if row.stages_per_rank[0] == 2]
+        for row in sorted(several, key=lambda row: (row.bubble(shape), row.placement != "v")):
+            chosen = {"strategy.schedule": row.name, "strategy.stages_per_rank": 2}
+            yield Suggestion(chosen, "two shorter stages on each rank")
+    if layout.pp > 2:
+        yield Suggestion({"strategy.pp": layout.pp // 2}, "fewer stages; needs more memory")
+
+
+def _host(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    if not setting.config.train.compile:
+        yield Suggestion({"train.compile": True}, "fewer and larger kernels")
+    if setting.layout.micro_batches > 1:
+        yield _larger_micro_batches(setting.layout, "more work for each kernel")
+
+
+def _imbalance(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    if setting.layout.pp > 1:
+        yield _balanced()
+
+
+def _memory(setting: SuggestedSetting) -> Iterator[Suggestion]:
+    layout = setting.layout
+    if layout.pp > 1:
+        yield _balanced()
+        yield Suggestion({"strategy.tp": 2 * layout.tp}, "splits every layer over more ranks")
+
+
+LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
+    "data": _data,
+    "communication": _communication,
+    "bubble": _bubble,
+    "host": _host,
+    "imbalance": _imbalance,
+    "memory": _memory,
+}
+
+
+def _larger_micro_batches(layout: Layout, why: str) -> Suggestion:
+    return Suggestion(
+        {"batch.micro_size": 2 * layout.micro_size, "batch.micro_batches": "auto"}, f"{why}; needs more memory"
+    )
+
+
+def _balanced() -> Suggestion:
+    return Suggestion(
+        {"strategy.pp_split": "measured"}, "splits stages by the measured time and memory of their layers"
+    )
+
+
+def _is_allowed(fix: Suggestion, setting: SuggestedSetting) -> bool:
+    """Returns whether the suggestion changes the config and the result is valid for this run."""
+    config = setting.config
+    for key, value in fix.overrides.items():
+        config = _with(config, key.split("."), value)
+    if config == setting.config:
+        return False
+    try:
+        validate(config, setting.nodes, setting.workers_per_node)
+    except UserError:
+        return False
+    return True
+
+
+def _with(config: Any, path: list[str], value: Any) -> Any:
+    if len(path) == 1:
+        return replace(config, **{path[0]: value})
+    return replace(config, **{path[0]: _with(getattr(config, path[0]), path[1:], value)})
+
+
+def _override_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

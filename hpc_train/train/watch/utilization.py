@@ -1,0 +1,180 @@
+"""Measures how well a rank uses its device: FLOPs utilization (MFU, HFU), GPU utilization and peak memory.
+
+MFU = FLOP per sample x samples/s / (GPUs x peak), with the operations of one forward and backward pass (Chowdhery et
+al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU also counts the forward that activation checkpointing and a loss in
+chunks recompute, a third of forward and backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
+Two other conventions are reported for comparison with other publications.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.config.values import Recomputation
+from hpc_train.layout.loss_chunks import LossForm
+from hpc_train.machine.amd_gpus import NODES, PCI, AmdNode
+from hpc_train.machine.gpus import DEVICES
+from hpc_train.machine.health.nvml import Nvml
+from hpc_train.models.model import Model
+from hpc_train.train.watch.peak_rates import peak_flops
+
+FORMULA = (
+    "MFU = FLOP per sample x samples/s / peak, PaLM appendix B: 6 per parameter and token without the embedding table, "
+    "attention not halved for the causal mask; HFU adds the recomputed forward"
+)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Holds the floating-point operations for one sample; None if the model does not define them.
+
+    Attributes:
+        model: forward and backward; matrix products without the embedding table, and full attention.
+        recomputed: the forward that is recomputed in the backward pass.
+        causal: ``model`` with only the half of the attention that a causal mask needs.
+        with_embeddings: ``model`` plus 6 for each parameter of the embedding table and token.
+    """
+
+    model: float
+    recomputed: float | None
+    causal: float | None
+    with_embeddings: float | None
+
+    @property
+    def hardware(self) -> float | None:
+        return None if self.recomputed is None else self.model + self.recomputed
+
+    def utilization(self, samples_per_s: float, peak_flops: float) -> dict[str, float]:
+        """Returns ``mfu`` and, if known, ``hfu``, ``mfu_causal`` and ``mfu_with_embeddings``."""
+        counts = {
+            "mfu": self.model,
+            "hfu": self.hardware,
+            "mfu_causal": self.causal,
+            "mfu_with_embeddings": self.with_embeddings,
+        }
+        return {name: count * samples_per_s / peak_flops for name, count in counts.items() if count is not None}
+
+
+def count_flops(model: Model, inputs: Tensor, recomputation: Recomputation, loss: LossForm) -> FlopCount:
+    """Counts the operations of the unsplit model; only the shape of ``inputs``, a micro-batch, is read."""
+    total = model.flops_per_sample(inputs)
+    terms = model.flop_terms(inputs)
+    return FlopCount(
+        model=total,
+        recomputed=_recomputed(model.forward_flops(inputs), recomputation, loss),
+        causal=total - terms.masked if terms is not None and terms.masked is not None else None,
+        with_embeddings=total + terms.embedding if terms is not None else None,
+    )
+
+
+def _recomputed(blocks: tuple[float, ...] | None, recomputation: Recomputation, loss: LossForm) -> float | None:
+    """Returns the recomputed FLOPs of ``Model.forward_flops``; kept products leave nothing that PaLM counts."""
+    if not recomputation.recomputes and not loss.recomputes:
+        return 0.0
+    if blocks is None:
+        return None
+    _, *layers, head = blocks
+    recomputed = [flops for layer, flops in enumerate(layers) if recomputation.mode(layer) == "full"]
+    return sum(recomputed) + (head if loss.recomputes else 0.0)
+
+
+def describe_utilization(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:
+    """Returns the terms of MFU and HFU for ``run.json`` and reports."""
+    return {
+        "flops_per_sample": count.model,
+        "hardware_flops_per_sample": count.hardware,
+        "peak_flops": peak_flops,
+        "peak_source": source,
+        "formula": FORMULA,
+    }
+
+
+def device_peak(device: torch.device, precision: str, tf32: bool) -> float | None:
+    """Returns the peak FLOP/s of a GPU according to its data sheet, of a partition its share; None if unknown."""
+    found = torch.cuda.get_device_properties(device)
+    return peak_flops(found.name, precision, tf32, found.multi_processor_count)
+
+
+def peak_host_memory() -> int:
+    """Returns the peak resident set in bytes (VmHWM), which unlike ``ru_maxrss`` does not include the parent's."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None, "the kernel always reports it for a living process"
+    return 1024 * int(found.group(1))
+
+
+def peak_device_memory(device: torch.device) -> int | None:
+    """Returns the peak bytes that torch's allocator held on a GPU; None on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def device_memory(device: torch.device) -> int:
+    """Returns the memory of a GPU in bytes; on the CPU that of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+EVERY_S = 1.0  # seconds; NVML averages over up to a second
+
+
+class GpuUtilization:
+    """Samples the GPU utilization, the share of time in which a kernel ran, at most once a second.
+
+    NVIDIA's driver reports it (NVML), or amdgpu in ``/sys``; there are no samples on the CPU or on a MIG slice.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._read = _reader(device) if device.type == "cuda" else None
+        self._shares: list[float] = []
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Takes a sample if one is due; cheap enough to be called in each step."""
+        if self._read is None or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + EVERY_S
+        share = self._read()
+        if share is None:
+            self._read = None
+        else:
+            self._shares.append(share)
+
+    def take(self) -> float | None:
+        """Returns the mean since the last ``take``, in [0, 1]; None without samples."""
+        shares = self._shares
+        self._shares = []
+        return fmean(shares) if shares else None
+
+
+def _reader(device: torch.device) -> Callable[[], float | None] | None:
+    """Returns the function that reads the utilization of ``device``; None if the driver does not report it."""
+    if torch.version.hip is not None:
+        node = AmdNode.read(NODES, PCI, DEVICES)
+        visible = () if node is None else node.visible(os.environ)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return partial(busy_share, PCI / visible[index].pci) if index < len(visible) else None
+    try:
+        library = Nvml()
+    except OSError:
+        return None
+    return partial(library.utilization, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def busy_share(device: Path) -> float | None:
+    """Returns ``gpu_busy_percent`` of an AMD GPU's directory in ``/sys``, in [0, 1]; None if it is missing."""
+    try:
+        return int((device / "gpu_busy_percent").read_text()) / 100
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,99 @@
+"""What runs on a GPU machine needs only torch, numpy and the carried wheels, and the wheels fit together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from gpu_checks.check import read
+from gpu_checks.checks import ALL
+from gpu_checks.wheels import MOST_BYTES, ROOT, TARGET, UNNEEDED, WITH_TORCH, Wheel, WheelError, check, required
+from tests.checkpoint.progress import LONG
+
+# importable names of what wheels.py gathers, of what torch brings, and of the source tree
+CARRIED = "hydra omegaconf antlr4 yaml submitit cloudpickle psutil xxhash rich pygments markdown_it mdurl packaging"
+BROUGHT = "torch torchgen functorch numpy typing_extensions filelock sympy mpmath networkx jinja2 markupsafe fsspec"
+OPTIONAL = "torchao pynvml triton setuptools pkg_resources"
+OWN = "hpc_train hydra_plugins tests conf sitecustomize usercustomize"
+_FIND = f"""
+import sys
+from importlib.machinery import PathFinder
+class FindCarried(PathFinder):
+    allowed = frozenset({f"{CARRIED} {BROUGHT} {OPTIONAL} {OWN}".split()!r}) | sys.stdlib_module_names
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if path is None and top not in cls.allowed and not top.startswith("_"):
+            return None
+        return super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = FindCarried
+"""
+QUICK = ("facts", "overflow")
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> dict[str, str]:
+    """Returns an environment in which Python imports only what is carried, in all processes."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_FIND)
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_what_is_not_carried_cannot_be_imported(carried: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import wandb"], env=carried, capture_output=True, text=True, check=False
+    )
+    assert "No module named 'wandb'" in done.stderr
+
+
+def test_every_module_of_the_checks_is_imported_without_what_is_not_carried(carried: dict[str, str]) -> None:
+    modules = {each.entry.partition(":")[0] for each in ALL} | {"gpu_checks.__main__"}
+    command = [sys.executable, "-c", f"import {', '.join(sorted(modules))}"]
+    done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(1500)
+def test_the_checks_run_on_a_cpu_with_what_is_carried(carried: dict[str, str], tmp_path: Path) -> None:
+    """All of them in the long form, else those that start no training."""
+    only = [] if LONG else ["--only", *QUICK]
+    command = [sys.executable, "-m", "gpu_checks", "--out", str(tmp_path), "--budget", "1400", *only]
+    done = subprocess.run(command, env=carried, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {line["check"]: line["verdict"] for line in read(tmp_path) if line["kind"] == "verdict"}
+    wanted = {each.name: "not run" if each.gpus else "passed" for each in ALL}
+    assert verdicts == (wanted if LONG else dict.fromkeys(QUICK, "passed"))
+    assert "| **facts** | passed |" in (tmp_path / "table.md").read_text()
+
+
+def wheel(folder: Path, name: str, version: str, *requires: str, size: int = 0) -> Wheel:
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in requires)]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
+        archive.writestr("filler", b"\0" * size)
+    return Wheel.read(path)
+
+
+def test_wheels_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    one = wheel(tmp_path, "one", "1.0", "two>=2", "torch", "three; python_version < '3.12'", "four; extra == 'x'")
+    assert [each.name for each in one.requires] == ["two", "torch"]
+    check([one, wheel(tmp_path, "two", "2.1")])
+    with pytest.raises(WheelError, match=r"requires two>=2, but version 1\.9"):
+        check([one, wheel(tmp_path, "two", "1.9")])
+    with pytest.raises(WheelError, match="more than"):
+        check([wheel(tmp_path, "large", "1", size=MOST_BYTES)])
+
+
+def test_what_the_package_requires_is_carried_or_there() -> None:
+    names = {requirement.name.lower() for requirement in required(ROOT / "pyproject.toml")}
+    assert {"hydra-core", "omegaconf", "submitit", "psutil", "xxhash", "rich"} <= names
+    assert {"torch", "numpy"} <= WITH_TORCH
+    assert {"wandb"} == UNNEEDED
+    assert TARGET["python_version"] == "3.12"

@@ -1,0 +1,66 @@
+"""How much host memory is left, read from trees as /proc and /sys/fs/cgroup have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.machine.host_memory import GROUP, NODE, FreeMemory, free_memory
+
+NO_LIMIT_V1 = 9223372036854771712
+NODE_FREE = 4000 * 1024
+
+
+def free(tmp_path: Path, membership: str | None, files: dict[str, object]) -> FreeMemory:
+    processes = tmp_path / "proc"
+    (processes / "self").mkdir(parents=True)
+    (processes / "meminfo").write_text("MemTotal:  9999 kB\nMemFree:  10 kB\nMemAvailable:  4000 kB\n")
+    if membership is not None:
+        (processes / "self/cgroup").write_text(membership)
+    for name, content in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+    return free_memory(tmp_path / "groups", processes)
+
+
+V1, V2 = "9:cpu:/a\n4:memory:/slurm/job_7/step_0\n0::/\n", "0::/slurm/job_7/step_0\n"
+OPEN = {"slurm/job_7/step_0/memory.max": "max", "slurm/job_7/step_0/memory.current": 1}
+JOB = {"slurm/job_7/memory.max": 3_000_000, "slurm/job_7/memory.current": 2_500_000}
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "size", "bound"),
+    [
+        (None, {}, NODE_FREE, NODE),
+        (V2, {}, NODE_FREE, NODE),
+        (V2, OPEN, NODE_FREE, NODE),
+        (V2, OPEN | JOB, 500_000, GROUP),
+        (V2, JOB | {"slurm/job_7/memory.stat": "anon 7\nactive_file 1000\ninactive_file 2000"}, 503_000, GROUP),
+        (V2, JOB | {"slurm/job_7/memory.high": 2_600_000}, 100_000, GROUP),
+        (V2, JOB | {"slurm/job_7/memory.current": 3_000_001}, 0, GROUP),
+        ("0::/\n", {"memory.max": 2_000_000, "memory.current": 500_000}, 1_500_000, GROUP),
+        (V2, JOB | {"slurm/job_7/memory.max": 90_000_000}, NODE_FREE, NODE),
+        (
+            V1,
+            {
+                "memory/slurm/job_7/step_0/memory.limit_in_bytes": NO_LIMIT_V1,
+                "memory/slurm/job_7/step_0/memory.usage_in_bytes": 5,
+                "memory/slurm/job_7/memory.limit_in_bytes": 1_000_000,
+                "memory/slurm/job_7/memory.usage_in_bytes": 900_000,
+                "memory/slurm/job_7/memory.stat": "active_file 1\ntotal_active_file 10\ntotal_inactive_file 20",
+            },
+            100_030,
+            GROUP,
+        ),
+    ],
+)
+def test_the_smallest_bound_counts(
+    tmp_path: Path, membership: str | None, files: dict[str, object], size: int, bound: str
+) -> None:
+    assert free(tmp_path, membership, files) == FreeMemory(size, bound)
+
+
+def test_this_machine_has_memory_left() -> None:
+    assert free_memory().size > 0

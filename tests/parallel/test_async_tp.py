@@ -1,0 +1,88 @@
+"""Asynchronous tensor parallelism: refusals, the calls that enable it, and what the compiler finds in a layer.
+
+Its collectives need GPUs; on CPUs the compiler leaves the graphs as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.validate import validate
+from hpc_train.parallel.build import build_engine
+from tests.parallel.cells import Cell
+from tests.parallel.oracle import local_batch, mesh_of
+from tests.ranks import run_ranks
+
+
+def asynchronous(model: str = "gpt", tp: int = 2, compiles: bool = True, **cluster: Any) -> Config:
+    strategy = {"tp": tp, "async_tp": True}
+    config = Cell(2, model, "fp32", strategy=strategy, train={"compile": compiles}).config()
+    return replace(config, cluster=replace(config.cluster, **{"visible_gpus": "all"} | cluster))
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (asynchronous(compiles=False), "train.compile=true"),
+        (asynchronous(tp=1), "strategy.tp=2 or more"),
+        (asynchronous("vit"), "hold shards of the sequence"),
+        (asynchronous(gpus_per_node=0), "needs GPUs"),
+        (asynchronous(visible_gpus="own"), "cluster.visible_gpus=all"),
+        (asynchronous(compiles=False, tp=1, visible_gpus="own"), "compile=true.*tp=2 or more.*visible_gpus=all"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_message(config: Config, missing: str) -> None:
+    with pytest.raises(UserError, match=missing):
+        validate(config, 1, config.strategy.tp if isinstance(config.strategy.tp, int) else 1)
+
+
+def test_it_needs_a_gpu() -> None:
+    assert validate(asynchronous(), 1, 2).tp == 2
+    check_compiler_device(asynchronous(), gpus=2)
+    with pytest.raises(UserError, match="async_tp needs GPUs"):
+        check_compiler_device(asynchronous(), gpus=0)
+
+
+def joined(rank: int, world_size: int, config: Config) -> tuple[list[Any], list[str], list[tuple[int, int]]]:
+    """The options of the graphs, the groups with shared memory, and in each pass of a layer the gathers and scatters
+    that the compiler finds; the graphs run as they are."""
+    import torch._inductor.compile_fx as inductor
+    from torch._inductor.fx_passes import micro_pipeline_tp as passes
+    from torch.distributed import _symmetric_memory as symmetric
+
+    options, groups, found = [], list[str](), list[tuple[int, int]]()
+
+    def search(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nodes = graph.graph
+        found.append((len(passes.find_all_gather_patterns(nodes)), len(passes.find_reduce_scatter_patterns(nodes))))
+        return graph.forward
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None, **_: Any) -> Any:
+        options.append(config_patches)
+        return aot_autograd(fw_compiler=search)(graph, inputs)
+
+    inductor.compile_fx = compile_fx  # type: ignore[assignment]
+    symmetric.enable_symm_mem_for_group = groups.append  # type: ignore[assignment]
+    cell = Cell(2, "gpt", "fp32", strategy={"tp": 2})
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(config, mesh)
+    engine.train_step(0, local_batch(cell, mesh.layout, 0, 0))
+    assert groups == [mesh.group("tp").group_name]
+    return options, groups, found
+
+
+def test_the_compiler_finds_the_collectives_of_a_layer() -> None:
+    """The forward and the backward of a layer each gather and scatter the input and the output of both branches."""
+    for options, groups, found in run_ranks(2, joined, asynchronous(), timeout=200):
+        assert len(groups) == 1
+        assert options and all(each == {"_micro_pipeline_tp": True} for each in options)
+        assert found.count((2, 2)) == 2

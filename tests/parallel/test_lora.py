@@ -1,0 +1,236 @@
+"""Adapters train under every layout as a bare loop of peft does; checkpoints and exports contain nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.export import export_hf
+from hpc_train.checkpoint.listing import choose, verified_manifest
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.reader import StoredTensors
+from hpc_train.config.schema import Config, HFModelConfig, LoraConfig, OptimConfig
+from hpc_train.errors import UserError
+from hpc_train.models.build import build_model
+from hpc_train.models.hf.family import hf_name
+from hpc_train.models.hf.lora import BASE, exported_name
+from hpc_train.models.hf.sizes import trained_parameters
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelize import materialize
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.train.optimizer import Optimizer
+from tests.parallel.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
+from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, relative, whole
+from tests.ranks import run_on_world
+from tests.warm_parents import HUGGING_FACE
+
+transformers = pytest.importorskip("transformers")
+# The functions import peft: every process that collects the tests would take two seconds for it.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+
+STEPS, MIDDLE, LR, MAX_NORM, SEED = 4, 2, 1e-2, 0.05, 3
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
+TEXT = {**SMALL, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 2 * SEQUENCE}
+TASKS = {"llama": "causal_lm", "vit": "image_classification"}
+CLASS_OF = {"causal_lm": "AutoModelForCausalLM", "image_classification": "AutoModelForImageClassification"}
+LORA = LoraConfig(rank=3, alpha=6)
+THEIRS = {
+    "llama": {"target_modules": "all-linear"},
+    "vit": {
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"],
+        "modules_to_save": ["classifier"],
+    },
+}
+ZERO3 = {"dp": 4, "data_parallel": "zero3"}
+HSDP = ZERO3 | {"shard": 2}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with the base models."""
+    folder = tmp_path_factory.mktemp("models")
+    configs = {
+        "llama": transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+        "vit": transformers.ViTConfig(**SMALL, image_size=IMAGE, patch_size=4, num_labels=CLASSES),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(3)
+        getattr(transformers, CLASS_OF[TASKS[name]]).from_config(config).save_pretrained(folder / name)
+    return folder
+
+
+def cell_of(model: str, strategy: dict[str, Any], **fields: Any) -> Cell:
+    return Cell(4, "gpt" if TASKS[model] == "causal_lm" else "vit", strategy=strategy, **fields)
+
+
+def model_of(model: str, saved: Path) -> HFModelConfig:
+    return HFModelConfig(name_or_path=str(saved / model), task=TASKS[model], lora=LORA)
+
+
+def config_of(model: str, cell: Cell, saved: Path) -> Config:
+    return replace(cell.config(), model=model_of(model, saved), optim=OptimConfig(weight_decay=0.0, betas=[0.9, 0.999]))
+
+
+def base(model: str, saved: Path) -> Any:
+    return getattr(transformers, CLASS_OF[TASKS[model]]).from_pretrained(saved / model).double()
+
+
+def bare_model(model: str, saved: Path) -> Any:
+    """The model of peft with the first values that ours draws for the adapters."""
+    import peft
+
+    theirs = peft.get_peft_model(base(model, saved), peft.LoraConfig(r=3, lora_alpha=6, **THEIRS[model])).double()
+    ours = build_model(model_of(model, saved), SEED)
+    materialize(ours, torch.device("cpu"), SEED, torch.float64)  # type: ignore[arg-type]
+    first = {exported_name(hf_name(n)): p.detach() for n, p in ours.named_parameters() if p.requires_grad}
+    peft.set_peft_model_state_dict(theirs, first)
+    assert set(first) == set(peft.get_peft_model_state_dict(theirs))
+    return theirs.train()
+
+
+def bare_loop(model: str, saved: Path) -> tuple[Any, tuple[float, ...], tuple[float, ...]]:
+    """Trains with peft alone; returns the model, the losses and the gradient norms."""
+    module = bare_model(model, saved)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        inputs, targets = global_batch(cell_of(model, {}), step)
+        optimizer.zero_grad()
+        logits = module(inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return module, tuple(losses), tuple(norms)
+
+
+class Trained:
+    """The engine and optimizer of one rank, and what its steps have given."""
+
+    def __init__(self, config: Config, mesh: Mesh, cell: Cell) -> None:
+        self.engine: Engine = build_engine(config, mesh)
+        self.optimizer = Optimizer(config.optim, self.engine.named_parameters())
+        self._mesh, self._cell = mesh, cell
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def steps(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            batch = local_batch(self._cell, self._mesh.layout, self._mesh.dp_rank, step)
+            self.losses.append(self.engine.reduce(self.engine.train_step(step, batch)).loss)
+            norm = self.engine.clip_grad_norm_(MAX_NORM)
+            self.norms.append(norm.item())
+            self.optimizer.step(LR, norm.isfinite())
+
+    def found(self) -> tuple[tuple[float, ...], tuple[float, ...], dict[str, Any]]:
+        every = [parameter for part in self.engine.parts for parameter in part.parameters()]
+        assert all(parameter.grad is None for parameter in every if not parameter.requires_grad)
+        parameters = self.engine.named_parameters()
+        assert set(self.optimizer.named_state()) == set(parameters), "only adapters have state"
+        weights = {exported_name(hf_name(name)): whole(value.detach()).numpy() for name, value in parameters.items()}
+        return tuple(self.losses), tuple(self.norms), weights
+
+
+def train(rank: int, world_size: int, cases: list[tuple[str, Cell]], saved: Path, folder: Path) -> list[Any]:
+    """Trains each case; then a run that saves its checkpoint under ZeRO and resumes from it under HSDP."""
+    transformers.logging.disable_progress_bar()  # it would leave a thread behind
+    found = []
+    for model, cell in cases:
+        trained = Trained(config_of(model, cell, saved), mesh_of(cell, rank), cell)
+        trained.steps(0, STEPS)
+        found.append(trained.found())
+    return [*found, resumed(rank, saved, folder)]
+
+
+def manager_of(trained: Trained, config: Config, mesh: Mesh, folder: Path) -> CheckpointManager:
+    run = RunDirectory(folder)
+    run.create()
+    events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
+    return CheckpointManager(run, trained.engine, trained.optimizer, mesh, config, events, 4)
+
+
+def resumed(rank: int, saved: Path, folder: Path) -> Any:
+    cell = cell_of("llama", ZERO3)
+    config, mesh = config_of("llama", cell, saved), mesh_of(cell, rank)
+    first = Trained(config, mesh, cell)
+    first.steps(0, MIDDLE)
+    manager_of(first, config, mesh, folder).save(MIDDLE, {"tokens": 0}, final=True)
+    cell = cell_of("llama", HSDP)
+    config, mesh = config_of("llama", cell, saved), mesh_of(cell, rank)
+    second = Trained(config, mesh, cell)
+    restored = manager_of(second, config, mesh, folder).restore()
+    assert restored is not None and restored.step == MIDDLE
+    second.losses, second.norms = first.losses, first.norms
+    second.steps(MIDDLE, STEPS)
+    manager_of(second, config, mesh, folder).save(STEPS, {"tokens": 0}, final=True)
+    other = replace(config, model=replace(config.model, name_or_path=str(saved / "vit")))
+    with pytest.raises(UserError, match=r"trained on another base model: config\.json, model\.safetensors of"):
+        manager_of(second, other, mesh, folder).restore()
+    return second.found()
+
+
+def cases() -> list[tuple[str, Cell]]:
+    accumulated = {"batch": {"micro_batches": 2}}
+    checkpointed = {"train": {"activation_checkpointing": "full"}}
+    return [
+        ("llama", cell_of("llama", {"dp": 4})),
+        ("llama", cell_of("llama", {"dp": 4, "data_parallel": "allreduce"}, **accumulated)),
+        ("llama", cell_of("llama", {"dp": 4, "data_parallel": "zero1"}, **accumulated)),
+        ("llama", cell_of("llama", {"dp": 4, "data_parallel": "zero2"}, **accumulated)),
+        ("llama", cell_of("llama", ZERO3, **checkpointed)),
+        ("vit", cell_of("vit", ZERO3, **accumulated)),
+        ("vit", cell_of("vit", HSDP)),
+    ]
+
+
+def test_every_layout_trains_as_a_bare_loop_of_peft(saved: Path, tmp_path: Path) -> None:
+    """And so does a run resumed under another layout, whose checkpoint has only adapters, and loads with peft."""
+    import peft
+
+    chosen = cases()
+    expected = {model: bare_loop(model, saved) for model in TASKS}
+    ranks = run_on_world(4, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
+    for (model, cell), *results in zip([*chosen, ("llama", "resumed")], *ranks, strict=True):
+        module, losses, norms = expected[model]
+        parameters = peft.get_peft_model_state_dict(module)
+        for found_losses, found_norms, found in results:
+            assert relative(found_losses, losses) < 1e-10, (model, cell)
+            assert relative(found_norms, norms) < 1e-10, (model, cell)
+            assert set(found) == set(parameters), (model, cell)
+            tensors = {name: torch.from_numpy(value) for name, value in found.items()}
+            assert error(tensors, parameters) < 1e-10, (model, cell)
+    check_checkpoint(RunDirectory(tmp_path / "run"), expected["llama"][0], saved, tmp_path / "out")
+
+
+def check_checkpoint(run: RunDirectory, trained: Any, saved: Path, to: Path) -> None:
+    """Compares the newest checkpoint of ``run`` and its export with the model that peft has trained."""
+    import peft
+
+    checkpoint = choose(run, STEPS)
+    manifest = verified_manifest(checkpoint, lambda _: None)
+    assert set(manifest.extra[BASE]) == {"config.json", "model.safetensors"}
+    stored, config = StoredTensors(checkpoint.path, manifest), model_of("llama", saved)
+    assert stored.model() and all(".lora_" in name for name in stored.shapes)
+    assert sum(torch.Size(shape.shape).numel() for shape in stored.model().values()) == trained_parameters(config)
+    export_hf(stored, config, to, positions=SEQUENCE, dtype=None, advance=lambda _: None)
+    assert json.loads((to / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved / "llama")
+    assert (to / "adapter_model.safetensors").exists() and not (to / "model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(base("llama", saved), to).eval()
+    tokens, logits = global_batch(cell_of("llama", {}), STEPS)[0], dict[str, Tensor]()
+    with torch.no_grad():
+        logits = {name: each(tokens).logits for name, each in (("loaded", loaded), ("trained", trained.eval()))}
+        plain = base("llama", saved)(tokens).logits
+    torch.testing.assert_close(logits["loaded"], logits["trained"], rtol=0, atol=1e-10)
+    assert (plain - logits["loaded"]).abs().max() > 1e-3, "the adapter changes the function"

@@ -1,0 +1,244 @@
+"""Weights in bf16 with fp32 masters: the same numbers under every strategy, checkpoints in fp32, and refusals.
+
+Each layout adds two gradients, which round to the same sum in bf16 wherever they are added, so it can be compared with
+one process more closely than bf16 rounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig, TargetConfig
+from hpc_train.data.dataset import IGNORED
+from hpc_train.errors import UserError
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.loss_chunks import loss_form
+from hpc_train.layout.number_formats import check_weights
+from hpc_train.models.build import build_model
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.parallelize import apply_loss_form, materialize
+from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
+from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.train import optimizer as optimizers
+from hpc_train.train.optimizer import Optimizer
+from tests.checkpoint.training import Training, join_again
+from tests.parallel.cells import DATA_PARALLEL, Cell
+from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, whole
+from tests.ranks import run_on_world
+from tests.train.runs import frozen
+
+CPU = torch.device("cpu")
+STEPS, RATE, MAX_NORM = 2, 1e-2, 0.05
+SPLITS: dict[str, dict[str, Any]] = DATA_PARALLEL | {
+    "offload": {"dp": 2, "offload": "optimizer"},
+    "offload-zero2": {"dp": 2, "data_parallel": "zero2", "offload": "optimizer"},
+    "1f1b": {"pp": 2, "schedule": "1f1b"},
+    "gpipe": {"pp": 2, "schedule": "gpipe"},
+}
+BY_ROW = ("embedding", "class_token")  # whose gradients ZeRO sums over tokens or samples in another order
+Values = dict[str, Tensor]
+
+
+def config_of(cell: Cell) -> Config:
+    config = cell.config()
+    return replace(
+        config,
+        precision=PrecisionConfig(name=cell.precision, weights="bf16"),
+        optim=OptimConfig(lr=RATE, eps=1e-3),  # a larger epsilon, or noise in tiny gradients would become full steps
+        model=replace(config.model, n_layers=4),
+    )
+
+
+def cell_of(model: str, split: dict[str, Any]) -> Cell:
+    return Cell(2, model, "bf16", split, {"global_size": 4, "micro_size": 2})
+
+
+def alone(cell: Cell) -> tuple[Values, Values]:
+    """Returns the first gradients and the last masters of a plain loop with torch's clipping and AdamW."""
+    config = config_of(cell)
+    model: Any = build_model(config.model, config.train.seed)
+    materialize(model, CPU, config.train.seed, torch.float32)
+    set_hidden_dtype(model, config.precision)
+    apply_loss_form(model, loss_form(config, cell.layout()))
+    masters = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
+    decays = {decays: [each for each in masters.values() if (each.ndim >= 2) is decays] for decays in (True, False)}
+    groups = [{"params": some, "weight_decay": 0.1 if key else 0.0} for key, some in decays.items()]
+    adamw, first = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-3), dict[str, Tensor]()
+    model.to(torch.bfloat16)
+    for step in range(STEPS):
+        model.zero_grad()
+        inputs, targets = global_batch(cell, step)
+        count = int((targets != IGNORED).sum())
+        for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
+            with autocast("bf16", CPU):
+                loss, _ = model(part, {}, wanted)
+            (loss / count).backward()
+        gradients = {name: value.grad for name, value in model.named_parameters()}
+        first = first or {name: gradient.clone() for name, gradient in gradients.items()}
+        norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm()
+        factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1).bfloat16()
+        for name, gradient in gradients.items():
+            masters[name].grad = (gradient * factor).float()
+        adamw.step()
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.copy_(masters[name])
+    return first, {name: value.detach() for name, value in masters.items()}
+
+
+def trained(rank: int, cell: Cell) -> tuple[Values, Values]:
+    config, mesh = config_of(cell), mesh_of(cell, rank)
+    engine = build_engine(config, mesh)
+    offload = config.strategy.offload == "optimizer"
+    optimizer, first = Optimizer(config.optim, engine.named_parameters(), offload), dict[str, Tensor]()
+    for step in range(STEPS):
+        engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+        grads = {name: value.grad for name, value in engine.named_parameters().items()}
+        assert {gradient.dtype for gradient in grads.values() if gradient is not None} == {torch.bfloat16}
+        first = first or {name: whole(gradient).clone() for name, gradient in grads.items()}
+        optimizer.step(RATE, engine.clip_grad_norm_(MAX_NORM).isfinite())
+    for value in engine.named_parameters().values():
+        master = master_of(value)
+        assert master is not None and master.dtype == torch.float32
+        assert torch.equal(local_part(value), local_part(master).bfloat16())
+    saved = {name: saved_value(value) for name, value in engine.named_parameters().items()}
+    return first, {name: whole(value) for name, value in saved.items()}
+
+
+def differences(rank: int, _: int, chosen: list[Cell]) -> list[tuple[float, float, float]]:
+    """Returns the relative differences of the first gradients, of the last masters, and of the gradients ``BY_ROW``."""
+    found = []
+    for cell in chosen:
+        wanted, last = alone(cell)
+        gradients, masters = trained(rank, cell)
+        rows = {name for name in gradients if any(part in name for part in BY_ROW)}
+        others = {name: value for name, value in gradients.items() if name not in rows}
+        by_row = error({name: gradients[name] for name in rows}, wanted) if rows else 0.0
+        found.append((error(others, wanted), error(masters, last), by_row))
+    return found
+
+
+@pytest.mark.parametrize(
+    "model", ["gpt-tied", *(pytest.param(model, marks=pytest.mark.long_form(10)) for model in ("gpt", "vit"))]
+)
+def test_bf16_weights_are_the_same_under_every_strategy(model: str) -> None:
+    chosen = [cell_of(model, split) for split in SPLITS.values()]
+    for ranks in run_on_world(2, differences, chosen):
+        for name, (of_gradients, of_masters, by_row) in zip(SPLITS, ranks, strict=True):
+            assert of_gradients < 1e-6, name
+            assert by_row < 0.01, name
+            assert of_masters < (1e-6 if by_row < 1e-6 else 0.005), name
+
+
+@pytest.mark.parametrize("chunk", [1, 700, 2**26])
+def test_updates_in_parts_are_those_of_all_at_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Also with compact moments, and a step that is not finite changes nothing."""
+    monkeypatch.setattr(optimizers, "WIDENED", chunk)
+    for moments in ("fp32", "bf16"):
+        model, narrow = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)) for _ in range(2))
+        narrow.load_state_dict(model.state_dict())
+        narrow_weights(narrow)
+        config = OptimConfig(lr=1e-2, moments=moments)
+        wide, own = (Optimizer(config, dict(each.named_parameters())) for each in (model, narrow))
+        for step in range(3):
+            for one, other in zip(model.parameters(), narrow.parameters(), strict=True):
+                other.grad = torch.randn(other.shape).bfloat16()
+                one.grad = other.grad.float()
+            for optimizer in (wide, own):
+                optimizer.step(1e-2, torch.tensor(step != 1))
+        for one, other in zip(model.parameters(), narrow.parameters(), strict=True):
+            assert torch.equal(one, saved_value(other)) and torch.equal(one.bfloat16(), other)
+            assert other.dtype == torch.bfloat16
+
+
+LARGE = ("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "train.steps=6", "data.samples=48", "precision=bf16")
+
+
+def save(rank: int, world_size: int, run: RunDirectory) -> list[str]:
+    """Trains three steps and saves; returns the digests of the whole masters or weights."""
+    training = Training.of(run, load(run), join_again(load(run), rank, world_size))
+    training.steps(0, 3)
+    training.manager.save(3, {})
+    training.manager.close(lambda: False)
+    return _digests(training)
+
+
+def resume(rank: int, world_size: int, run: RunDirectory) -> list[str]:
+    """Loads the checkpoint, and returns the digests of it after a check of what it computes with."""
+    training = Training.of(run, load(run), join_again(load(run), rank, world_size))
+    restored = training.manager.restore()
+    assert restored is not None and restored.step == 3 and restored.with_optimizer
+    narrow = load(run).precision.weights == "bf16"
+    for value in training.engine.named_parameters().values():
+        assert value.dtype == (torch.bfloat16 if narrow else torch.float32)
+        assert torch.equal(local_part(value), local_part(saved_value(value)).to(value.dtype))
+    found = _digests(training)
+    training.steps(3, 5)
+    return found
+
+
+def _digests(training: Training) -> list[str]:
+    values = {name: whole(saved_value(value)) for name, value in training.engine.named_parameters().items()}
+    return [f"{name} {hashlib.sha256(values[name].numpy().tobytes()).hexdigest()}" for name in sorted(values)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("bf16", "fp32"),
+        *(pytest.param(before, "bf16", marks=pytest.mark.long_form(10)) for before in ("fp32", "bf16")),
+    ],
+)
+def test_checkpoints_have_the_bits_of_the_masters(tmp_path: Path, before: str, after: str) -> None:
+    saved = frozen(tmp_path / "saved", "+strategy=zero2", *LARGE, f"precision.weights={before}")
+    expected = run_on_world(2, save, saved)[0]
+    for strategy, ranks in (("single", 1), ("zero3", 2), ("dp", 2)):
+        run = frozen(tmp_path / strategy, f"+strategy={strategy}", *LARGE, f"precision.weights={after}")
+        shutil.copytree(saved.path / "checkpoints", run.path / "checkpoints", dirs_exist_ok=True)
+        for found in run_on_world(ranks, resume, run):
+            assert found == expected, strategy
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"precision": "fp32"}, "products are not computed in bf16"),
+        ({"strategy": {"tp": 2}}, "strategy.tp=2"),
+        ({"strategy": {"dp": 2}, "train": {"reproducible": "any_world_size"}}, "train.reproducible=any_world_size"),
+        ({"strategy": {"dp": 2, "data_parallel": "zero2", "offload": "all"}}, "strategy.offload=all"),
+        ({"strategy": {"dp": 2, "compression": "bf16"}}, "gradients are in bf16 already"),
+    ],
+)
+def test_what_bf16_weights_do_not_support_is_refused(changes: dict[str, Any], what: str) -> None:
+    fields: dict[str, Any] = {"precision": "bf16", "batch": {"global_size": 8}} | changes
+    cell = Cell(2, **fields)
+    with pytest.raises(UserError, match=what):
+        check_weights(config_of(cell), resolve_layout(config_of(cell), 1, 2 if cell.strategy else 1))
+
+
+def test_averages_and_whole_updates_are_refused() -> None:
+    config = config_of(Cell(1, precision="bf16"))
+    layout = resolve_layout(config, 1, 1)
+    averaged = replace(config, hooks={"ema": TargetConfig(_target_="hpc_train.train.hooks.ema.EMA")})
+    with pytest.raises(UserError, match=r"hooks\.ema"):
+        check_weights(averaged, layout)
+    whole_updates = replace(config, optim=OptimConfig(name="custom", _target_="torch.optim.Muon"))
+    with pytest.raises(UserError, match="updates whole parameters"):
+        check_weights(whole_updates, layout)
+
+
+def test_a_model_with_frozen_weights_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    with pytest.raises(UserError, match="bias does not train"):
+        narrow_weights(model)

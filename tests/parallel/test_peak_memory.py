@@ -1,0 +1,195 @@
+"""The replay's peak is what the engine holds at once when it runs a step, counted tensor by tensor on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.config.schema import (
+    BatchConfig,
+    Config,
+    GPTConfig,
+    OptimConfig,
+    PrecisionConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TrainConfig,
+)
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.memory import estimate
+from hpc_train.layout.peak.program import peak_of
+from hpc_train.layout.peak.ranks import rank_of, stages_of
+from hpc_train.layout.peak.sizes import sizes_of
+from hpc_train.layout.techniques import SCHEDULES
+from hpc_train.parallel.build import build_engine
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.step import TrainStep
+from tests.parallel.memory import PeakMemory, norms_of_gpus
+from tests.parallel.oracle import kept_mesh
+from tests.ranks import run_on_world
+
+LENGTH = 64
+Case = dict[str, Any]  # keys of the strategy, and those of ``config_of``
+
+
+def config_of(
+    layers: int = 6,
+    dim: int = 64,
+    vocabulary: int = 512,
+    micro: int = 4,
+    batches: int = 1,
+    precision: str = "fp32",
+    recompute: str = "none",
+    chunks: int = 1,
+    tied: bool = False,
+    in_backward: bool = False,
+    z_loss: float = 0.0,
+    weights: str = "fp32",
+    **strategy: Any,
+) -> Config:
+    """Returns a small Llama, with ``batches`` micro-batches of ``micro`` samples on each rank."""
+    return Config(
+        model=GPTConfig(
+            vocab_size=vocabulary,
+            n_layers=layers,
+            dim=dim,
+            n_heads=4,
+            n_kv_heads=4,
+            ffn_dim=11 * dim // 4,
+            tied_embeddings=tied,
+        ),
+        data=SyntheticDataConfig(sequence_length=LENGTH, vocab_size=vocabulary),
+        batch=BatchConfig(global_size=micro * batches * strategy.get("dp", 1), micro_size=micro),
+        precision=PrecisionConfig(name=precision, weights=weights),
+        strategy=StrategyConfig(**strategy),
+        optim=OptimConfig(in_backward=in_backward, clip_norm=0.0 if in_backward else 1.0),
+        train=TrainConfig(steps=1, activation_checkpointing=recompute, loss_chunks=chunks, z_loss=z_loss),
+    )
+
+
+def peaks(rank: int, world_size: int, cases: list[Case]) -> list[int]:
+    """Returns the most bytes that this rank holds in the second step of each case."""
+    return [_peak(rank, world_size, config_of(**case)) for case in cases]
+
+
+def _peak(rank: int, world_size: int, config: Config) -> int:
+    layout = resolve_layout(config, 1, world_size)
+    mesh = kept_mesh(layout, rank)
+    tokens = torch.arange(LENGTH).expand(layout.micro_size, -1).contiguous()
+    targets = config.batch.global_size * LENGTH
+    batch = StepBatch((Batch(tokens, tokens.clone()),) * layout.micro_batches, targets)
+    with norms_of_gpus(), PeakMemory() as memory:
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        take_step = TrainStep(config, mesh, engine, optimizer, 2)
+        for step in range(2):
+            memory.peak = 0
+            take_step(step, batch)
+    return memory.peak
+
+
+INSIDE: Case = {"in_backward": True}
+WAITING: Case = INSIDE | {"dim": 128, "micro": 1, "recompute": "full"}  # gradients decide the peak
+ALONE: list[Case] = [
+    {},
+    {"batches": 3},
+    {"precision": "bf16", "micro": 16},
+    {"precision": "bf16", "vocabulary": 4096, "batches": 2},
+    {"precision": "bf16", "weights": "bf16", "micro": 16, "batches": 2},
+    {"precision": "bf16", "weights": "bf16", "dim": 256, "micro": 1},  # whose peak is the update
+    {"recompute": "full", "micro": 16},
+    {"recompute": "full", "precision": "bf16"},
+    {"recompute": "selective"},
+    {"recompute": "ops"},
+    {"chunks": 4, "micro": 16},
+    {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16", "batches": 2},
+    {"tied": True, "vocabulary": 2048, "recompute": "full", "chunks": 4, "precision": "bf16", "batches": 2},
+    {"z_loss": 1e-4, "vocabulary": 2048, "micro": 8},
+    {"z_loss": 1e-4, "vocabulary": 4096, "micro": 16, "chunks": 4, "precision": "bf16"},
+    INSIDE,
+    INSIDE | {"precision": "bf16", "dim": 128, "micro": 1, "recompute": "full"},
+    INSIDE | {"chunks": 4, "micro": 16, "vocabulary": 4096, "precision": "bf16"},
+    INSIDE | {"tied": True, "vocabulary": 4096, "recompute": "full", "chunks": 4},
+]
+# gradients decide the peak, with copies of them on the way
+COPIES: Case = {"dp": 2, "data_parallel": "allreduce", "dim": 128, "micro": 1, "recompute": "full"}
+PIPELINE: Case = {"pp": 2, "layers": 8, "batches": 8}
+TWO: list[list[Case]] = [
+    [
+        {"dp": 2, "data_parallel": "ddp"},
+        {"dp": 2, "batches": 2, "precision": "bf16"},
+        {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16"},
+        {"dp": 2, "data_parallel": "zero2", "batches": 3},
+        {"dp": 2, "batches": 2, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero1", "batches": 3, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16", "weights": "bf16"},
+        {"dp": 2, "data_parallel": "zero3", "batches": 2, "precision": "bf16"},
+        {"dp": 2, "data_parallel": "zero3", "recompute": "full", "micro": 16},
+    ],
+    [
+        PIPELINE | {"schedule": "1f1b", "precision": "bf16"},
+        PIPELINE | {"schedule": "1f1b", "recompute": "full"},
+        PIPELINE | {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "batches": 4},
+        PIPELINE | {"schedule": "zbv", "stages_per_rank": 2},
+    ],
+    [{"tp": 2}, {"tp": 2, "precision": "bf16", "micro": 16}, {"tp": 2, "recompute": "full", "micro": 16}],
+    [
+        *(WAITING | {"dp": 2, "bucket_cap_mb": cap} for cap in (0.001, 0.2, 25.0)),
+        INSIDE | {"dp": 2, "bucket_cap_mb": 0.1, "tied": True, "vocabulary": 2048, "recompute": "full", "micro": 1},
+        INSIDE | {"cp": 2, "bucket_cap_mb": 0.1, "recompute": "full"},
+    ],
+    [
+        COPIES,
+        COPIES | {"bucket_cap_mb": 0.5, "batches": 2},
+        COPIES | {"bucket_cap_mb": 0.05},  # smaller than a matrix, which is sent without a copy
+        COPIES | {"bucket_cap_mb": 0.5, "precision": "bf16", "compression": "bf16"},
+        COPIES | {"dp": 1, "pp": 2, "batches": 2},  # nothing is sent
+    ],
+    [{"cp": 2, "micro": 16}, {"cp": 2, "precision": "bf16", "micro": 16, "batches": 2}],
+]
+
+
+def check(cases: list[Case], found: list[list[int]]) -> None:
+    for case, *of_ranks in zip(cases, *found, strict=True):
+        config = config_of(**case)
+        wanted = estimate(config, resolve_layout(config, 1, len(found)))
+        assert wanted is not None
+        assert wanted.total == pytest.approx(max(of_ranks), rel=0.05), case
+
+
+def test_the_peak_of_one_rank() -> None:
+    check(ALONE, run_on_world(1, peaks, ALONE, timeout=300))
+
+
+KINDS = ["data", "pipeline", "tensor", "inside", "copies", "context"]
+IN_SHORT_FORM = ("data", "inside")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(cases, id=kind, marks=() if kind in IN_SHORT_FORM else pytest.mark.long_form(15))
+        for kind, cases in zip(KINDS, TWO, strict=True)
+    ],
+)
+def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:
+    check(cases, run_on_world(2, peaks, cases, timeout=300))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_rank_of_a_pipeline_needs_more_than_the_estimate(schedule: str, recompute: str) -> None:
+    row = SCHEDULES[schedule]
+    stages = min(2, row.stages_per_rank[1])
+    for pp in (2, 4, 8):
+        batches = 1 if row.micro_batches == "one" else 3 * stages * pp
+        case: Case = {"pp": pp, "layers": 4 * stages * pp, "batches": batches, "recompute": recompute}
+        config = config_of(**case, schedule=schedule, stages_per_rank=stages)
+        layout = resolve_layout(config, 1, pp)
+        sizes, parts = sizes_of(config, layout), stages_of(config, layout)
+        totals = [peak_of(sizes, rank_of(layout, rank, parts)).total for rank in range(pp)]
+        wanted = estimate(config, layout)
+        assert wanted is not None and max(totals) == pytest.approx(wanted.total), (pp, totals)

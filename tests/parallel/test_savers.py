@@ -1,0 +1,250 @@
+"""What saves memory does so, and changes no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpc_train.config.schema import (
+    BatchConfig,
+    Config,
+    GPTConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TargetConfig,
+    TrainConfig,
+    ViTConfig,
+)
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import UserError
+from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.memory import estimate
+from hpc_train.layout.peak.sizes import sizes_of
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.train.hooks.ema import EMA
+from hpc_train.train.hooks.hook import HookContext
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.watch.memory import MemoryReport, report_memory
+from tests.checkpoint.progress import LONG
+from tests.parallel.cells import Cell
+from tests.parallel.memory import Allocations, norms_of_gpus
+from tests.ranks import run_ranks
+
+LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
+
+
+def config_of(layers: int = LAYERS, model: dict[str, Any] | None = None, **train: Any) -> Config:
+    """A small model with a large vocabulary, in fp32."""
+    sizes = {"n_layers": layers, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, **(model or {})}
+    return Config(
+        model=GPTConfig(vocab_size=VOCABULARY, **sizes),
+        data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=VOCABULARY),
+        batch=BatchConfig(global_size=2),
+        train=TrainConfig(steps=1, **train),
+    )
+
+
+def engine_of(config: Config) -> Engine:
+    return build_engine(config, join_mesh(resolve_layout(config, 1, 1), 0, torch.device("cpu")))
+
+
+def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, Any]]]) -> list[int]:
+    """Bytes that wait for the backward after so many layers of a model with these options."""
+    found = []
+    for layers, mode, options in cases:
+        model: Any = engine_of(config_of(layers, options, activation_checkpointing=mode)).parts[0]
+        hidden = torch.randn(2, SEQUENCE, DIM, requires_grad=True)
+        with norms_of_gpus(), Allocations() as allocations:
+            context = model.prepare(hidden, {})
+            for layer in model.layers.values():
+                hidden = layer(hidden, context)
+            found.append(allocations.alive)
+    return found
+
+
+def test_activation_checkpointing_keeps_less() -> None:
+    ((none, selective, third, ops, full),) = run_ranks(
+        1, kept_by, [(LAYERS, mode, {}) for mode in ("none", "selective", "selective:3", "ops", "full")]
+    )
+    hidden = 2 * SEQUENCE * DIM * 4
+    assert full < 2 * LAYERS * hidden  # inputs of layers, and the rotary tables
+    assert none > 10 * full
+    for share, found in ((1 / 2, selective), (1 / 3, third)):
+        assert found == pytest.approx(none - share * (none - full), rel=0.02)
+    # queries, keys, values, attention and its projection, a feed-forward of four widths; and attention's normalizer
+    products = LAYERS * hidden * (3 + 2 + 2 * 4 + 1)
+    assert products + full <= ops < products + full + hidden
+    assert ops < 0.63 * none
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"n_kv_heads": 1, "head_dim": 16},
+    {"qk_norm": True, "post_norms": True, "norm_offset": True, "qkv_bias": True, "activation": "gelu_tanh"},
+    {"attention_softcap": 2.0, "sliding_window": 8, "n_kv_heads": 1},
+)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective:3", "ops"])
+def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
+    def estimated(layers: int, options: dict[str, Any]) -> float:
+        config = config_of(layers, options, activation_checkpointing=mode)
+        found = estimate(config, resolve_layout(config, 1, 1))
+        assert found is not None
+        return found.activations
+
+    cases = [(layers, mode, options) for options in OPTIONS for layers in (LAYERS, 2 * LAYERS)]
+    (found,) = run_ranks(1, kept_by, cases)
+    for options, few, many in zip(OPTIONS, found[::2], found[1::2], strict=True):
+        stated = estimated(2 * LAYERS, options) - estimated(LAYERS, options)
+        assert stated == pytest.approx(many - few, rel=0.03), options
+
+
+def split_config(family: str, layers: int, mode: str) -> Config:
+    config = replace(config_of(layers, activation_checkpointing=mode), strategy=StrategyConfig(tp=2))
+    if family == "gpt":
+        return config
+    model = ViTConfig(image_size=16, patch_size=4, n_classes=4, n_layers=layers, dim=DIM, n_heads=2, mlp_dim=64)
+    return replace(config, model=model, data=SyntheticDataConfig(task="images", image_size=16, n_classes=4))
+
+
+def kept_by_split(rank: int, world_size: int, cases: list[tuple[str, int, str]]) -> list[int]:
+    """Bytes that one of the tensor-parallel ranks keeps for the backward of so many layers."""
+    found = []
+    for case in cases:
+        config = split_config(*case)
+        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        model: Any = build_engine(config, mesh).parts[0]
+        hidden = torch.randn(2, SEQUENCE if case[0] == "gpt" else 17, DIM)
+        own = hidden[:, : len(hidden[0]) // model.sequence_shards].clone().requires_grad_()
+        with norms_of_gpus(), Allocations() as allocations:
+            context = model.prepare(hidden, {})
+            for layer in model.layers.values():
+                own = layer(own, context)
+            found.append(allocations.alive)
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt", "vit"])
+def test_the_estimate_counts_what_tensor_parallel_ranks_gather(family: str) -> None:
+    """A collective may hold a tensor of hidden states a little longer than the layer that made it."""
+    modes, few, many = ("none", "full", "ops"), LAYERS, 4 * LAYERS
+    cases = [(family, layers, mode) for mode in modes for layers in (few, many)]
+    found, _ = run_ranks(2, kept_by_split, cases)
+    hidden = 2 * SEQUENCE * DIM * 4
+    for place, mode in enumerate(modes):
+        kept = found[2 * place + 1] - found[2 * place]  # with the statistics of norms, which are not in the estimate
+        config = split_config(family, many, mode)
+        stated = sizes_of(config, resolve_layout(config, 1, 2)).activations
+        growth = (many - few) * stated.kept[mode]
+        assert growth == pytest.approx(kept, rel=0.04, abs=1.1 * hidden), (mode, growth, kept)
+
+
+def averaged_bytes(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> int:
+    """Bytes that the average of the weights takes on this rank."""
+    run, ignore = RunDirectory(Path()), lambda *_: None
+    average = EMA()
+    average.start(HookContext(1, 1, {}, engine, optimizer, mesh, config, run, request_end=ignore, show_text=ignore))
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in average.state_dict().values())
+    return sum(value.nbytes for value in local)
+
+
+def held_by(rank: int, world_size: int, configs: list[Config]) -> list[tuple[MemoryReport, int]]:
+    """After a step of each: the report, and the bytes of the average of the weights on this rank."""
+    tokens = torch.arange(SEQUENCE).view(1, SEQUENCE) % VOCABULARY
+    found = []
+    for config in configs:
+        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        batch = Batch(tokens.repeat(mesh.layout.micro_size, 1), tokens.repeat(mesh.layout.micro_size, 1))
+        engine.train_step(0, StepBatch((batch,) * mesh.layout.micro_batches, config.batch.global_size * SEQUENCE))
+        optimizer.step(1e-3, engine.clip_grad_norm_(1.0).isfinite())
+        report = report_memory(config, mesh, engine, optimizer)
+        found.append((report, averaged_bytes(config, mesh, engine, optimizer)))
+    return found
+
+
+SPLITS: list[dict[str, Any]] = [
+    {"dp": 2},
+    *({"dp": 2, "data_parallel": kind} for kind in ("allreduce", "zero2", "zero3")),
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "pp_split": [2, 6]},
+    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    {"pp": 2, "schedule": "zbv", "stages_per_rank": 2},
+]
+
+
+def test_the_estimate_is_what_the_rank_with_most_holds() -> None:
+    """Whole copies that ZeRO gathers come on top of what is held from step to step. Gradients are not whole at the peak
+    (``test_peak_memory``). Every second layout has tied embeddings, and in the long form each has both.
+    """
+    configs = [
+        replace(config_of(8), strategy=StrategyConfig(**split), batch=BatchConfig(global_size=8)) for split in SPLITS
+    ]
+    tied = [replace(config, model=replace(config.model, tied_embeddings=True)) for config in configs]
+    configs = (
+        [*configs, *tied] if LONG else [pair[index % 2] for index, pair in enumerate(zip(configs, tied, strict=True))]
+    )
+    configs = [replace(config, hooks={"ema": TargetConfig("hpc_train.train.hooks.ema.EMA")}) for config in configs]
+    for config, *held_of_ranks in zip(configs, *run_ranks(2, held_by, configs), strict=True):
+        wanted = estimate(config, resolve_layout(config, 1, 2))
+        assert wanted is not None
+        assert wanted.hooks == pytest.approx(max(held for _, held in held_of_ranks), rel=0.02), config.strategy
+        report = held_of_ranks[0][0]
+        for part in ("parameters", "optimizer"):
+            held = max(getattr(rank, part) for rank in report.ranks)
+            if part == "parameters" and config.strategy.data_parallel.startswith("zero"):
+                assert held < wanted.parameters
+            else:
+                assert getattr(wanted, part) == pytest.approx(held, rel=0.02), (config.strategy, part)
+
+
+def largest_tensor(rank: int, world_size: int, chunks: list[int]) -> list[tuple[int, float, int]]:
+    """In a training step and in an evaluation, and the loss."""
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
+    batch = StepBatch((Batch(tokens, tokens.flip(1)),), tokens.numel())
+    found = []
+    for number in chunks:
+        engine = engine_of(config_of(loss_chunks=number))
+        with Allocations() as training:
+            result = engine.train_step(0, batch)
+        with Allocations() as evaluation:
+            engine.eval_step(batch)
+        found.append((training.largest, engine.reduce(result).loss, evaluation.largest))
+    return found
+
+
+def test_the_logits_of_a_loss_in_chunks_never_exist_whole() -> None:
+    (((whole, loss, evaluated), *chunked),) = run_ranks(1, largest_tensor, [1, 3, 8])
+    logits, matrix = 2 * SEQUENCE * VOCABULARY, VOCABULARY * DIM
+    assert whole == evaluated == logits
+    for chunks, (trained, its_loss, its_evaluated) in zip((3, 8), chunked, strict=True):
+        positions = -(-SEQUENCE // chunks)
+        assert trained == max(2 * positions * VOCABULARY, matrix)  # the gradient of the output matrix is whole
+        assert its_evaluated == 2 * positions * VOCABULARY
+        assert its_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_loss_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(UserError, match="computes its loss in one piece"):
+        Cell(1, "vit", train={"loss_chunks": 2}).layout()
+    with pytest.raises(UserError, match=r"train\.loss_chunks is 9, but a rank has only 8 tokens of a sequence"):
+        Cell(2, strategy={"pp": 2, "schedule": "gpipe"}, train={"loss_chunks": 9}).layout()
+    with pytest.raises(UserError, match=r"train\.loss_chunks is 999, but a rank has only \d+ tokens of a micro-batch"):
+        Cell(2, strategy={"tp": 2}, train={"loss_chunks": 999}).layout()
+    with pytest.raises(UserError, match="requires zero2 or zero3"):
+        Cell(2, strategy={"dp": 2, "data_parallel": "zero1", "offload": "all"}).layout()
+    with pytest.raises(UserError, match="does not support tensor or pipeline parallelism"):
+        Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "zero3", "offload": "all"}).layout()
+    with pytest.raises(UserError, match=r"selective:N \(every N-th\)"):
+        Cell(1, train={"activation_checkpointing": "selective:0"}).layout()

@@ -1,0 +1,106 @@
+"""What is said when devices are kept from computing, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from hpc_train.config.arguments import CommandLine
+from hpc_train.layout.validate import validate
+from hpc_train.train.watch.suggestions import Advice, AdviceWatch, SuggestedSetting, find_limit, fixes
+from tests.config.composing import config_of
+
+GOOD = {"data_wait_share": 0.02, "comm_share": 0.1, "bubble_share": 0.1, "memory_imbalance": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("line", "limit"),
+    [
+        (GOOD, None),
+        ({}, None),
+        ({"data_wait_share": 0.11}, "data"),
+        ({"data_wait_share": 0.05, "comm_share": 0.31}, "communication"),
+        ({"data_wait_share": 0.09, "comm_share": 0.2, "bubble_share": 0.25}, "bubble"),  # 0.46 are left
+        ({"data_wait_share": 0.09, "comm_share": 0.09, "bubble_share": 0.09, "host_share": 0.09}, None),
+        ({"gpu_util": 0.5, "host_share": 0.25, "comm_share": 0.1}, "host"),
+        ({"gpu_util": 0.5}, None),  # nobody knows why
+        ({**GOOD, "memory_imbalance": 1.4}, "memory"),
+        ({**GOOD, "compute_imbalance": 1.5, "memory_imbalance": 1.4}, "imbalance"),
+    ],
+)
+def test_the_limit_of_a_line(line: dict[str, float], limit: str | None) -> None:
+    assert find_limit(line) == limit
+
+
+def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4, in_job: bool = True) -> SuggestedSetting:
+    config = config_of("cluster.gpus_per_node=0", *arguments)
+    return SuggestedSetting(config, validate(config, nodes, workers), nodes, workers, 1, cores, in_job)
+
+
+def test_advice_comes_after_several_lines_and_once() -> None:
+    watch = AdviceWatch(setting("+strategy=zero3", "batch.micro_size=4"))
+    slow, reported = {**GOOD, "comm_share": 0.5}, list[Advice | None]()
+    for line in [slow, slow, slow, GOOD, slow, slow, slow, slow, slow, slow, {**slow, "data_wait_share": 0.2}]:
+        reported.append(watch.look(line))
+    assert [index for index, advice in enumerate(reported) if advice is not None] == [6]
+    advice = reported[6]
+    assert advice is not None and (advice.limit, advice.value) == ("communication", 0.5)
+    assert advice.message.startswith(
+        "the ranks wait for communication 50% of the time; this may help: batch.micro_size=8"
+    )
+    assert advice.details()["overrides"][1] == ["strategy.data_parallel=zero2"]
+
+
+# Composed when a case runs: every process of ``pytest -n`` collects all of them.
+CASES: list[tuple[str, Callable[[], SuggestedSetting], list[str]]] = [
+    ("data", partial(setting, "+strategy=dp"), ["batch.loader_workers=2"]),
+    ("data", partial(setting, "+strategy=dp", "data=synthetic", cores=1), ["cluster.cpus_per_gpu=2"]),
+    (
+        "communication",
+        partial(setting, "+strategy=zero3", "batch.micro_size=2", nodes=2),
+        ["batch.micro_size=4 batch.micro_batches=auto", "strategy.data_parallel=zero2", "strategy.shard=node",
+         "strategy.pp=2", "batch.global_size=64 run.fork=NAME"],
+    ),
+    (
+        "communication",
+        partial(setting, "+strategy=tp"),
+        ["strategy.tp=1", "strategy.pp=2", "batch.global_size=64 batch.micro_batches=2 run.fork=NAME"],
+    ),
+    (
+        "communication",
+        partial(setting, "+strategy=dp", "model=custom", "model._target_=examples.own_model.WeightedClassifier"),
+        ["batch.global_size=64"],
+    ),
+    (
+        "bubble",
+        partial(setting, "+strategy=pp", "batch.micro_size=4"),
+        ["batch.micro_batches=16 batch.micro_size=auto", "strategy.pp_split=measured", "strategy.pp=2"],
+    ),
+    ("host", partial(setting, "+strategy=single", "batch.micro_size=8"), ["train.compile=true", "batch.micro_size=16"]),
+    ("host", partial(setting, "+strategy=single", "train.compile=true"), []),
+    ("imbalance", partial(setting, "+strategy=dp"), []),
+    ("imbalance", partial(setting, "+strategy=pp"), ["strategy.pp_split=measured"]),
+    ("memory", partial(setting, "+strategy=hybrid"), ["strategy.pp_split=measured", "strategy.tp=2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "given", "expected"), CASES)
+def test_the_fix_of_a_config_can_be_pasted(
+    limit: str, given: Callable[[], SuggestedSetting], expected: list[str]
+) -> None:
+    asked = given()
+    found = [str(fix) for fix in fixes(limit, asked)]
+    places = [next(i for i, fix in enumerate(found) if fix.startswith(text)) for text in expected]
+    assert places == sorted(places), found
+    assert bool(found) == bool(expected), found
+    for fix in fixes(limit, asked):
+        arguments: list[Any] = [f"{key}={value}" for key, value in fix.overrides.items()]
+        CommandLine.parse(arguments)
+
+
+def test_cores_are_only_asked_for_in_a_job_of_slurm() -> None:
+    given = ("+strategy=dp", "data=synthetic")
+    assert fixes("data", setting(*given, cores=1)) and not fixes("data", setting(*given, cores=1, in_job=False))

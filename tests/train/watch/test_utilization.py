@@ -1,0 +1,99 @@
+"""MFU and HFU against numbers computed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from hpc_train.config.schema import GPTConfig, ViTConfig
+from hpc_train.config.values import Recomputation, parse_recomputation
+from hpc_train.layout.loss_chunks import LossForm
+from hpc_train.machine.health import nvml
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.train.watch import utilization
+from hpc_train.train.watch.utilization import GpuUtilization, busy_share, count_flops, device_peak
+
+SIZES = GPTConfig(vocab_size=10, n_layers=3, dim=4, n_heads=2, n_kv_heads=1, ffn_dim=8)
+TOKENS = torch.empty(2, 5, dtype=torch.int64, device="meta")
+# of a layer: queries 4x4, keys and values 4x2 each, output 4x4, three matrices of 4x8, two norms of 4
+LAYER = 6 * 5 * (16 + 8 + 8 + 16 + 96 + 8) + 12 * 4 * 5 * 5
+HEAD = 6 * 5 * (4 + 10 * 4)
+
+
+def model(config: GPTConfig | ViTConfig) -> Model:
+    built = build_model(config, 0)
+    assert isinstance(built, Model)
+    return built
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "recomputed"),
+    [("none", 0), ("ops", 0), ("full", 3 * LAYER / 3), ("selective", 2 * LAYER / 3), ("selective:3", LAYER / 3)],
+)
+def test_what_a_gpt_computes(checkpointing: str, recomputed: float) -> None:
+    layers = parse_recomputation(checkpointing)
+    count, again, fused = (
+        count_flops(model(SIZES), TOKENS, layers, loss) for loss in (LossForm(), LossForm(2), LossForm(2, fused=True))
+    )
+    assert again.recomputed == pytest.approx(recomputed + HEAD / 3)
+    assert fused == count
+    assert count.model == 3 * LAYER + HEAD
+    assert count.hardware == pytest.approx(count.model + recomputed)
+    assert count.causal == count.model - 3 * 12 * 4 * 5 * 5 / 2
+    assert count.with_embeddings == count.model + 6 * 5 * 10 * 4
+    found = count.utilization(samples_per_s=7.0, peak_flops=1e6)
+    assert found.keys() == {"mfu", "hfu", "mfu_causal", "mfu_with_embeddings"}
+    assert found["mfu"] == pytest.approx(7 * (3 * LAYER + HEAD) / 1e6)
+    assert found["hfu"] == pytest.approx(found["mfu"] + 7 * recomputed / 1e6)
+
+
+def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
+    sizes = ViTConfig(image_size=8, patch_size=4, n_classes=5, n_layers=1, dim=8, n_heads=2, mlp_dim=16)
+    images = torch.empty(1, 3, 8, 8, device="meta")
+    count = count_flops(model(sizes), images, Recomputation(), LossForm())
+    assert count.causal is None and count.with_embeddings == count.model == count.hardware
+
+
+class Driver:
+    """NVML, whose driver reports the utilization of the GPU a while longer."""
+
+    shares: ClassVar[list[float | None]] = [0.5, 1.0, None]
+
+    def utilization(self, uuid: str) -> float | None:
+        assert uuid == "GPU-1a"
+        return self.shares.pop(0)
+
+
+def test_the_driver_is_sampled_until_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilization, "Nvml", Driver)
+    monkeypatch.setattr(utilization, "EVERY_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1a"))
+    gpu = GpuUtilization(torch.device("cuda", 0))
+    for _ in range(5):
+        gpu.look()
+    assert (gpu.take(), gpu.take(), Driver.shares) == (0.75, None, [])
+
+
+def test_nothing_is_sampled_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nvml, "LIBRARY", str(tmp_path / "missing.so"))
+    for device in (torch.device("cuda", 0), torch.device("cpu")):
+        gpu = GpuUtilization(device)
+        gpu.look()
+        assert gpu.take() is None
+
+
+def test_amdgpu_shows_the_utilization_in_sys(tmp_path: Path) -> None:
+    assert busy_share(tmp_path) is None
+    (tmp_path / "gpu_busy_percent").write_text("37\n")
+    assert busy_share(tmp_path) == 0.37
+
+
+def test_the_peak_of_a_device_counts_its_compute_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=38)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: partition)
+    assert device_peak(torch.device("cuda", 0), "bf16", False) == pytest.approx(1307.4e12 / 8)
