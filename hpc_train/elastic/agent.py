@@ -36,7 +36,7 @@ from hpc_train.machine.environment import (
 from hpc_train.machine.gpus import UnusableGpus
 from hpc_train.machine.placement import switch_address
 from hpc_train.machine.rejected_variable import refuse_unreadable_sizes
-from hpc_train.report.monitoring.exporter import monitored
+from hpc_train.registration import MONITOR, registered
 from hpc_train.run.clock import VARIABLE, Clock
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
@@ -157,7 +157,9 @@ def _run(
             session = Session(
                 run, config, allocation, node, end, stop, events, output, users, own, code, store, on_tick
             )
-            with monitored(run, config.telemetry, allocation, events) if allocation.node_rank == 0 else nullcontext():
+            if allocation.node_rank != 0:
+                return session.work()
+            with registered(MONITOR)(run, config.telemetry, allocation, events):
                 return session.work()
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from hpc_train.launch.executors.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.submission import JobQueue
+from hpc_train.registration import RUN_WAITED_FOR, SWEEP_WAITED_FOR, registered
 from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.runs.comparison import Comparison
 from hpc_train.runs.job_status import View, how_stopped, resume_command
@@ -185,13 +186,11 @@ def report(queue: JobQueue, console: Console, comparison: Comparison | None = No
 
 def _write_page(queue: JobQueue) -> None:
     """Writes the page of the sweep, or that of the run if its agents could not, and tells where it is."""
-    from hpc_train.report.page.build import write_after, write_sweep_at_end  # a submission does not need its modules
-
     if len(queue.jobs) == 1:
-        write_after(queue.jobs[0].run)
+        registered(RUN_WAITED_FOR)(queue.jobs[0].run)
         return
     known = {job.run.path: view for job, view in zip(queue.jobs, queue.views, strict=True)}
-    write_sweep_at_end(queue.jobs[0].run.path.parent, known)
+    registered(SWEEP_WAITED_FOR)(queue.jobs[0].run.path.parent, known)
 
 
 def worst(views: Sequence[View]) -> Exit:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,7 +16,7 @@ from hpc_train.config.arguments import CommandLine
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import fewest_nodes, runs_own_code
 from hpc_train.errors import Mistakes
-from hpc_train.launch.executors.executor import Executor, Job, Submitted
+from hpc_train.launch.executors.executor import Choice, Executor, Job, Submitted
 from hpc_train.launch.executors.select import in_allocation, select_executor
 from hpc_train.launch.memory import memory_need
 from hpc_train.layout.compilation import check_compiler_device
@@ -26,16 +25,14 @@ from hpc_train.layout.open_keys import check_chosen, open_keys
 from hpc_train.layout.user_keys import user_keys
 from hpc_train.layout.validate import validate
 from hpc_train.layout.without_effect import Place, notices, without_effect
+from hpc_train.registration import CHOOSE_LAYOUT, MACHINE_OF_JOB, registered
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import concurrently, is_present
+from hpc_train.run.files import concurrently
 from hpc_train.run.freeze import check_freeze
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request
 from hpc_train.runs.job_status import NOT_STARTED, View
-
-if TYPE_CHECKING:
-    from hpc_train.planner.auto import Choice
 
 ANNOUNCED_SINGLY = 20  # with more jobs only their number is printed
 WAITING = View("waiting", {})
@@ -176,9 +173,7 @@ def _check_float8(config: Config, gpus: int, executor: Executor) -> None:
         return
     types, machine = executor.gpu_types(config.cluster), config.cluster.machine
     if not types and machine != "auto":
-        from hpc_train.planner.gpu_types import machine_of_job
-
-        types = frozenset({machine_of_job(machine, gpus, types).device})
+        types = frozenset({registered(MACHINE_OF_JOB)(machine, gpus, types).device})
     check_gpus(config, types)
 
 
@@ -204,17 +199,9 @@ def with_layout(
         check_chosen(config)
     if not open_keys(config) or runs_own_code(config):
         return config, None
-    from hpc_train.planner.auto import Devices, choose, earlier_choice, question
-    from hpc_train.planner.gpu_types import machine_of_job
-
     nodes, gpus, workers = shape()
-    devices = Devices(nodes, min(fewest_nodes(config), nodes), workers)
     types = gpu_types(config.cluster) if gpus else frozenset()
-    machine = machine_of_job(config.cluster.machine, gpus, types)
-    earlier = None
-    if is_present(run.plan):
-        earlier = earlier_choice(run.read(run.plan).decode(), question(config, devices, machine.name))
-    choice = earlier or choose(config, devices, machine)
+    choice: Choice = registered(CHOOSE_LAYOUT)(config, run, nodes, gpus, workers, types)
     return choice.apply(config), choice
 
 

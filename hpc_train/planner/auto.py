@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
@@ -18,14 +18,18 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
+from hpc_train.config.values import fewest_nodes
 from hpc_train.errors import UserError
 from hpc_train.layout.compilation import compiler_mode
 from hpc_train.layout.open_keys import SIMPLEST, open_keys
 from hpc_train.layout.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
 from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, nested, refusal, with_values
+from hpc_train.planner.gpu_types import machine_of_job
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.work import count_work
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import is_present
 from hpc_train.units import counted, format_bytes
 
 # Somewhat below the mean absolute error of most sources in docs/howto/plan.md (4 to 22 %), because two layouts of one
@@ -121,6 +125,29 @@ def earlier_choice(text: str, asked: str) -> Choice | None:
     except ValueError:
         return None
     return Choice(content) if isinstance(content, dict) and content.get("asked") == asked else None
+
+
+def choice_of_job(
+    config: Config, run: RunDirectory, nodes: int, gpus: int, workers: int, types: Collection[str]
+) -> Choice:
+    """Returns the choice for a job; that of an earlier submission of ``run`` while the question is the same.
+
+    Args:
+        nodes: without spares.
+        gpus: per node.
+        workers: per node.
+        types: the types of GPUs that the job may get.
+
+    Raises:
+        UserError: the machine or the size of the model is unknown, or no layout is possible or fits.
+    """
+    devices = Devices(nodes, min(fewest_nodes(config), nodes), workers)
+    machine = machine_of_job(config.cluster.machine, gpus, types)
+    if is_present(run.plan):
+        earlier = earlier_choice(run.read(run.plan).decode(), question(config, devices, machine.name))
+        if earlier is not None:
+            return earlier
+    return choose(config, devices, machine)
 
 
 def choose(config: Config, devices: Devices, machine: Machine) -> Choice:

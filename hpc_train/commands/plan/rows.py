@@ -14,9 +14,9 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration import Calibration, read_calibration
 from hpc_train.planner.candidates import Candidate, candidates, distinct, fastest, refusal
-from hpc_train.planner.cost import Prices
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction
+from hpc_train.runs.cost import Prices
 from hpc_train.schedulers.slurm.queue_estimate import Start
 from hpc_train.units import format_bytes, format_duration
 

@@ -24,6 +24,7 @@ from hpc_train.launch.storage import check_room
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.opening import open_to_append
+from hpc_train.registration import RUN_ENDED, registered
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
@@ -154,9 +155,7 @@ def run_in_foreground(run: RunDirectory, arguments: Sequence[str] | None, begun:
     code = run_agent(run, progress.tick, begun=begun)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
-    from hpc_train.report.page.build import write_at_end  # a submission does not need its modules
-
-    write_at_end(run)
+    registered(RUN_ENDED)(run)
     if code != Exit.STOPPED:
         return code
     code = final_code(code, run)

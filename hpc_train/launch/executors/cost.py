@@ -12,7 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.sbatch import cores, memory
-from hpc_train.planner.cost import Prices
+from hpc_train.runs.cost import Prices
 from hpc_train.schedulers.slurm.site import Association, Site, seconds
 from hpc_train.schedulers.slurm.variables import preset
 

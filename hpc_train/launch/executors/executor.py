@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -29,6 +29,7 @@ from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.amd_gpus import restrict_to
 from hpc_train.machine.gpus import Machine, visible_devices
+from hpc_train.registration import RUN_ENDED, registered
 from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.code_copies import check_copy
@@ -37,8 +38,23 @@ from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
 from hpc_train.runs.job_status import JobStatus, View, view_of
 
-if TYPE_CHECKING:
-    from hpc_train.planner.auto import Choice  # which most submissions do not need
+
+class Choice(Protocol):
+    """The layout that ``strategy=auto`` has chosen for a job.
+
+    Attributes:
+        text: of ``plan.json``.
+        lines: the choice in one line, and a line for each other number of nodes.
+    """
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def lines(self) -> list[str]: ...
+
+    def apply(self, config: Config) -> Config:
+        """Returns ``config`` with the layout."""
 
 
 class Executor(Protocol):
@@ -193,9 +209,7 @@ class RunAgent:
 
         reserved = None if self.share is None else partial(_reserve, self.share)
         code = run_agent(run, reserve=reserved)
-        from hpc_train.report.page.build import write_at_end  # a submission does not need its modules
-
-        write_at_end(run)
+        registered(RUN_ENDED)(run)
         sys.exit(code)  # instead of returning, so that a failed run is a failed job
 
 
