@@ -435,7 +435,7 @@ def test_colors_of_our_own_reach_a_terminal_and_those_in_text_do_not(monkeypatch
 
 
 PRODUCT = Path(hpc_train.__file__).parent
-ROOMS = ("launch", "commands", "run", "telemetry", "elastic", "live")
+ROOMS = ("launch", "commands", "run", "runs", "telemetry", "elastic", "report")
 DIRECT = {  # function with a direct access -> what it opens, which is no file of a run directory to be read
     "run/streams.py": "the null device",
     "run/processes.py": "/proc",
@@ -453,8 +453,10 @@ DIRECT = {  # function with a direct access -> what it opens, which is no file o
     "commands/checkpoints/generate.py": "--prompts",
     "commands/batch.py": "the script of the user",
     "commands/early.py": "the config of the user",
-    "telemetry/plots.py": "--out",
-    "telemetry/monitoring/prometheus.py": "the token, and files that it creates",
+    "report/plots.py": "--out",
+    "report/registry/importing.py": "a file that this process has downloaded",
+    "report/registry/wandb.py": "a tracker",
+    "report/monitoring/prometheus.py": "the token, and files that it creates",
     "run/clock.py": "the kernel's files",
     "elastic/script.py": "the metrics that the user's own command writes",
     "elastic/requeue.py": "the end of a job that it creates",

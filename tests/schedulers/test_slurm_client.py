@@ -231,15 +231,16 @@ def test_a_machine_without_sbatch_has_no_controller(monkeypatch: pytest.MonkeyPa
 
 def test_only_the_client_runs_commands_of_slurm() -> None:
     """Also ``submitit``'s executor runs sbatch, with our options; a step of an allocation is no question to Slurm."""
-    package = Path(client.__file__).parents[1]
+    package = Path(client.__file__).parents[2]
     others = [path for path in package.rglob("*.py") if path != Path(client.__file__)]
     text = {path.relative_to(package).as_posix(): path.read_text() for path in others}
     running = {
         name for name, words in text.items() if "subprocess.run(" in words or "subprocess.check_output(" in words
     }
     assert running == {
-        "bench/preflight.py", "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py",
-        "fabric/nvidia_smi.py", "plan/tried_code.py", "planner/traced.py", "run/snapshot.py", "run/versions.py",
+        "bench/preflight.py", "machine/gpus.py", "machine/storage.py", "machine/network/discovery.py",
+        "machine/network/nvidia_smi.py", "layout/tried_code.py", "planner/traced.py", "run/snapshot.py",
+        "run/versions.py",
     }  # fmt: skip
 
 
