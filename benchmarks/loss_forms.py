@@ -17,8 +17,8 @@ import torch
 
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, SyntheticDataConfig
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.loss_chunks import LossForm
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.parallelize import apply_loss_form

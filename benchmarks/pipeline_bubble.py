@@ -28,7 +28,8 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.techniques import SCHEDULES as ROWS
 from hpc_train.models.gpt import GPT
 from tests.ranks import run_ranks

@@ -22,7 +22,7 @@ from statistics import fmean, median
 
 from benchmarks.in_turns import seconds_in_turns
 from hpc_train.config.compose import compose, typed
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.machine import Machine, read_machine
 from hpc_train.planner.prediction import predict_step
 from hpc_train.run.files import append_line, write_text

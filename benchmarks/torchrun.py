@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_lines

@@ -29,9 +29,10 @@ from gpu_checks.speed import MFU, RATIO, SMALL, for_this_gpu
 from gpu_checks.steps import World
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.train.watch.peak_rates import peak_flops

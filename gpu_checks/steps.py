@@ -26,7 +26,8 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import TrainFeed
 from hpc_train.elastic.rendezvous.store import serve
-from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import WorkerSpec

@@ -21,7 +21,7 @@ from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation, current_allocation, listening_at, meeting_at, workers_per_node
 from hpc_train.machine.environment import (
     Variable,

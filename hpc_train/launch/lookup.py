@@ -19,8 +19,8 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.open_keys import NAME as AUTO
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load

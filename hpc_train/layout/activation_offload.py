@@ -6,17 +6,14 @@ It imports no torch; ``parallel.activations.offload`` moves the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, parse_recomputation
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.recomputation import layer_bytes, layers_of_rank, recomputation_of
 from hpc_train.units import parse_bytes
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout
 
 _WHERE = "train.activation_offload"
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, check_all
 from hpc_train.layout.activation_offload import parse_activation_offload
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # which uses the estimate
+from hpc_train.layout.layout import Layout
 
 _GRAPHS, _ASYNC = "train.cuda_graphs", "strategy.async_tp"
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_train.config.evaluation import check_metric_name, highest_is_best
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.source_check import check_call, find_definition
 from hpc_train.errors import UserError
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # whose memory estimate counts hooks
+from hpc_train.layout.layout import Layout
 
 EMA = "hpc_train.train.hooks.ema.EMA"
 

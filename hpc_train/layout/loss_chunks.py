@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # which uses the estimate of memory
+from hpc_train.layout.layout import Layout
 
 LEAST_TOKENS = 4096  # of a chunk
 LARGE = 4  # a vocabulary is large from this multiple of the width; the logits of a smaller one take less than a layer

@@ -6,21 +6,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import runs_own_code
 from hpc_train.layout.counted import counted
 from hpc_train.layout.hooks import averages_of_weights
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.optimizers import values_per_parameter
 from hpc_train.layout.peak.program import peak_exceeds, peak_of
 from hpc_train.layout.peak.ranks import ranks_of
 from hpc_train.layout.peak.replay import Memory
 from hpc_train.layout.peak.sizes import parameter_count, sizes_of, trained_count
 from hpc_train.layout.techniques import CARRYING
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # which uses the estimate
 
 __all__ = ["Memory", "estimate", "needed_bytes", "parameter_count", "state_bytes", "usable_bytes"]
 

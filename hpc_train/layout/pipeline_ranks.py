@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate, needed_bytes
 from hpc_train.units import format_bytes
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # which uses this choice
 
 
 @dataclass(frozen=True)

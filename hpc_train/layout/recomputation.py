@@ -16,17 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, Recomputation, parse_recomputation, runs_own_code
 from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.partition import layer_counts
 from hpc_train.units import format_bytes
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # which states the choice in its notes
 
 _WHERE = "train.activation_checkpointing"
 _MIB = 2**20

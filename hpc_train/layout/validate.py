@@ -34,13 +34,14 @@ from hpc_train.layout.activation_offload import parse_activation_offload
 from hpc_train.layout.compilation import check_compilation
 from hpc_train.layout.context import check_context_parallel
 from hpc_train.layout.hooks import check_targets
-from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.mixing import check_declared_balancing, check_declared_mixing
 from hpc_train.layout.number_formats import check_float8, check_skip, check_weights
 from hpc_train.layout.open_keys import for_nodes
 from hpc_train.layout.optimizers import check_optimizers, own_code
 from hpc_train.layout.own_code import check_own_code, check_own_layout, own_code_notes
 from hpc_train.layout.requirements import check_own_model, check_packages
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.savers import check_savers
 from hpc_train.layout.techniques import AUTO, find_kind, find_schedule, kinds_where
 from hpc_train.layout.tried_code import check_built_model, check_tried_optimizer

@@ -15,7 +15,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import TrainFeed
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh

@@ -15,8 +15,8 @@ from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import SCRATCH
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.memory import estimate
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.validate import check_values, validate
 from tests.config.composing import config_of
 

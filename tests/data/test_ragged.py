@@ -27,7 +27,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Ragged, StepBatch, moved
 from hpc_train.data.feed import EvalFeed, TrainFeed
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.directory import RunDirectory

@@ -11,7 +11,7 @@ import pytest
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind
 from hpc_train.elastic.rendezvous.store import serve
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json

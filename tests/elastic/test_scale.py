@@ -23,7 +23,7 @@ from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.network import rails
 from hpc_train.machine.network.facts import Gpu, NodeFacts

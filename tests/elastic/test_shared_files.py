@@ -33,7 +33,7 @@ from hpc_train.elastic.script import (
     look_pause_s,
 )
 from hpc_train.elastic.watch import Watch
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.directory import RunDirectory

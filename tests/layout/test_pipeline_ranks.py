@@ -6,8 +6,9 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.gpus import asked_gpu_memory
-from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate, needed_bytes
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site
 from tests.config.composing import config_of
 

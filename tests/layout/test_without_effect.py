@@ -13,7 +13,7 @@ from hpc_train.config.schema.condition import FACTS, AnyOf
 from hpc_train.config.schema.key import keys
 from hpc_train.config.values import for_debugging
 from hpc_train.launch.submission import notices_of, prepare
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.user_keys import user_keys
 from hpc_train.layout.without_effect import Place, WithoutEffect, facts_of, notices, without_effect
 from hpc_train.run.directory import RunDirectory

@@ -17,8 +17,8 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.data.dataset import IGNORED
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.loss_chunks import LossForm, loss_form
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.attention import soft_cap
 from hpc_train.models.gpt import GPTHead
 from hpc_train.models.linear_head import linear_cross_entropy

@@ -22,9 +22,10 @@ from hpc_train.config.schema import (
 from hpc_train.config.values import LayerMode, parse_recomputation
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import Layout, resolve_layout
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate
 from hpc_train.layout.recomputation import kept_by_layers, layer_bytes, recomputation_of
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.validate import checked_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh

@@ -14,8 +14,8 @@ from torch import Tensor
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.config.values import LayerMode
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.recomputation import layer_bytes
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.techniques import KINDS
 from hpc_train.layout.validate import validate
 from hpc_train.models.build import build_model

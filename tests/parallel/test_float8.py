@@ -17,12 +17,12 @@ from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.layout import requirements
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.memory import estimate
 from hpc_train.layout.number_formats import check_float8, check_skip
 from hpc_train.layout.peak.sizes import sizes_of
 from hpc_train.layout.requirements import check_packages
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine

@@ -22,8 +22,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.memory import estimate
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.train.optimizer import Optimizer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.in_backward import check_in_backward
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig, TargetConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.number_formats import check_weights
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import apply_loss_form, materialize

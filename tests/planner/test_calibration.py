@@ -13,7 +13,7 @@ import pytest
 from hpc_train.commands import plan
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.calibration import (
     FILE,
     Values,

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.collectives import gather, group_of
 from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes

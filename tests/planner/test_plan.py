@@ -16,7 +16,7 @@ from hpc_train.commands.plan.printed import COLUMNS, FOLDED, LEAST_NEEDED, WHY, 
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.candidates import candidates, fastest
 from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.prediction import Prediction, predict_step

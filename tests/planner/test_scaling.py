@@ -13,8 +13,8 @@ from hpc_train.checkpoint.failures import LLAMA_3, RSC_1, RSC_2, Saves, between_
 from hpc_train.commands import plan
 from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.memory import estimate
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.candidates import with_values
 from tests.config.composing import compose
 

@@ -11,7 +11,7 @@ from torch import nn
 from hpc_train.config.compose import typed
 from hpc_train.config.extensions import family_of
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.wrapped import layers_of
 from hpc_train.planner.collectives import gather, group_of

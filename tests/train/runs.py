@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.config.compose import typed
 from hpc_train.elastic.rendezvous.store import serve
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load

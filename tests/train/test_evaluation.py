@@ -11,7 +11,7 @@ import torch
 from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
@@ -20,7 +20,7 @@ from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.train.evaluation import Evaluation, evaluate
-from hpc_train.train.metrics.metric import MetricSums
+from hpc_train.train.metrics.sums import MetricSums
 from tests.data.layouts import replicas
 from tests.ranks import run_ranks
 from tests.train.runs import frozen

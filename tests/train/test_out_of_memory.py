@@ -11,7 +11,7 @@ import torch
 
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Failure, classify
 from hpc_train.run.requests import StopFlag

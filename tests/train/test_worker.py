@@ -16,7 +16,7 @@ import torch
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent_loop import _pickled
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory

@@ -23,7 +23,7 @@ from hpc_train.launch.limits import check_limits
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
 from hpc_train.launch.submission import with_layout
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.validate import check_values, validate
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding

@@ -26,7 +26,7 @@ from hpc_train.elastic.nodes import HEALTH_CHECK_KEY, TOO_OFTEN, Node, NodeFailu
 from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
 from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, Order, SaveStacks, Start
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.network.machines import Machines
 from hpc_train.machine.network.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
 from hpc_train.layout.buckets import bucket_bytes
 from hpc_train.layout.compilation import CompilerMode, compiler_mode
+from hpc_train.layout.layout import Layout
 from hpc_train.layout.orders import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -25,9 +26,6 @@ from hpc_train.layout.orders import (
 )
 from hpc_train.layout.partition import layer_counts
 from hpc_train.layout.recomputation import recomputation_of
-
-if TYPE_CHECKING:
-    from hpc_train.layout.layout import Layout  # which uses the estimate
 
 Gathers = Literal["never", "step", "layer"]
 Reduces = Literal["each", "last", "after", "inside"]

@@ -16,9 +16,9 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.layout.in_backward import can_update_in_backward
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.memory import estimate
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.masters import master_of

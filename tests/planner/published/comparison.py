@@ -29,8 +29,8 @@ from unittest.mock import patch
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import resolve_layout
 from hpc_train.layout.memory import ALLOCATOR_SHARE, Memory, needed_bytes
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.machine import Figure, Machine, read_machine
 from hpc_train.planner.passes import Passes
 from hpc_train.planner.prediction import Demand, Prediction, predict_step
