@@ -128,13 +128,19 @@ def _options(name: str, rest: Sequence[str]) -> Iterable[str]:
 
 
 def _run_names(word: str) -> Iterator[str]:
-    """Yields the names of runs and sweeps; those of the runs of a sweep only below its name."""
-    from hpc_train.config.run_path import default_root
+    """Yields the names of runs and sweeps; those of the runs of a sweep only below its name.
+
+    bash inserts them as they are. Other users may have made directories whose names a shell would execute; they are
+    left out.
+    """
+    from hpc_train.config.run_path import NAME, default_root
     from hpc_train.launch.lookup import run_directories
 
     root = Path(default_root()).absolute()
     for path in run_directories(root):
         name = path.relative_to(root).as_posix()
+        if NAME.fullmatch(name) is None:
+            continue
         sweep = name.rpartition("/")[0]
         yield name if not sweep or word.startswith(f"{sweep}/") else sweep
 

@@ -51,6 +51,12 @@ def test_the_last_word_is_completed(line: str, offered: list[str]) -> None:
     assert complete(f"hpc-train {line}") == offered
 
 
+@pytest.mark.parametrize("name", ["m$(touch${IFS}x)", "m;x", "m`x`", "m x", "m\nx", "m*", "m\x1b[2J"])
+def test_a_name_that_a_shell_would_execute_is_not_offered(root: Path, name: str) -> None:
+    (root / "mine").rename(root / name)
+    assert complete("hpc-train logs m") == []
+
+
 IN_SHELLS = {  # complete `hpc-train logs mi`; a word that is the only one is followed by a space
     "bash": ("""
         eval "$(hpc-train --shell-completion install=bash)"
