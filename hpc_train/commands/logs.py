@@ -24,7 +24,7 @@ from hpc_train.run.streams import unescaped
 from hpc_train.runs.job_status import SlurmStatuses, attempt_end, failure_text
 from hpc_train.telemetry.log_level import Level, Levels
 
-LINE = re.compile(r"(\S{23}) \[(\d+)\] ")
+LINE = re.compile(r"(\S{23}) \[(\d{1,9})\] ")
 POLL_S = 0.5
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 

@@ -73,6 +73,11 @@ def run_directory(root: str, name: str | None = None, fork: str | None = None) -
     return str(path)
 
 
+def directory_to_fork(root: str, name: str) -> Path:
+    """Returns the absolute path of the run ``name``, which a fork only reads."""
+    return Path(root).expanduser().absolute() / _checked(name, "run.name")
+
+
 def job_directory(sweep_directory: Path, index: int, count: int) -> Path:
     """Returns the run directory of job ``index`` of ``count`` jobs. A single job uses the directory itself."""
     return sweep_directory if count == 1 else sweep_directory / str(index)

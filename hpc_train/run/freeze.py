@@ -31,7 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.config_text import text_of
-from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
+from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory, parsed_config
 from hpc_train.run.events import EventLog
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import (
@@ -194,7 +194,7 @@ def load(run: RunDirectory) -> Config:
 
     data = _unchanged(run)
     try:
-        node = OmegaConf.create(escaped(yaml.load(data.decode(), _LOADER)))
+        node = OmegaConf.create(escaped(parsed_config(data.decode())))
     except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise _damaged(run, f"{run.config} cannot be read: {error}") from error
     if not isinstance(node, DictConfig) or not node:
@@ -212,7 +212,6 @@ def load(run: RunDirectory) -> Config:
         ) from error
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML has it, is eight times as fast
 SETTLE_S = 2.0  # a reader may see the config before a freeze and the record after it
 
 

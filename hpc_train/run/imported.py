@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.run_path import default_root, run_directory
+from hpc_train.config.run_path import default_root, directory_to_fork, run_directory
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
+from hpc_train.opening import DamagedFile
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 
@@ -53,9 +54,20 @@ def published(directory: RunDirectory) -> Others | None:
 
 
 def imported_model(directory: RunDirectory) -> GPTConfig | None:
-    """Returns the model whose weights ``directory`` holds; None if it is not an import."""
+    """Returns the model whose weights ``directory`` holds; None if it is not an import.
+
+    Raises:
+        DamagedFile: the file that describes it is damaged.
+    """
     path = directory.path / _IMPORTED
-    return GPTConfig(**directory.json(path)["model"]) if path.exists() else None
+    if not path.exists():
+        return None
+    content = directory.json(path)
+    try:
+        return GPTConfig(**content["model"])
+    except (KeyError, TypeError) as error:
+        what = f"{path} does not describe a model: {type(error).__name__}: {error}"
+        raise DamagedFile(what, where=str(path), fix="import the weights again") from error
 
 
 def model_overrides(model: GPTConfig) -> list[str]:
@@ -82,7 +94,7 @@ def with_imported_model(arguments: Sequence[str]) -> list[str]:
     if not name or "," in name or not values.get("run.fork") or values.keys() & {"model", "+model"}:
         return list(arguments)
     root = values.get("run.root") or default_root()
-    model = imported_model(RunDirectory(Path(run_directory(root, name))))
+    model = imported_model(RunDirectory(directory_to_fork(root, name)))
     return [*([] if model is None else model_overrides(model)), *arguments]
 
 

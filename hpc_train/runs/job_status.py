@@ -200,8 +200,7 @@ def view_of(
     """
     view = _view_of(run, first_attempt, status, output, steps)
     if not view.metrics:
-        earlier = (run.newest_metrics(number) for number in range(run.newest_attempt(), -1, -1))
-        view = replace(view, metrics=next(filter(None, earlier), {}))
+        view = replace(view, metrics=run.last_logged_step())
     if view.exit == Exit.STOPPED and (saved := last_saved(run)) > view.metrics.get("step", 0):
         view = replace(view, metrics=view.metrics | {"step": saved})
     return replace(view, steps=view.steps or steps or run.record().get("total_steps")) if view.metrics else view

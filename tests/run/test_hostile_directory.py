@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import random
@@ -25,15 +26,17 @@ from hpc_train.opening import DamagedFile, open_file, open_to_append
 from hpc_train.run import freeze as freezing
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import LINE_BYTES, NewLines, append_line
+from hpc_train.run.imported import with_imported_model
 from hpc_train.run.record import with_digest
 from hpc_train.run.rows import config_sections, event_row, failure_row, metrics_row, record_of_run, text_row
 from hpc_train.run.streams import CONTROLS, escape_controls, escaped
 from hpc_train.runs import job_status
 from hpc_train.telemetry.terminal import Terminal
-from tests.other_user import OTHER, needs_root
+from tests.other_user import OTHER, as_other, common, needs_root
 from tests.run.readers import READERS, UserError
 from tests.run.recorded_run import record_run
 
+__all__ = ["common"]
 ESC = "\x1b[31m"
 HOSTILE = f"{ESC}\x9b2J\u202e\x07x"
 SECRET = "TOP-SECRET-KEY"
@@ -169,6 +172,52 @@ def test_a_pipe_in_place_of_a_folder_hides_no_other_run(
     capsys.readouterr()
     assert cli.run(["status", str(root)]) in (0, 1)
     assert "done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["0x", "9 9", "999999999", "9" * 200])
+def test_a_name_like_that_of_an_attempt_neither_raises_nor_hangs(root: Path, name: str) -> None:
+    run = RunDirectory(root / "bad")
+    (run.attempts / f"{name}.json").write_text("{}")
+    shutil.rmtree(run.metrics)  # the readers look for the newest attempt that has logged a step
+    for command in ("status", "why", "logs", "compare", "wait"):
+        assert cli.run([command, str(run.path)]) in (0, 1, 2, 75), "no exception"
+
+
+def test_a_rank_of_thousands_of_digits_is_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(root / "bad")
+    line = f"2026-11-28T05:27:27.696 [{'9' * 5000}] text"
+    (run.logs / "n1-001.log").write_text(f"{line}\n")
+    assert cli.run(["logs", str(run.path)]) == 0
+    assert line in capsys.readouterr().out
+
+
+def test_a_config_whose_aliases_have_no_end_hides_no_other_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line stands for ten times the one before."""
+    lines = [f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 12)]
+    run = RunDirectory(root / "bad")
+    text = run.config.read_text() + "a0: &a0 [x]\n" + "".join(lines)
+    run.config.write_text(text)
+    change_record(run, config_hash=hashlib.sha256(text.encode()).hexdigest())
+    assert cli.run(["status", str(root)]) == 0
+    assert "outputs/done" in capsys.readouterr().out
+    for command in ("why", "report", "compare"):
+        assert cli.run([command, str(run.path)]) in (0, 1, 2), "no exception"
+    with pytest.raises(UserError, match="YAML aliases"):
+        freezing.load(run)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"model": 1}', '{"model": {"x": 1}}', "{"])
+def test_a_damaged_description_of_imported_weights_is_named(root: Path, text: str) -> None:
+    (root / "done" / "imported.json").write_text(text)
+    with pytest.raises(DamagedFile, match=r"imported\.json"):
+        with_imported_model([f"run.root={root}", "run.name=done", "run.fork=new"])
+
+
+@needs_root
+def test_a_run_to_fork_need_not_be_writable(common: Path) -> None:
+    (common / "old").mkdir(mode=0o755)
+    overrides = [f"run.root={common}", "run.name=old", "run.fork=new"]
+    as_other(lambda: with_imported_model(overrides))
 
 
 @needs_root
@@ -335,7 +384,13 @@ def _mutated(value: dict[str, Any], values: list[Any], choose: random.Random) ->
     return value | {key: choose.choice(values)}
 
 
-@settings(derandomize=True, max_examples=100, deadline=None, phases=[Phase.generate])
+@settings(
+    derandomize=True,
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.generate],
+)
 @given(row=st.dictionaries(st.sampled_from(["time", "attempt", "event", "step", "result", "cluster", "x"]), JSON))
 def test_a_checked_row_is_itself_when_it_is_checked_again(row: dict[str, Any]) -> None:
     for check in (event_row, metrics_row, failure_row, text_row, record_of_run, config_sections):
