@@ -6,8 +6,7 @@ import importlib
 import re
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,6 +19,7 @@ from hpc_train.config.import_path import locate
 from hpc_train.config.schema import CustomModelConfig, HFModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert, is_synchronized
+from hpc_train.models.held import held_by
 from hpc_train.models.hf.loss import refuse_unless
 from hpc_train.models.model import Model
 from hpc_train.models.parts import check_parts
@@ -121,7 +121,7 @@ def _with_statistics(built: AnyModule, config: CustomModelConfig) -> AnyModule:
 
 def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn.Module | None:
     """Returns the module on ``meta``; None if its constructor reads values, or keeps tensors that are neither
-    parameters nor buffers, also in lists and dicts."""
+    parameters nor buffers, or modules that are not registered, also in lists, dicts and objects."""
     try:
         with torch.device("meta"):
             built = target(**config.args)
@@ -131,20 +131,9 @@ def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn
         not tensor.is_meta for tensor in (*built.parameters(), *built.buffers())
     ):
         return None
-    kept = (value for module in built.modules() for name, value in vars(module).items() if name not in _OF_TORCH)
-    return None if any(map(_holds_tensors, kept)) else built
-
-
-_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, such as its parameters
-
-
-def _holds_tensors(value: object) -> bool:
-    """Returns whether ``value`` is or contains a tensor that is no parameter."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, list | tuple | set | deque):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    registered = {id(value) for value in (*built.modules(), *built.parameters(), *built.buffers())}
+    held = (value for value in held_by(built.modules()) if isinstance(value, torch.Tensor | nn.Module))
+    return built if all(id(value) in registered for value in held) else None
 
 
 def _in_parts(target: Callable[..., Any], config: CustomModelConfig) -> Model:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import pickle
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.checkpoint.extra_state import kept_extra_state
+from hpc_train.models.held import OF_TORCH, elements, held_by, is_object
 from hpc_train.models.model import canonical_name
 from hpc_train.models.modes import all_modules
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.writes import checksum
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, such as ``training``
-_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
+
+def _set_bits(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+_GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {  # how to get and set the state
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (lambda each: each.bit_generator.state, _set_bits),
+}
 
 
 @contextmanager
@@ -51,63 +62,75 @@ def kept_state(parts: Sequence[nn.Module], *, attributes: bool = True) -> Iterat
     """Restores the buffers of all modules.
 
     Args:
-        attributes: whether to restore as well their attributes that are tensors, plain values or containers of them,
-            and what their state dicts have beyond parameters and buffers. New attributes of these kinds are removed.
+        attributes: whether to restore as well their attributes that are plain values, tensors, arrays or generators of
+            random numbers, also in containers and in objects of users' classes; the tensors of modules that are not
+            registered; and what state dicts have beyond parameters and buffers. New attributes of these kinds are
+            removed.
     """
     modules = [module for part in parts for module in all_modules(part)]
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     of_modules = [vars(module) for module in modules] if attributes else []
     names = [frozenset(held) for held in of_modules]
-    containers: dict[int, Any] = {}
     for held in of_modules:
-        for name, value in held.items():
-            if name not in _OF_TORCH:
-                _add_containers(value, containers)
-            if _is_plain(value) or id(value) in containers:
-                kept.append((held, name, value))
-    contents = [(container, copy.copy(container)) for container in containers.values()]
-    tensors = [value for _, _, value in kept if isinstance(value, Tensor)]
-    tensors += [value for container in containers.values() for value in _values(container) if isinstance(value, Tensor)]
-    copies = [tensor.detach().clone() for tensor in tensors]
+        kept += [(held, name, value) for name, value in held.items() if name not in OF_TORCH and _is_kept(value)]
+    inner = [*held_by(modules)] if attributes else []
+    restorers = [restorer for value in inner if (restorer := _restorer(value)) is not None]
+    tensors = {id(value): value for value in (*(value for _, _, value in kept), *inner) if _is_changeable(value)}
+    tensors |= _tensors_of_unregistered(inner, modules)
+    copies = [tensor.detach().clone() for tensor in tensors.values()]
     try:
         with kept_extra_state(parts) if attributes else nullcontext():
             yield
     finally:
         for held, before in zip(of_modules, names, strict=True):
             for name in [name for name in held if name not in before]:
-                if _is_plain(held[name]) or type(held[name]) in _CONTAINERS:
+                if _is_kept(held[name]):
                     del held[name]
         for holder, name, value in kept:
             holder[name] = value
-        for container, content in contents:
-            _refill(container, content)
+        for restore in restorers:
+            restore()
         with torch.no_grad():
-            for tensor, values in zip(tensors, copies, strict=True):
+            for tensor, values in zip(tensors.values(), copies, strict=True):
                 tensor.copy_(values)
 
 
-def _add_containers(value: Any, found: dict[int, Any]) -> None:
-    """Adds ``value`` and the containers in it to ``found``, except those of parameters and modules, which torch and
-    FSDP exchange."""
-    if type(value) not in _CONTAINERS or id(value) in found:
-        return
-    values = _values(value)
-    if not any(isinstance(each, nn.Parameter | nn.Module) for each in values):
-        found[id(value)] = value
-    for each in values:
-        _add_containers(each, found)
+def _is_kept(value: Any) -> bool:
+    return _is_plain(value) or isinstance(value, (*_CONTAINERS, *_GENERATORS, np.ndarray)) or is_object(value)
 
 
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list | deque):
-        container.extend(content)
+def _is_changeable(value: Any) -> bool:
+    """Returns whether ``value`` is a tensor that neither an optimizer nor FSDP changes."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter | DTensor)
+
+
+def _tensors_of_unregistered(inner: Iterable[Any], modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """Returns the tensors of modules that ``modules`` hold in a list or an object, such as a teacher, by their ids."""
+    registered = {id(value) for module in modules for value in (module, *module.parameters(), *module.buffers())}
+    hidden = [value for value in inner if isinstance(value, nn.Module) and id(value) not in registered]
+    tensors = [tensor for module in hidden for tensor in (*module.parameters(), *module.buffers())]
+    return {id(tensor): tensor for tensor in tensors if id(tensor) not in registered}
+
+
+def _restorer(value: Any) -> Callable[[], object] | None:
+    """Returns a function that gives a container, an array or a generator its present content again."""
+    if isinstance(value, np.ndarray):
+        return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
+    for generator, (get_state, set_state) in _GENERATORS.items():
+        if isinstance(value, generator):
+            return partial(set_state, value, get_state(value))
+    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    if kind is None or any(isinstance(each, nn.Parameter) for each in elements(value)):  # which FSDP exchanges
+        return None
+    return partial(_refill, value, kind, [*dict.items(value)] if issubclass(kind, dict) else elements(value))
+
+
+def _refill(container: Any, kind: Any, content: list[Any]) -> None:
+    kind.clear(container)
+    if issubclass(kind, list | deque):
+        kind.extend(container, content)
     else:
-        container.update(content)
-
-
-def _values(container: Any) -> list[Any]:
-    return [*(container.values() if isinstance(container, dict) else container)]
+        kind.update(container, content)
 
 
 @contextmanager
@@ -129,7 +152,7 @@ def kept_parameters(held: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, Any]:
-    """Returns name -> value of the attributes of all modules that are tensors or plain values; tensors are copies.
+    """Returns name -> a copy of the attributes of all modules that ``kept_state`` restores.
 
     Modules that decide themselves what their state contains are left out.
     """
@@ -140,10 +163,26 @@ def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, Any]:
             if _saves_more(module):
                 continue
             for name, value in vars(module).items():
-                if name not in _OF_TORCH and _is_plain(value):
-                    kept = value.detach().clone() if isinstance(value, Tensor) else value
-                    found[canonical_name(f"{prefix}.{name}" if prefix else name)] = kept
+                if name not in OF_TORCH and _is_kept(value):
+                    found[canonical_name(f"{prefix}.{name}" if prefix else name)] = _copied(value)
     return found
+
+
+def _copied(value: Any, depth: int = 8) -> Any:
+    """Returns a copy to compare: a tensor, a plain value, or a tuple of those in a container or an object."""
+    if _is_changeable(value):
+        return value.detach().clone()
+    for generator, (get_state, _) in _GENERATORS.items():
+        if isinstance(value, generator):
+            return _copied(get_state(value))
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, (tuple, *_CONTAINERS)) or is_object(value):
+        names = [*dict.keys(value)] if isinstance(value, dict) else []
+        return (*names, *(_copied(each, depth - 1) for each in elements(value))) if depth else ()
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -168,7 +207,6 @@ def _same(one: Any, other: Any) -> bool:
         return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False
-    try:
-        return bool(one == other)
-    except Exception:  # a tuple of tensors
-        return True
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

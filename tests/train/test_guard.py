@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,6 +175,61 @@ class Diary(Tiny):
         return outputs * (1 + float(self.sums["calls"]) + sum(map(len, counts)))
 
 
+class Clock:
+    """Counts, and has an attribute only after the first call."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner, self.calls = owner, 0
+
+    def tick(self) -> int:
+        self.calls += 1
+        self.late = getattr(self, "late", 0) + 1
+        return self.calls + self.late
+
+
+class Numbers(list[int]):
+    """A user's subclass of a container."""
+
+
+class Noisy(Tiny):
+    """Draws from its generators, and counts in objects, an array and a subclass of a container."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.clock = Clock(self)
+        self.namespace = SimpleNamespace(calls=torch.zeros(()))
+        self.numbers = Numbers()
+        self.array = np.zeros(2)
+        self.generators = (torch.Generator().manual_seed(1), random.Random(2), np.random.default_rng(3))
+        self.legacy = np.random.RandomState(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.namespace.calls += 1
+        self.numbers.append(1)
+        self.array += 1
+        counts = self.clock.tick() + float(self.namespace.calls) + len(self.numbers) + self.array.sum()
+        first, second, third = self.generators
+        drawn = float(torch.rand((), generator=first)) + second.random() + third.random() + self.legacy.rand()
+        outputs: Tensor = super().forward(inputs)
+        return outputs * (1 + float(counts + drawn))
+
+
+class Hidden(Tiny):
+    """Hides a momentum teacher from its state dict."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.hidden = [copy.deepcopy(self.last).requires_grad_(False)]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        teacher = self.hidden[0].to(inputs.dtype)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(0.9)
+        features = self.norm(self.first(inputs)).relu().mean((2, 3))
+        return self.last(features) + 0.5 * teacher(features)
+
+
 class RankAware(Tiny):
     """Computes something else on each rank."""
 
@@ -242,7 +300,8 @@ def outcomes(rank: int, world_size: int, cells: list[OwnCell]) -> list[str | flo
         mesh = mesh_of(cell, rank)
         try:
             engine, rehearsal = rehearsed(cell, mesh)
-            assert replace(rehearsal, written=[]) == Rehearsal(), (cell, rehearsal)
+            assert replace(rehearsal, written=[], attributes=[]) == Rehearsal(), (cell, rehearsal)
+            assert bool(rehearsal.attributes) == (cell.target in ("Diary", "Noisy")), (cell, rehearsal)
             record = train_engine(cell, mesh, CheckedWrites(engine, mesh))
         except UserError as problem:
             found.append(str(problem))
@@ -260,7 +319,9 @@ WRITTEN = {"Teacher": "teacher.bias, teacher.weight", "Clipped": "last.weight", 
 def test_parameters_that_the_forward_pass_writes_are_kept_or_refused() -> None:
     cells = [of("Teacher", kind) for kind in KINDS]
     cells += [of(target, kind) for target in WRITES[1:] for kind in ("ddp", "zero3")]
-    single = [of(target, dp=1) for target in (*WRITES, "Centers", "Scaling", "Habits", "Extra", "Diary")]
+    single = [
+        of(target, dp=1) for target in (*WRITES, "Centers", "Scaling", "Habits", "Extra", "Diary", "Noisy", "Hidden")
+    ]
     found, other = run_on_world(2, outcomes, cells)
     (alone,) = run_on_world(1, outcomes, single)
     assert max(alone) < 1e-10
@@ -288,7 +349,7 @@ def test_state_that_differs_between_replicas_is_refused_before_the_first_update(
 def test_habits_that_change_no_results_are_accepted() -> None:
     cells = [of(target, kind) for target in ("Habits",) for kind in KINDS]
     cells += [of("Tiny", kind, precision="fp32") for kind in ("ddp", "zero3")]
-    cells += [of("Diary"), of("Diary", "zero3")]
+    cells += [of(target, kind) for target in ("Diary", "Noisy", "Hidden") for kind in ("ddp", "zero3")]
     found, _ = run_on_world(2, outcomes, cells)
     assert [(cell.strategy, value) for cell, value in zip(cells, found, strict=True) if not float(value) < 1e-5] == []
 
@@ -325,12 +386,14 @@ class Normed(Tiny):
         return outputs
 
 
-def attributes(rank: int, world_size: int) -> list[str]:
-    return rehearsed(of("Annealed", dp=1), mesh_of(of("Annealed", dp=1), rank))[1].attributes
+def attributes(rank: int, world_size: int) -> list[list[str]]:
+    cells = [of(target, dp=1) for target in ("Annealed", "Noisy", "Habits")]
+    return [rehearsed(cell, mesh_of(cell, rank))[1].attributes for cell in cells]
 
 
 def test_attributes_that_the_forward_pass_changes_are_named() -> None:
-    assert run_on_world(1, attributes) == [["rate", "mean"]]
+    noisy = ["clock", "namespace", "numbers", "array", "generators", "legacy"]
+    assert run_on_world(1, attributes) == [[["rate", "mean"], noisy, []]]
 
 
 def test_an_embedding_with_max_norm_is_found() -> None:
