@@ -183,8 +183,8 @@ def _parsed(file: str, path: str, where: str) -> ast.Module:
 def check_imports(path: str, where: str) -> None:
     """Checks that the packages which the module of ``path`` imports are installed, as far as its file shows that.
 
-    Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, and
-    installed packages.
+    Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, files
+    that change where Python looks for modules, and installed packages.
 
     Raises:
         UserError: a package is missing.
@@ -193,13 +193,24 @@ def check_imports(path: str, where: str) -> None:
         found = find_definition(path, where)
     except UserError:  # check_call reports it
         return
-    own = found.tree is not None and "site-packages" not in found.place
-    for statement in found.tree.body if found.tree is not None and own else ():
+    if found.tree is None or "site-packages" in found.place or _changes_search(found):
+        return
+    for statement in found.tree.body:
         for package in dict.fromkeys(full.partition(".")[0] for full in _imported(statement).values()):
             if module_spec(package) is None:
                 place = f"{found.place.rpartition(':')[0]}:{statement.lineno}"
                 what = f"{place} imports {package}, which is not installed here"
                 raise UserError(what, where=where, fix=how_to_install(package))
+
+
+_SEARCH = re.compile(rb"\bsys\.(path|path_hooks|meta_path)\b|\bfrom sys import\b|\baddsitedir\b")
+
+
+def _changes_search(found: Definition) -> bool:
+    """Returns whether the file, or a package that contains it, may add to ``sys.path`` or to Python's finders."""
+    file = Path(found.place.rpartition(":")[0])
+    packages = [folder / "__init__.py" for folder in file.parents if (folder / "__init__.py").is_file()]
+    return any(_SEARCH.search(each.read_bytes()) for each in (file, *packages))
 
 
 def how_to_install(package: str, extra: str | None = None) -> str:

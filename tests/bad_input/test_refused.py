@@ -335,6 +335,7 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
 ) -> None:
     (place / "own_net.py").write_text(OWN)
     (place / "own_bad.py").write_text("\ndef f(:\n")
+    (place / "own_search.py").write_text(f"import sys\nsys.path.append('vendor')\n{OWN}")
     monkeypatch.syspath_prepend(place)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
 
@@ -350,6 +351,7 @@ def test_an_own_model_and_missing_packages_are_told_at_once(
     assert told.count("set in:") == told.count("fix:") == 5
     for part in ("did you mean width?", "hpc_train[tensorboard]", "nope does not exist", "9 workers", "own_net.py:2"):
         assert part in told
+    assert "nonesuch" not in refused("own_search.Net", "+model.args.width=3", "data.path=nope")
     for target in ("own_net.Net", "own_net.built"):
         assert "only a hpc_train.models.model.Model" in refused(target, "+model.args.width=3", "strategy=pp")
     assert "Model can be cut" not in refused("own_net.undeclared", "+model.args.width=3", "strategy=pp")
