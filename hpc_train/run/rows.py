@@ -6,6 +6,7 @@ type counts as absent, so that their readers need no checks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ Check = Callable[[Any], bool]
 LATEST = 1e11  # seconds since 1970; a date can still be made of it
 HIGHEST = 1e100  # of a number: the product of two is still finite
 MOST = 1 << 53  # of a count
+MOST_JOBS = 1000  # of a chain: squeue gets all their ids
+_JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")  # 12 or, of an array, 12_3
 
 
 def number(value: Any) -> bool:
@@ -35,6 +38,10 @@ def count(value: Any) -> bool:
 
 def text(value: Any) -> bool:
     return type(value) is str
+
+
+def job_id(value: Any) -> bool:
+    return type(value) is str and _JOB_ID.fullmatch(value) is not None
 
 
 def flag(value: Any) -> bool:
@@ -197,11 +204,12 @@ def text_row(row: Row) -> Row | None:
 
 
 CLAIM: dict[str, Check] = {  # of a submission, or of a process that works on the run
-    **dict.fromkeys(("job_id", "clusters", "output", "host", "executor", "pid_started"), or_none(text)),
+    **dict.fromkeys(("clusters", "output", "host", "executor", "pid_started"), or_none(text)),
+    "job_id": or_none(job_id),
     "time": seconds,
     "pid": or_none(lambda value: count(value) and 0 < value < 1 << 31),
     "first_attempt": count,
-    "chain": list_of(text),
+    "chain": lambda value: list_of(job_id)(value) and len(value) <= MOST_JOBS,
 }
 RESULT: dict[str, Check] = METRICS | {
     "steps": count,

@@ -183,6 +183,19 @@ def test_a_name_like_that_of_an_attempt_neither_raises_nor_hangs(root: Path, nam
         assert cli.run([command, str(run.path)]) in (0, 1, 2, 75), "no exception"
 
 
+def test_what_is_no_job_id_never_reaches_slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong id makes squeue refuse those of all runs, and a chain without end makes it time out."""
+    asked: list[str] = []
+    monkeypatch.setattr(job_status, "ask", lambda selection, *_: asked.extend(selection) or {})
+    for name, submission in (
+        ("bad", {"job_id": "7;x", "chain": ["7", "x y"]}),
+        ("done", {"job_id": "9", "chain": [str(number) for number in range(20_000)]}),
+    ):
+        change_record(RunDirectory(root / name), submissions=[submission | {"time": 1.0}], claimed_by=None)
+    assert cli.run(["status", str(root)]) == 0
+    assert [word for word in asked if word.startswith("--jobs=")] == ["--jobs=9"]
+
+
 def test_a_rank_of_thousands_of_digits_is_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory(root / "bad")
     line = f"2026-11-28T05:27:27.696 [{'9' * 5000}] text"
