@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from hypothesis import strategies as st
 
 import hpc_train
 from hpc_train import cli, opening
+from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.launch.lookup import run_directories
+from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, open_file, open_to_append
 from hpc_train.run import freeze as freezing
 from hpc_train.run.directory import RunDirectory
@@ -40,6 +43,7 @@ __all__ = ["common"]
 ESC = "\x1b[31m"
 HOSTILE = f"{ESC}\x9b2J\u202e\x07x"
 SECRET = "TOP-SECRET-KEY"
+LAYOUT = tuple(field.name for field in fields(Layout))
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +185,17 @@ def test_a_name_like_that_of_an_attempt_neither_raises_nor_hangs(root: Path, nam
     shutil.rmtree(run.metrics)  # the readers look for the newest attempt that has logged a step
     for command in ("status", "why", "logs", "compare", "wait"):
         assert cli.run([command, str(run.path)]) in (0, 1, 2, 75), "no exception"
+
+
+@pytest.mark.parametrize("layout", [{"dp": "x"}, {"x": 1}, dict.fromkeys(LAYOUT, "x"), dict.fromkeys(LAYOUT, 0)])
+def test_a_damaged_layout_of_a_checkpoint_is_unknown(
+    root: Path, layout: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = root / "done" / "checkpoints" / "step-00000009"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_bytes(Manifest(9, {".metadata": FileEntry(0, "")}, layout=layout).encode())
+    assert cli.run(["checkpoint", "list", str(root / "done")]) in (0, 1)
+    assert "9" in capsys.readouterr().out
 
 
 def test_what_is_no_job_id_never_reaches_slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

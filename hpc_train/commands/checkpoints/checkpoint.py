@@ -377,5 +377,10 @@ def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
 
 
 def _layout(values: dict[str, Any]) -> str:
-    """Returns the parallel layout as text; imported weights have no layout."""
-    return str(Layout(**values)).partition(")")[0] + ")" if values else "imported"
+    """Returns the parallel layout as text; imported weights have no layout, and a damaged one is unknown."""
+    if not values:
+        return "imported"
+    try:
+        return str(Layout(**values)).partition(")")[0] + ")"
+    except (TypeError, ValueError, ZeroDivisionError):
+        return "unknown"
