@@ -53,7 +53,8 @@ def cases() -> Iterator[tuple[str, list[str]]]:
         data = ["data=synthetic", "data.task=images"] if model.startswith("vit") else []
         yield f"plan/{model}", ["plan", f"model={model}", *data, "cluster.nodes=2", "cluster.machine=h100"]
     for number, (arguments, _) in enumerate(MISTAKES):
-        yield f"refused/{number:03}", arguments
+        if not arguments[0].startswith("run.name="):  # in an empty directory this is no mistake
+            yield f"refused/{number:03}", arguments
 
 
 def show(arguments: list[str], place: Path) -> str:
