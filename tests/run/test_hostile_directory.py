@@ -199,7 +199,7 @@ def test_a_damaged_layout_of_a_checkpoint_is_unknown(
 
 
 def test_what_is_no_job_id_never_reaches_slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wrong id makes squeue refuse those of all runs, and a chain without end makes it time out."""
+    """A chain without end would make ``squeue``, and so ``status`` of all runs, time out."""
     asked: list[str] = []
     monkeypatch.setattr(job_status, "ask", lambda selection, *_: asked.extend(selection) or {})
     for name, submission in (
