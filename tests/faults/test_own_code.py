@@ -78,7 +78,7 @@ def test_an_own_loop(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_script_of_a_batch_script(cluster: Cluster, tmp_path: Path) -> None:
-    words = ["python", str(REPOSITORY / "tests" / "loop" / "script.py"), str(tmp_path), "800"]
+    words = ["python", str(REPOSITORY / "tests" / "train" / "custom_loop" / "script.py"), str(tmp_path), "800"]
     options = ["--nodes=2", "--time=15", str(REPOSITORY / "slurm" / "multi_node.sbatch")]
     done = with_python(cluster).call(
         "sbatch", "--parsable", *options, *CASE, f"run.command=[{','.join(words)}]", cwd=tmp_path
@@ -95,7 +95,7 @@ def test_a_script_of_a_batch_script(cluster: Cluster, tmp_path: Path) -> None:
 
 def output_of(run: Path, script: str, kill_after: int) -> str:
     """Runs an example with two workers, of which the second is killed after a step of the first attempt."""
-    killed_once = REPOSITORY / "tests" / "loop" / "killed_once.py"
+    killed_once = REPOSITORY / "tests" / "train" / "custom_loop" / "killed_once.py"
     words = ["python", str(killed_once), str(kill_after), str(REPOSITORY / "examples" / script)]
     directory = frozen(run, f"run.command=[{','.join(words)}]")
     code, errors = run_agent(directory)

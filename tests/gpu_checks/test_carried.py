@@ -19,7 +19,7 @@ from tests.checkpoint.progress import LONG
 CARRIED = "hydra omegaconf antlr4 yaml submitit cloudpickle psutil xxhash rich pygments markdown_it mdurl packaging"
 BROUGHT = "torch torchgen functorch numpy typing_extensions filelock sympy mpmath networkx jinja2 markupsafe fsspec"
 OPTIONAL = "torchao pynvml triton setuptools pkg_resources"
-OWN = "hpc_train hydra_plugins tests conf sitecustomize usercustomize"
+OWN = "hpc_train hydra_plugins gpu_checks benchmarks tests conf sitecustomize usercustomize"
 _FIND = f"""
 import sys
 from importlib.machinery import PathFinder

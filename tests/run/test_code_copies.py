@@ -150,7 +150,13 @@ def test_tests_and_docs_of_hpc_train_are_in_no_copy(
     assert {"tests/test_it.py", "docs/index.md"} <= files(everything.snapshot), "of another project they are"
     monkeypatch.setattr(snapshot, "__file__", str(tree / "hpc_train" / "run" / "snapshot.py"))
     code = taken(tree)
-    assert {name.partition("/")[0] for name in files(code.snapshot)} & {"tests", "docs", "notebooks"} == set()
+    assert {name.partition("/")[0] for name in files(code.snapshot)} & {
+        "tests",
+        "docs",
+        "notebooks",
+        "benchmarks",
+        "gpu_checks",
+    } == set()
     assert "package/tests/test_it.py" in files(code.snapshot)
     assert capsys.readouterr().err == "", "they hold no secrets"
     assert not has_changed(code, config) and not has_changed(everything, config)
