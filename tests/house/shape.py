@@ -1,7 +1,6 @@
 """Prints the shape of the code: ``python -m tests.house.shape [DIRECTORY]``.
 
-Each figure is a row of the table that CONTRIBUTING.md gives limits for. ``test_shape.py`` holds those that may only
-fall.
+``test_shape.py`` holds the figures that may only fall.
 """
 
 from __future__ import annotations
@@ -24,24 +23,29 @@ def sources(root: Path, folder: str) -> dict[Path, str]:
     return {path: path.read_text() for path in sorted((root / folder).rglob("*.py"))}
 
 
-def bound_names(tree: ast.AST) -> Iterator[str]:
+def nodes_of(files: dict[Path, str]) -> dict[Path, list[ast.AST]]:
+    """Returns all nodes of the syntax tree of each file."""
+    return {path: list(ast.walk(ast.parse(text))) for path, text in files.items()}
+
+
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yields the variables and parameters that a module binds, once per place."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg):
             yield node.arg
 
 
-def dialect_share(trees: Iterable[ast.AST]) -> float:
-    """Returns the share of bound names that are of the dialect."""
-    names = [name for tree in trees for name in bound_names(tree)]
+def dialect_share(nodes: Iterable[Iterable[ast.AST]]) -> float:
+    """Returns the share of bound names that are of the dialect; ``nodes`` has those of each file."""
+    names = [name for of_file in nodes for name in bound_names(of_file)]
     return sum(not DIALECT.isdisjoint(name.lower().strip("_").split("_")) for name in names) / len(names)
 
 
-def conditional_density(files: dict[Path, str], trees: Iterable[ast.AST]) -> float:
+def conditional_density(files: dict[Path, str], nodes: Iterable[Iterable[ast.AST]]) -> float:
     """Returns the number of conditional expressions per 1,000 lines that are not blank."""
-    expressions = sum(isinstance(node, ast.IfExp) for tree in trees for node in ast.walk(tree))
+    expressions = sum(isinstance(node, ast.IfExp) for of_file in nodes for node in of_file)
     lines = sum(bool(line.strip()) for text in files.values() for line in text.splitlines())
     return 1000 * expressions / lines
 
@@ -50,13 +54,13 @@ def module_name(root: Path, path: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(root: Path, files: dict[Path, str]) -> dict[str, set[str]]:
+def imports(root: Path, nodes: dict[Path, list[ast.AST]]) -> dict[str, set[str]]:
     """Returns the modules of the package that each module imports, lazily and for typing included."""
-    modules = {module_name(root, path) for path in files}
+    modules = {module_name(root, path) for path in nodes}
     edges: dict[str, set[str]] = {module: set() for module in modules}
-    for path, text in files.items():
+    for path, of_file in nodes.items():
         importer = module_name(root, path)
-        for node in ast.walk(ast.parse(text)):
+        for node in of_file:
             targets: list[str] = []
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
@@ -103,18 +107,18 @@ def rows(root: Path) -> dict[str, str]:
     """Returns the figures by name."""
     product = sources(root, PACKAGE)
     tests = sources(root, "tests")
-    trees = [ast.parse(text) for text in product.values()]
-    circles = cycles(imports(root, product))
+    nodes = nodes_of(product)
+    circles = cycles(imports(root, nodes))
     lines = sum(text.count("\n") for text in product.values())
     packages = [path for path in (root / PACKAGE).iterdir() if (path / "__init__.py").exists()]
     return {
         "lines; files": f"{lines:,}; {len(product)}",
-        "statements": f"{sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree)):,}",
+        "statements": f"{sum(isinstance(node, ast.stmt) for of_file in nodes.values() for node in of_file):,}",
         "packages": str(len(packages)),
         "cycles, lazy and typing imports included": f"{len(circles)} ({sum(map(len, circles))} files)",
         "config keys": str(count_keys(root)),
-        "names of the dialect": f"{dialect_share(trees):.1%}",
-        "conditional expressions per 1,000 lines": f"{conditional_density(product, trees):.1f}",
+        "names of the dialect": f"{dialect_share(nodes.values()):.1%}",
+        "conditional expressions per 1,000 lines": f"{conditional_density(product, nodes.values()):.1f}",
         "lines of tests; files": f"{sum(text.count(chr(10)) for text in tests.values()):,}; {len(tests)}",
     }
 
@@ -123,5 +127,5 @@ if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY
     for name, figure in rows(where).items():
         print(f"{name:45} {figure}")
-    for component in cycles(imports(where, sources(where, PACKAGE))):
+    for component in cycles(imports(where, nodes_of(sources(where, PACKAGE)))):
         print("cycle:", *component)

@@ -1,0 +1,40 @@
+"""Figures of the code that may only fall, and names that are imported by string."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train import registration
+from tests.house.shape import (
+    PACKAGE,
+    REPOSITORY,
+    conditional_density,
+    count_keys,
+    cycles,
+    dialect_share,
+    imports,
+    nodes_of,
+    sources,
+)
+
+
+def test_figures_of_the_code_do_not_rise() -> None:
+    product = sources(REPOSITORY, PACKAGE)
+    nodes = nodes_of(product)
+    components = cycles(imports(REPOSITORY, nodes))
+    packages = [path for path in (REPOSITORY / PACKAGE).iterdir() if (path / "__init__.py").exists()]
+    assert len(packages) <= 20
+    assert (len(components), sum(map(len, components))) <= (3, 10), components
+    assert count_keys(REPOSITORY) <= 324
+    assert dialect_share(nodes.values()) <= 0.053
+    assert conditional_density(product, nodes.values()) <= 36
+
+
+def test_cycles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert cycles(edges) == [["a", "b", "c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(registration) if name.isupper()])
+def test_registered_functions_exist(name: str) -> None:
+    assert callable(registration.registered(getattr(registration, name)))
