@@ -19,7 +19,7 @@ SWEEP_WAITED_FOR = "hpc_train.report.page.build:write_sweep_at_end"
 
 
 def registered(name: str) -> Callable[..., Any]:
-    """Imports the function ``module:function``."""
+    """Imports the module of ``name`` (``module:function``) and returns the function."""
     module, _, function = name.partition(":")
     loaded: Callable[..., Any] = getattr(import_module(module), function)
     return loaded

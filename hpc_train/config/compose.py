@@ -194,7 +194,7 @@ def _targets(group: str, named: dict[str, Any]) -> dict[str, Any]:
             raise UserError(what, where=where, fix=f"+{where}.args.{unknown[0]}=VALUE")
         if not isinstance(value.get("args", {}), dict):
             raise UserError(f"{where}.args is not a table", where=where, fix=f"+{where}.args.NAME=VALUE")
-        target = value["_target_"].replace(f"hpc_train.{group}.", f"hpc_train.train.{group}.")
+        target = re.sub(rf"^hpc_train\.{group}\.", f"hpc_train.train.{group}.", value["_target_"])
         found[str(name)] = TargetConfig(**{**value, "_target_": target})
     return found
 

@@ -1,7 +1,4 @@
-"""Derives the effective layout of one attempt from the frozen config and the allocated nodes and workers.
-
-This module imports no torch, so the submission refuses an impossible layout before the job waits in a queue.
-"""
+"""Describes the effective layout of one attempt: how its ranks divide the model and the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Resolves the layout of an attempt from the config and the available workers."""
+"""Derives the effective layout of one attempt from the frozen config and the allocated nodes and workers.
+
+This module imports no torch, so the submission refuses an impossible layout before the job waits in a queue.
+"""
 
 from __future__ import annotations
 

@@ -41,3 +41,5 @@ def test_targets_of_earlier_versions_are_read_as_the_new_ones() -> None:
     assert isinstance(config.hooks["ema"], TargetConfig)
     assert config.hooks == new.hooks
     assert config.metrics == new.metrics
+    others = typed(compose(["+hooks=ema", "hooks.ema._target_=my_hpc_train.hooks.ema.EMA"]))
+    assert others.hooks["ema"]._target_ == "my_hpc_train.hooks.ema.EMA"
