@@ -1,4 +1,4 @@
-"""Prints the shape of the code: ``python -m tests.house.shape [DIRECTORY]``.
+"""Prints the shape of the code: ``python -m tests.structure.shape [DIRECTORY]``.
 
 ``test_shape.py`` holds the figures that may only fall.
 """
@@ -108,14 +108,14 @@ def rows(root: Path) -> dict[str, str]:
     product = sources(root, PACKAGE)
     tests = sources(root, "tests")
     nodes = nodes_of(product)
-    circles = cycles(imports(root, nodes))
+    components = cycles(imports(root, nodes))
     lines = sum(text.count("\n") for text in product.values())
     packages = [path for path in (root / PACKAGE).iterdir() if (path / "__init__.py").exists()]
     return {
         "lines; files": f"{lines:,}; {len(product)}",
         "statements": f"{sum(isinstance(node, ast.stmt) for of_file in nodes.values() for node in of_file):,}",
         "packages": str(len(packages)),
-        "cycles, lazy and typing imports included": f"{len(circles)} ({sum(map(len, circles))} files)",
+        "cycles, lazy and typing imports included": f"{len(components)} ({sum(map(len, components))} files)",
         "config keys": str(count_keys(root)),
         "names of the dialect": f"{dialect_share(nodes.values()):.1%}",
         "conditional expressions per 1,000 lines": f"{conditional_density(product, nodes.values()):.1f}",

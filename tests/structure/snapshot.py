@@ -1,7 +1,7 @@
 """Writes what commands print and write, so that two versions can be compared.
 
-``python -m tests.house.snapshot DIR [WORD...]`` writes a file per case; ``diff -r`` of two such directories shows what
-a change of the code has changed for users. With words, only cases run whose names contain one of them.
+``python -m tests.structure.snapshot DIR [WORD...]`` writes a file per case; ``diff -r`` of two such directories shows
+what a change of the code has changed for users. With words, only cases run whose names contain one of them.
 
 A case is one call of a command in this process, in a working directory of its own. Paths of that directory and of the
 repository, times and ids are replaced.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train import registration
-from tests.house.shape import (
+from tests.structure.shape import (
     PACKAGE,
     REPOSITORY,
     conditional_density,
