@@ -20,7 +20,7 @@ from hpc_train.machine.gpus import visible_gpus
 from hpc_train.train.watch.peak_rates import peak_flops
 
 PACKAGES = ("numpy", "hydra-core", "omegaconf", "submitit", "psutil", "xxhash", "torchao", "wandb", "triton")
-COLLECTIONS = [1, 2, 4, 6, 8]  # in nine steps with train.gc_every=2: once after the first, then after every second
+COLLECTIONS = [1]  # in nine steps: after the first, and then after every 100th
 QUERY = "name,uuid,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
 
 
@@ -102,7 +102,7 @@ def warm_parent(probe: Probe) -> None:
 def worker(probe: Probe) -> None:
     """What is set in a worker (device, allocator, TF32, files, garbage collection), and how long its start takes."""
     once, begin = probe.folder / "facts.json", time.time()
-    run = train(probe, "run", *disturbed("tell", once, call=9), "precision=fp32", "train.gc_every=2")
+    run = train(probe, "run", *disturbed("tell", once, call=9), "precision=fp32")
     facts: dict[str, Any] = json.loads(once.read_text())
     probe.equal("device", facts["device"].partition(":")[0], probe.device)
     soft, hard = facts["descriptors"]

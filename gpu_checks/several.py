@@ -233,7 +233,7 @@ def hidden_share(spans: Sequence[tuple[float, float]], others: Sequence[tuple[fl
 def start_up(probe: Probe) -> None:
     """The groups of a mesh with several axes are made in seconds, and without a socket to each rank in each group."""
     once, begin = probe.folder / "facts", time.time()
-    arguments = [*disturbed("tell", once, call=9, rank=-1), "train.gc_every=2"]
+    arguments = disturbed("tell", once, call=9, rank=-1)
     run = train(probe, "run", *arguments, "+strategy=zero2", *_shards(probe.place.ranks), ranks=probe.place.ranks)
     facts, *others = _told(probe, once)
     collections = {tuple(each["collections"]) for each in (facts, *others)}

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
+from hpc_train.config.removed import replacement_of
 from hpc_train.config.run_path import invalid_name
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
@@ -197,6 +198,8 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
         text: the message of Hydra's error around it.
     """
     key = str(error.full_key or "")
+    if isinstance(error, ConfigAttributeError | ConfigKeyError) and (replacement := replacement_of(key)):
+        return UserError(f"{key} is a key of earlier versions that no longer exists", where=key, fix=replacement)
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and (fix := _fix_of_unknown(error, key, text)):
         return UserError(f"{key} is not a config key", where=key, fix=fix)
     if isinstance(error, MissingMandatoryValue):

@@ -47,7 +47,6 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "nonfinite_limit",
         "spike_mads",
         "max_rollbacks",
-        "gc_every",
         "debug",
         "reproducible",
         "check",

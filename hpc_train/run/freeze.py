@@ -190,11 +190,13 @@ def load(run: RunDirectory) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     from hpc_train.config.compose import converted, escaped
+    from hpc_train.config.removed import without_removed
     from hpc_train.config.translate import translate
 
     data = _unchanged(run)
     try:
-        node = OmegaConf.create(escaped(parsed_config(data.decode())))
+        values = parsed_config(data.decode())
+        node = OmegaConf.create(escaped(without_removed(values) if isinstance(values, dict) else values))
     except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise _damaged(run, f"{run.config} cannot be read: {error}") from error
     if not isinstance(node, DictConfig) or not node:

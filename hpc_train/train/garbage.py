@@ -12,18 +12,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+EVERY = 100  # steps between two collections
+
 
 class GarbageCollection:
-    """Collects after every ``every`` steps within ``scheduled``; 0 leaves it to Python."""
+    """Collects after every ``every`` steps within ``scheduled``."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int = EVERY) -> None:
         self._every = every
         self._frozen = False
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
         """Disables automatic collection in this context, if the process has it enabled."""
-        if not self._every or not gc.isenabled():
+        if not gc.isenabled():
             yield
             return
         gc.disable()
@@ -35,7 +37,7 @@ class GarbageCollection:
 
     def after(self, step: int) -> None:
         """Collects if ``step`` is due; called after each step with the number of steps of the run."""
-        if not self._every or gc.isenabled():
+        if gc.isenabled():
             return
         if not self._frozen:
             self._frozen = True

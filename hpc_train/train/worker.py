@@ -190,7 +190,7 @@ def _build(
         schedule=_save_schedule(config, run, mesh),
         heartbeat=heartbeat,
         watch=DivergenceWatch(config.train, config.precision.name),
-        garbage=GarbageCollection(config.train.gc_every),
+        garbage=GarbageCollection(),
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
         first_step=FirstStep(mesh.device, meter, report, artifacts),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -57,14 +56,6 @@ def test_garbage_is_collected_after_the_first_step_and_after_multiples() -> None
         assert freed_after(garbage, range(FIRST + 1, 13)) == [FIRST + 1, 6, 9, 12]
         assert gc.get_freeze_count() > 0
     assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_python_collects_by_itself_if_that_is_chosen() -> None:
-    garbage = GarbageCollection(0)
-    with garbage.scheduled(), mock.patch.object(gc, "collect") as collect:
-        assert gc.isenabled()
-        freed_after(garbage, range(1, 5))
-    assert not collect.called
 
 
 def test_an_error_restores_automatic_collection() -> None:

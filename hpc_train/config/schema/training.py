@@ -308,13 +308,6 @@ class TrainConfig:
     max_rollbacks: int = key(
         3, "The number of rollbacks before the run fails. Each skips the samples of the bad steps.", at_least=0
     )
-    gc_every: int = key(
-        100,
-        "Steps between Python's garbage collections, which run on all ranks at the same steps, so that no rank waits "
-        "for another's. 0 leaves them to Python.",
-        at_least=0,
-        unit="steps",
-    )
     debug: bool = key(
         False,
         "Runs 20 slow steps that report the first module with a nonfinite output and collectives that differ "

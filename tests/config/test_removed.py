@@ -1,0 +1,74 @@
+"""Keys of earlier versions: what a config that sets them is told, and how a run that was frozen with them is read."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpc_train.config.compose import typed
+from hpc_train.config.removed import REMOVED, replacement_of, without_removed
+from hpc_train.config.translate import translate
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze, load
+from tests.config.composing import compose, config_of
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_a_removed_key_is_refused_with_its_replacement(sign: str, key: str) -> None:
+    with pytest.raises(Exception, match=re.escape(key.rpartition(".")[2])) as raised:
+        typed(compose([f"{sign}{key}=1"]))
+    error = raised.value if isinstance(raised.value, UserError) else translate(raised.value)
+    assert error is not None and error.where == key and error.fix == REMOVED[key].fix
+    assert "no longer exists" in error.what
+
+
+def test_a_key_of_a_removed_table_has_the_replacement_of_the_table() -> None:
+    key, removed = next(iter(REMOVED.items()))
+    assert replacement_of(f"{key}.name") == removed.fix
+    assert replacement_of(key.rpartition(".")[0]) is None
+
+
+def frozen_with(folder: Path, values: dict[str, Any]) -> RunDirectory:
+    """Freezes a run as a version would that has the keys of ``values``."""
+    config = config_of(f"run.root={folder}", "run.name=run")
+    run = RunDirectory(folder / "run")
+    freeze(config, run)
+    frozen = yaml.safe_load(run.config.read_text())
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        node = frozen
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = value
+    text = yaml.safe_dump(frozen, sort_keys=False)
+    run.config.write_text(text)
+    run.update_record(config_hash=sha256(text.encode()).hexdigest())
+    return run
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_removed_keys(tmp_path: Path) -> None:
+    values = {key: 1 if removed.same is None else removed.same[0] for key, removed in REMOVED.items()}
+    run = frozen_with(tmp_path, values)
+    assert load(run) == config_of(f"run.root={tmp_path}", "run.name=run")
+
+
+CHANGING = sorted(key for key, removed in REMOVED.items() if removed.same is not None)
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_a_removed_key_that_changed_the_computation_is_refused(key: str) -> None:
+    config: dict[str, Any] = {}
+    node = config
+    *groups, name = key.split(".")
+    for group in groups:
+        node = node.setdefault(group, {})
+    node[name] = "another"
+    with pytest.raises(UserError, match=f"frozen with {re.escape(key)}=another"):
+        without_removed(config)
