@@ -25,6 +25,7 @@ from hpc_train import cli
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
 from tests.warm_parents import shared
+from tests.warm_parents.sitecustomize import STARTS
 
 # The tests of these files and folders run first, in this order: the files of more than 40 seconds, so that no process
 # runs one of them alone at the end, then the folders whose files take several seconds.
@@ -68,6 +69,7 @@ LONG_FORMS = {
     "tests/checkpoint/test_crash_states.py::": 120,
     "tests/checkpoint/test_errors.py::": 120,
 }
+MOST_STARTS = 400  # of agents in the short form: each takes seconds, and they are most of its time
 # A share has a planned time, a time after which no case starts, and a maximum time for each case.
 SHARE_S, BEGINS_S, CASE_S = 480, 480, 240
 
@@ -109,6 +111,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if TEMPORARY not in os.environ:  # the processes of -n inherit it
         os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="hpc_train-")
         Path(os.environ[TEMPORARY]).chmod(0o1777)
+        os.environ[STARTS] = str(Path(os.environ[TEMPORARY], "starts"))
+        Path(os.environ[STARTS]).touch()
+        Path(os.environ[STARTS]).chmod(0o666)
         config.add_cleanup(partial(os.close, shared.begin(os.environ[TEMPORARY])))
         config.add_cleanup(partial(shutil.rmtree, os.environ[TEMPORARY], ignore_errors=True))
         if sys.dont_write_bytecode:  # otherwise the first process keeps what it compiles
@@ -176,6 +181,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips cases when the time of the share is used up, so that a slow machine runs fewer of them."""
     if time.monotonic() - item.config.stash.get(BEGAN, float("inf")) > BEGINS_S:
         pytest.skip("the time of the share is used up")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a session of the short form that has started too many agents."""
+    if not LONG and not hasattr(session.config, "workerinput") and _starts() > MOST_STARTS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    most = "" if LONG else f", of at most {MOST_STARTS} (MOST_STARTS in tests/conftest.py)"
+    terminalreporter.write_line(f"{_starts()} starts of agents{most}")
+
+
+def _starts() -> int:
+    return len(Path(os.environ[STARTS]).read_text().splitlines())
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -32,7 +32,10 @@ def main(run: str, entry: str) -> int:
     from hpc_train.elastic.agent import run_agent
     from hpc_train.run.directory import RunDirectory
     from tests.faults.surroundings import enter_memory_group
+    from tests.warm_parents.sitecustomize import SOCKET, count_start
 
+    if SOCKET not in os.environ:  # sitecustomize counts the others
+        count_start()
     enter_memory_group()
     hang_bounds.COLD_S = hang_bounds.UNSEEN_S = SAVE_S
     hang_bounds.SECOND_LOOK_S = SECOND_LOOK_S

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SOCKET = "TESTS_WARM_PARENTS"
+STARTS = "TESTS_STARTS"  # names the file of a test session with a line for each start of an agent
 READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHASHSEED")
 # A worker sets its number of threads before its first operation, and torch looks for the folder when it compiles.
 SET_LATER = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
@@ -38,10 +39,14 @@ def redirect() -> None:
     spawn = os.posix_spawn
     after_variables = list(sys.path)  # before Python adds the script's folder
     forked: set[int] = set()
+    counted: set[int] = set()
 
     def start_or_ask(path: str, arguments: list[str], descriptors: list[int]) -> int:
         command = arguments[-1]
         if command.startswith("from multiprocessing.forkserver") and arguments[1:-1] in (["-c"], ["-B", "-c"]):
+            if os.getpid() not in counted:  # an agent may start its warm parent again
+                counted.add(os.getpid())
+                count_start()
             # an agent that uses frozen code has changed the variables
             first = [""] * ("PYTHONSAFEPATH" not in os.environ)
             first += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -68,6 +73,15 @@ def redirect() -> None:
     util.spawnv_passfds = start_or_ask
     forkserver.ForkServer.ensure_running = ensure_started
     forkserver.ensure_running = forkserver._forkserver.ensure_running
+
+
+def count_start() -> None:
+    """Notes that an agent starts its warm parent."""
+    try:
+        with open(os.environ.get(STARTS, os.devnull), "a") as file:  # noqa: PTH123 - without pathlib
+            file.write(os.environ.get("PYTEST_CURRENT_TEST", "") + "\n")
+    except OSError:  # after the end of the test session
+        pass
 
 
 def is_alive(pid: int) -> bool:
