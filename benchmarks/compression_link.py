@@ -60,7 +60,7 @@ def _train(config: Any, mesh: Any, device: str, steps: int) -> dict[str, Any]:
 
     from hpc_train.data.dataset import Batch, StepBatch
     from hpc_train.parallel.build import build_engine
-    from hpc_train.train.optimizer import Optimizer
+    from hpc_train.train.optimizers.optimizer import Optimizer
     from hpc_train.train.step import TrainStep
 
     engine = build_engine(config, mesh)

@@ -31,7 +31,7 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.processes import join
 from hpc_train.train.step import StepOutcome, TrainStep
 

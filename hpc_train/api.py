@@ -23,14 +23,8 @@ from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
 from hpc_train.commands.submitted import cancel_runs
-from hpc_train.config.arguments import (
-    CommandLine,
-    expand,
-    override_value,
-    refuse_search,
-    wants_dry_run,
-    with_right_plus,
-)
+from hpc_train.config.arguments import expand, override_value, refuse_search, wants_dry_run, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate

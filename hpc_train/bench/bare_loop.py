@@ -282,7 +282,7 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns torch's parameter groups of ``model`` with the weight decay of ``train.optimizer.Optimizer``."""
+    """Returns torch's parameter groups of ``model`` with the weight decay of ``Optimizer``."""
     matrices = [each for each in model.parameters() if each.ndim >= 2]
     others = [each for each in model.parameters() if each.ndim < 2]
     groups = ({"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})

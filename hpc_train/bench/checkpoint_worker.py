@@ -37,7 +37,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 
 Times = dict[str, float]  # kind of save or load -> seconds

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.bench.request import REQUEST, read_progress, read_result
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent

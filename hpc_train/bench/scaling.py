@@ -20,7 +20,8 @@ from typing import Any
 from hpc_train.bench.job import submit, wait
 from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
-from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.arguments import with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job

@@ -40,7 +40,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.step import Control, StepOutcome, TrainStep
 from hpc_train.train.watch.measures import Measures

@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 
 from hpc_train.checkpoint.space import stop_time
-from hpc_train.config.arguments import CommandLine, expand, refuse_search, with_right_plus
+from hpc_train.config.arguments import expand, refuse_search, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
-from hpc_train.config.own_files import own_files_checked
+from hpc_train.config.mistakes import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import fewest_nodes, node_range

@@ -86,6 +86,6 @@ def _listed(groups: dict[str, list[str]]) -> Iterator[str]:
 def _own_directories(arguments: Sequence[str]) -> list[Path]:
     if not arguments:
         return []
-    from hpc_train.config.arguments import CommandLine  # it imports Hydra
+    from hpc_train.config.command_line import CommandLine  # it imports Hydra
 
     return CommandLine.parse(arguments).directories

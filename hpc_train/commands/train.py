@@ -14,10 +14,12 @@ from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
+from hpc_train.config.arguments import wants_dry_run, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
-from hpc_train.config.own_files import own_files_checked, with_file
+from hpc_train.config.mistakes import own_files_checked
+from hpc_train.config.own_files import with_file
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.elastic.warm_parent.head_start import HeadStart

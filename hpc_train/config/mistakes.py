@@ -6,19 +6,44 @@ files first, and each that fails is reported and left out of the compositions th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.arguments import CommandLine, expand
+from hpc_train.config.arguments import expand
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.jobs import is_choice
+from hpc_train.config.own_files import check_files, with_file
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
 
 MOST = 50  # overrides, each of which takes up to 0.2 s
+
+
+@contextmanager
+def own_files_checked(line: CommandLine) -> Iterator[None]:
+    """Checks the chosen files, then adds the file to the user's mistakes that the body raises.
+
+    An error of Hydra is replaced by all mistakes of the command line.
+
+    Raises:
+        UserError: a file is not valid YAML, or has a value of the wrong kind.
+    """
+    check_files(line)
+    try:
+        yield
+    except Exception as error:
+        mistake = translate(error)
+        if mistake is not None and isinstance(error, HydraException | OmegaConfBaseException):
+            mistake = all_mistakes(line, mistake)
+        located = None if mistake is None else with_file(mistake, line)
+        if located is None or located is error:
+            raise
+        raise located from error
 
 
 def all_mistakes(line: CommandLine, first: UserError) -> UserError:

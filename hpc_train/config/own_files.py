@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.groups import config_directory
 from hpc_train.config.jobs import parsed_override
 from hpc_train.config.other_launchers import instead_of, instead_of_key
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
-from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
+from hpc_train.config.translate import KINDS_OF_NODES, relative
 from hpc_train.errors import UserError, UserErrors
-
-if TYPE_CHECKING:
-    from hpc_train.config.arguments import CommandLine
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
 PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
@@ -70,31 +65,16 @@ def _refuse_unreadable(path: Path, name: str) -> None:
         raise UserError(f"the defaults of {name} contain the file itself", where=where, fix="name another file there")
 
 
-@contextmanager
-def own_files_checked(line: CommandLine) -> Iterator[None]:
-    """Checks the chosen files, then adds the file to the user's mistakes that the body raises.
-
-    An error of Hydra is replaced by all mistakes of the command line.
+def check_files(line: CommandLine) -> None:
+    """Checks the YAML files that the command line chooses.
 
     Raises:
-        UserError: a file is not valid YAML, or has a value of the wrong kind.
+        UserError: a file is not valid YAML, has a value of the wrong kind, or leaves out a value that must be given.
     """
     chosen = _chosen(line)
     for group, path in chosen.items():
         _check(group, path)
     _check_missing(chosen, line)
-    try:
-        yield
-    except Exception as error:
-        mistake = translate(error)
-        if mistake is not None and isinstance(error, HydraException | OmegaConfBaseException):
-            from hpc_train.config.mistakes import all_mistakes  # it imports arguments, which imports this module
-
-            mistake = all_mistakes(line, mistake)
-        located = None if mistake is None else with_file(mistake, line)
-        if located is None or located is error:
-            raise
-        raise located from error
 
 
 def with_file(mistake: UserError, line: CommandLine) -> UserError:

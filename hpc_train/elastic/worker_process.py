@@ -30,7 +30,7 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
-from hpc_train.elastic.warm_parent.head_start import SIGNALS, HeadStart
+from hpc_train.elastic.warm_parent.head_start import IMPORTS, SIGNALS, HeadStart
 from hpc_train.errors import UserCodeError, UserError
 from hpc_train.machine.rejected_variable import rejected_variable
 from hpc_train.machine.temporary import SOCKETS, TemporaryDirectory
@@ -180,7 +180,6 @@ def explained(error: BaseException) -> BaseException:
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 WARM_PARENT = "hpc_train.elastic.warm_parent.imports"
-IMPORTS = "HPC_TRAIN_WARM_IMPORTS"  # in the environment of the warm parent: the modules that it imports
 LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died

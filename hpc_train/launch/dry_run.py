@@ -9,7 +9,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from hpc_train.config.arguments import CommandLine, expand, first_values, searches
+from hpc_train.config.arguments import expand, first_values, searches
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import track
 
-from hpc_train.config.arguments import CommandLine
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register
 from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.jobs import JobComposer, JobConfigs

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_train.config.arguments import CommandLine
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import fewest_nodes, runs_own_code
 from hpc_train.errors import Mistakes

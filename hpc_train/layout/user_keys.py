@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hpc_train.config.arguments import CommandLine
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import PRIMARY
 from hpc_train.config.groups import config_directory
 from hpc_train.config.jobs import parsed_override

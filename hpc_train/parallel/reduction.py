@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train.layout.buckets import IN_FLIGHT
-from hpc_train.parallel.compression.exchange import Dense, Exchange
+from hpc_train.parallel.exchange import Dense, Exchange
 from hpc_train.parallel.gradient_norm import sparse_gradient
 
 SendOrder = list["GradientReduction"]

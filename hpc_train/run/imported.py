@@ -87,7 +87,7 @@ def with_imported_model(arguments: Sequence[str]) -> list[str]:
     They come first, so that overrides of single keys replace them: ``check_start`` then names those that differ. A
     model that is chosen with ``model=`` stays.
     """
-    from hpc_train.config.arguments import CommandLine  # imports Hydra, which agents do not need
+    from hpc_train.config.command_line import CommandLine  # imports Hydra, which agents do not need
 
     values = dict(override.partition("=")[::2] for override in CommandLine.parse(arguments).overrides)
     name = values.get("run.name")

@@ -28,8 +28,8 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.parallel.engine import Engine, StepResult, changed_training, has_sequence_shards, seed_step
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.learning_rate import learning_rates
+from hpc_train.train.optimizers.optimizer import Optimizer
 
 
 @dataclass(frozen=True)

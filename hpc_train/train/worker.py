@@ -56,9 +56,9 @@ from hpc_train.train.guard import check_own_code, is_own
 from hpc_train.train.hooks.hook import HookContext
 from hpc_train.train.hooks.runner import Hooks
 from hpc_train.train.length import Length, run_length
-from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.groups import check_groups
 from hpc_train.train.optimizers.learning_rate import describe_rates
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.own_writes import CheckedWrites
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import open_report

@@ -56,7 +56,7 @@ def trained(rank: int, world_size: int, kind: str, strategy: dict[str, Any]) -> 
     from hpc_train.data.feed import TrainFeed
     from hpc_train.parallel.build import build_engine
     from hpc_train.parallel.mesh import join_mesh
-    from hpc_train.train.optimizer import Optimizer
+    from hpc_train.train.optimizers.optimizer import Optimizer
     from hpc_train.train.step import TrainStep
 
     config = config_of(strategy)

@@ -11,7 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from hpc_train.config import compose as with_hydra
-from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.arguments import with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import PRIMARY, typed
 from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from benchmarks.savers import ROWS
-from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.arguments import with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import SCRATCH

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.commands.train import _mode_on_command_line
-from hpc_train.config.arguments import CommandLine, expand, first_values, refuse_search, with_right_plus
+from hpc_train.config.arguments import expand, first_values, refuse_search, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import WITH_STRATEGY, initialized, typed
 from hpc_train.config.hydra_settings import refuse_without_effect
 from hpc_train.config.other_launchers import SUBMITIT_KEYS

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_train.config import jobs
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.jobs import JobConfigs
 from hpc_train.config.schema import Config

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.condition import FACTS, AnyOf

@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.validate import validate
 from hpc_train.models.build import build_model
-from hpc_train.models.hf.build import hf_config
+from hpc_train.models.hf.pretrained import hf_config
 from hpc_train.parallel.build import build_engine
 from tests.models.test_hf import AUTO, TEXT, loaded, saved
 from tests.parallel.oracle import kept_mesh, whole

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpc_train.parallel import exchange as exchanges
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compression import exchange as exchanges
-from hpc_train.parallel.compression.exchange import Exchange, PowerSGD, TopK
+from hpc_train.parallel.exchange import Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.parallel.cells import Cell

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_micro_batch
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch, mesh_of

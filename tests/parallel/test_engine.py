@@ -26,7 +26,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.parallel.shared_groups import SharedGroups
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.parallel.cells import CLASSES, IMAGE, Cell
 from tests.parallel.oracle import local_batch, mesh_of, train_plainly, whole
 from tests.ranks import run_on_world, run_ranks

@@ -26,7 +26,7 @@ from hpc_train.layout.memory import estimate
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.checkpoint.progress import LONG
 from tests.parallel.memory import PeakMemory, norms_of_gpus

@@ -18,8 +18,8 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision.masters import local_part
-from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers.learning_rate import learning_rates
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.parallel.cells import Cell
 from tests.parallel.graphs import run_graphs_as_cut

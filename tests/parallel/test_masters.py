@@ -29,8 +29,8 @@ from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
 from hpc_train.parallel.precision.masters import local_part, master_of, narrow_weights, saved_value
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.train import optimizer as optimizers
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers import optimizer as optimizers
+from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
 from tests.parallel.cells import DATA_PARALLEL, Cell
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, whole

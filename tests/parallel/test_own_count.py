@@ -16,8 +16,8 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.models.build import build_model
+from hpc_train.parallel import exchange as exchanges
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compression import exchange as exchanges
 from tests.checkpoint.progress import LONG
 from tests.parallel.cells import CLASSES, Cell
 from tests.parallel.oracle import (

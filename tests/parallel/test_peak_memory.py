@@ -25,7 +25,7 @@ from hpc_train.layout.peak.sizes import sizes_of
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.techniques import SCHEDULES
 from hpc_train.parallel.build import build_engine
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.parallel.memory import PeakMemory, norms_of_gpus
 from tests.parallel.oracle import kept_mesh

@@ -16,7 +16,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reproducible_engine import cover, tree_sum
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.report import weights_sha256
 from tests.checkpoint.progress import LONG
 from tests.parallel.cells import CLASSES, Cell

@@ -16,7 +16,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel import shared_groups
 from hpc_train.parallel.build import build_engine
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
 from tests.checkpoint.progress import LONG
 from tests.parallel.cells import Cell

@@ -9,7 +9,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from hpc_train.commands.plan.asked import STRATEGIES, Asked, strategy_key
 from hpc_train.commands.plan.rows import nearest
-from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.arguments import with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.planner.candidates import candidates
 from hpc_train.planner.machine import read_machine

@@ -14,7 +14,7 @@ from hpc_train.config.identity import check_identity
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
 from tests.parallel.oracle import whole
 from tests.ranks import run_on_world, run_ranks

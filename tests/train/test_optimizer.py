@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import OptimConfig
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.ranks import run_ranks
 
 

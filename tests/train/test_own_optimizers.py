@@ -26,9 +26,9 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers import probe
 from hpc_train.train.optimizers.learning_rate import learning_rates
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.optimizers.own import check_elementwise
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.training import Training, join_again

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.bench.doctor.disk import check_sharing
-from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
+from hpc_train.config.arguments import STRATEGY, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config, StrategyConfig

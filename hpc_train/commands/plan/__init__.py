@@ -11,7 +11,8 @@ from hpc_train.commands.plan.options import gpus_of, machine_of, parser, prices_
 from hpc_train.commands.plan.printed import as_json, print_commands, print_parts, print_table
 from hpc_train.commands.plan.rows import Row, Search, in_time, total_steps, unknown_end
 from hpc_train.commands.plan.simulated import simulate
-from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.arguments import with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.errors import UserError
 from hpc_train.planner.float8 import why_not_predicted
 from hpc_train.run.exits import Exit

@@ -11,7 +11,8 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 
-from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
+from hpc_train.config.arguments import STRATEGY, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.config.groups import packaged
 from hpc_train.config.jobs import JobComposer

@@ -26,6 +26,7 @@ PROGRAM = Path(__file__).with_name("early_forkserver.py")
 # These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
 # process group (Ctrl-C, scancel) neither kills an import nor gets lost.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IMPORTS = "HPC_TRAIN_WARM_IMPORTS"  # in the environment of the warm parent: the modules that it imports
 THREADS = "OMP_NUM_THREADS"  # OpenBLAS, which numpy imports, reads it when it is loaded
 
 
@@ -131,7 +132,6 @@ class HeadStart:
 
 def _same_for_imports(environment: Mapping[str, str]) -> bool:
     """Returns whether the variables that modules may read when they are imported still have these values."""
-    from hpc_train.elastic.worker_process import IMPORTS
     from hpc_train.machine.environment import OF_CACHES
 
     later = {"HYDRA_FULL_ERROR", IMPORTS, "PYTHONPATH", "PYTHONSAFEPATH", *OF_CACHES}

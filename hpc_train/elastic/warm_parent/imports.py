@@ -15,7 +15,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from hpc_train.elastic.worker_process import IMPORTS
+from hpc_train.elastic.warm_parent.head_start import IMPORTS
 
 LATER = "torch._dynamo"  # optimizers and DDP import it; it takes 0.3 s
 PAUSE_S = 2.0  # after a fork, in which the worker itself imports LATER

@@ -28,7 +28,7 @@ from hpc_train.layout.peak.ranks import Rank, Stage
 from hpc_train.layout.peak.replay import Change, Memory, Part, Passage, exceeds, passage, replay
 from hpc_train.layout.peak.sizes import Sizes
 
-WIDENED_BYTES = 2.0**28  # of the gradients that the optimizer has in fp32 at once (train/optimizer.py)
+WIDENED_BYTES = 2.0**28  # of the gradients that the optimizer has in fp32 at once (train/optimizers/optimizer.py)
 
 
 @dataclass

@@ -128,19 +128,13 @@ def _exported_name(model: HFModelConfig, name: str) -> str:
 def exported_config(model: HFModelConfig, positions: int, dtype: str) -> Mapping[str, Any]:
     """Returns the config.json of an exported model, or the adapter_config.json of an adapter; ``positions`` is that of
     the model."""
-    from hpc_train.models.hf import lora  # imports torch
-    from hpc_train.models.hf.build import hf_config as whole  # imports transformers
+    from hpc_train.models.hf import lora, pretrained  # they import torch
 
     if model.lora.rank is not None:
         return lora.exported_config(model)
 
-    return {**whole(model).to_dict(), "dtype": dtype, "architectures": [_architecture(model)]}
-
-
-def _architecture(model: HFModelConfig) -> str:
-    from hpc_train.models.hf.build import architecture
-
-    return architecture(model)
+    config = pretrained.hf_config(model).to_dict()
+    return {**config, "dtype": dtype, "architectures": [pretrained.architecture(model)]}
 
 
 def exported_prefix(model: HFModelConfig) -> str:

@@ -20,6 +20,7 @@ from hpc_train.config.hf_config import CONFIG
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import has_batch_statistics
+from hpc_train.models.hf.pretrained import skeleton, weights_folder
 from hpc_train.models.hf.values import FirstValues
 
 _ADAPTER = (".lora_A.default.", ".lora_B.default.")
@@ -151,8 +152,6 @@ def exported_name(name: str) -> str:
 
 def exported_config(config: HFModelConfig) -> dict[str, Any]:
     """Returns the content of adapter_config.json."""
-    from hpc_train.models.hf.build import skeleton
-
     module = skeleton(config)
     found = _peft_config(module, config)
     found.modules_to_save = _saved_modules(module, config) or None
@@ -170,8 +169,6 @@ def base_identity(model: Any) -> dict[str, Any] | None:
     """
     if not isinstance(model, HFModelConfig) or model.lora.rank is None:
         return None
-    from hpc_train.models.hf.build import weights_folder
-
     folder: Path = weights_folder(model)
     sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
     return {CONFIG: hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest(), **sizes}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.layout.buckets import first_cap
 from hpc_train.models.build import build_model
-from hpc_train.parallel.compression.exchange import Dense, Exchange, PowerSGD, TopK
+from hpc_train.parallel.exchange import Dense, Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision.dtypes import parameter_dtype

@@ -15,7 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import PRIMARY, escaped, typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest

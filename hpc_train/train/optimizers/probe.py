@@ -21,9 +21,9 @@ from hpc_train.config.schema import CustomModelConfig, OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import check_matches, own_targets, parameter_groups
 from hpc_train.models.build import build_model
-from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.learning_rate import learning_rates
+from hpc_train.train.optimizers.optimizer import Optimizer
 
 SIZE = 4  # the largest dimension of a small parameter
 UPDATES = 2

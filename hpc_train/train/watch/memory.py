@@ -23,7 +23,7 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.masters import master_of
 from hpc_train.run.exits import Failure, classify
-from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.watch.utilization import device_memory, peak_device_memory, peak_host_memory
 from hpc_train.units import format_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.arguments import CommandLine
+from hpc_train.config.command_line import CommandLine
 from hpc_train.layout.validate import validate
 from hpc_train.train.watch.suggestions import Advice, AdviceWatch, SuggestedSetting, find_limit, fixes
 from tests.config.composing import config_of

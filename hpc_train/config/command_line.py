@@ -1,0 +1,148 @@
+"""The command line, which Hydra's own parser separates into options and overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, initialized
+from hpc_train.config.jobs import JobComposer
+from hpc_train.config.schema import Config
+from hpc_train.config.values import refuse_other_encoding
+from hpc_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command line, which Hydra's own parser has separated into options and overrides.
+
+    Attributes:
+        runs: False if the command only shows something: --help, --cfg, --info or completion.
+        config_directory: the value of ``-cd``; ``config_path`` is that of ``-cp``, ``config_name`` that of ``-cn``.
+        overrides_strategy: ``with_right_plus`` has found a file that overrides ``strategy`` in the Defaults List.
+    """
+
+    overrides: tuple[str, ...]
+    multirun: bool
+    runs: bool
+    config_directory: Path | None
+    config_path: str | None
+    config_name: str
+    overrides_strategy: bool = False
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> CommandLine:
+        """Parses ``arguments``.
+
+        Raises:
+            UserError: an option is unknown or misses its value, or an override has no key.
+        """
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            refuse_other_encoding(key if value else "the command line", value or key)
+        parser = get_args_parser()
+        setattr(parser, "error", _refuse)  # noqa: B010 - Hydra's own prints its usage, which hides those of hpc_train
+        args = parser.parse_intermixed_args(list(arguments))
+        for override in args.overrides:
+            if not override.strip() or override.lstrip("+~").startswith("="):
+                what = f"the argument {override!r} names no config key"
+                raise UserError(what, where="the command line", fix="KEY=VALUE; a shell variable may be unset")
+        if args.resolve and not (args.cfg or args.help):
+            raise UserError("--resolve shows nothing by itself", where="--resolve", fix="--cfg job --resolve")
+        if args.package and not args.cfg:
+            raise UserError(
+                f"--package shows nothing by itself, so that this would train with -p {args.package}",
+                where="--package",
+                fix=f"--cfg job --package {args.package}",
+            )
+        if args.experimental_rerun:
+            what = "--experimental-rerun reads a config.pickle, which runs of hpc_train do not have"
+            raise UserError(what, where="--experimental-rerun", fix="python -m hpc_train resume RUN")
+        shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
+        return cls(
+            overrides=tuple(override for override in args.overrides if override != WITH_STRATEGY),
+            multirun=bool(args.multirun),
+            runs=not shows,
+            config_directory=Path(args.config_dir).absolute() if args.config_dir else None,
+            config_path=args.config_path,
+            config_name=args.config_name or PRIMARY,
+            overrides_strategy=WITH_STRATEGY in args.overrides,
+        )
+
+    def initialized(self) -> AbstractContextManager[None]:
+        """Initializes Hydra's compose API with the directories in which Hydra searches a primary config."""
+        return initialized(self.primary_directory, self.config_directory if self.config_name != PRIMARY else None)
+
+    @property
+    def primary_directory(self) -> Path | None:
+        return Path(self.config_path).absolute() if self.config_path else None
+
+    @property
+    def directories(self) -> list[Path]:
+        """Returns the directories of the user's own config groups, in the order in which Hydra searches them."""
+        given = [_search_directories(override) for override in self.overrides if is_search_path(override)]
+        listed = [Path(part.removeprefix("file://")) for parts in given for part in parts]
+        own = (self.primary_directory, self.config_directory)
+        return [*(directory for directory in own if directory is not None), *listed]
+
+    @contextmanager
+    def composer(self) -> Iterator[JobComposer]:
+        """Yields a composer for the jobs of this command line. It writes nothing."""
+        schema = [WITH_STRATEGY] if self.overrides_strategy else []
+        with self.initialized():
+
+            def compose(overrides: list[str]) -> DictConfig:
+                others = [override for override in overrides if not is_search_path(override)]
+                return hydra.compose(self.config_name, [*self.search_path, *schema, *others])
+
+            yield JobComposer(compose)
+
+    @property
+    def search_path(self) -> list[str]:
+        """Returns the ``-cd`` directory as an override, since the compose API has no such option."""
+        given = [override for override in self.overrides if is_search_path(override)]
+        if self.config_directory is None:
+            return given
+        if not self.config_directory.is_dir():
+            raise UserError(
+                f"{self.config_directory} is a file"
+                if self.config_directory.exists()
+                else f"the directory {self.config_directory} does not exist",
+                where="--config-dir",
+                fix="-cd DIR, with an existing directory",
+            )
+        listed = [part for item in given for part in _search_directories(item)]
+        return [f"hydra.searchpath=[{','.join([f'file://{self.config_directory}', *listed])}]"]
+
+
+def _refuse(message: str) -> NoReturn:
+    fix = "`python -m hpc_train help` and --hydra-help list the options"
+    if found := re.match(r"unrecognized arguments: -+(\w[\w.]*)(?:=(\S+))?(?:\s|$)", message):
+        name, value = found[1], found[2] or "VALUE"
+        defaults = Config()
+        keys = [f"{group}.{name}" for group in vars(defaults) if hasattr(getattr(defaults, group), name)]
+        if "." in name or hasattr(defaults, name):
+            keys = [name]
+        if len(keys) == 1:
+            fix = f"{keys[0]}={value}; an override has no dashes before its key"
+    raise UserError(message, where="the command line", fix=fix)
+
+
+def is_search_path(override: str) -> bool:
+    return override.lstrip("+").startswith("hydra.searchpath=")
+
+
+def _search_directories(override: str) -> list[str]:
+    parsed: Override = OverridesParser.create().parse_override(override)
+    value = parsed.value()
+    return [str(part) for part in value] if isinstance(value, list) else [str(value)]
