@@ -225,7 +225,7 @@ def _is_writable(connection: socket.socket) -> bool:
 
 @dataclass(frozen=True)
 class CrowdProcess:
-    """A crowd in a process of its own, as the benchmark sees it."""
+    """A crowd in a separate process, as the benchmark sees it."""
 
     process: SpawnProcess
     orders: Connection

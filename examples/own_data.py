@@ -1,4 +1,4 @@
-"""A dataset of your own: anything with a length and samples by index.
+"""A custom dataset: anything with a length and samples by index.
 
 python -m hpc_train +strategy=dp data=custom data._target_=examples.own_data.Additions model.vocab_size=16
 """

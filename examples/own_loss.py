@@ -1,4 +1,4 @@
-"""A loss of your own with several outputs: a variational autoencoder of images that also classifies them.
+"""A custom loss with several outputs: a variational autoencoder of images that also classifies them.
 
     python -m hpc_train +strategy=dp model=custom model._target_=examples.own_loss.ClassifyingAutoencoder \
         data=synthetic data.task=images

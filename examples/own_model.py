@@ -1,4 +1,4 @@
-"""A model of your own with a loss of its own: a small image classifier whose classes have weights.
+"""A custom model with a loss of its own: a small image classifier whose classes have weights.
 
     python -m hpc_train +strategy=dp model=custom model._target_=examples.own_model.WeightedClassifier \
         data=synthetic data.task=images

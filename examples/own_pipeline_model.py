@@ -1,4 +1,4 @@
-"""A model of your own that can be cut into pipeline stages: an image classifier of residual layers.
+"""A custom model that can be cut into pipeline stages: an image classifier of residual layers.
 
     python -m hpc_train +strategy=pp model=custom model._target_=examples.own_pipeline_model.ResidualNet \
         data=synthetic data.task=images

@@ -1,4 +1,4 @@
-"""A stream of your own: the bytes of text files, read one after the other, that continues exactly after a restart.
+"""A custom stream: the bytes of text files, read one after the other, that continues exactly after a restart.
 
     python -m hpc_train +strategy=dp data=stream data._target_=examples.stream.Bytes +data.args.path=. \
         data.shards=4 model.vocab_size=256

@@ -1,6 +1,6 @@
 """A check on a GPU machine: what it is called, what it may take, how it tells what it has found, and the table of it.
 
-A check is a function of one argument, its ``Probe``. It runs in a process of its own, which may crash or hang. Each
+A check is a function of one argument, its ``Probe``. It runs in a separate process, which may crash or hang. Each
 call of ``Probe.expect`` appends a line to the results at once, so what was measured before that remains. A check
 without a single expectation has failed: it could not have found anything.
 """

@@ -53,7 +53,7 @@ def _check_attention(probe: Probe, case: str, steps: Steps) -> None:
 
 
 def copies(probe: Probe) -> None:
-    """Batches reach the GPU on a stream of their own, while the kernels of the step before run."""
+    """Batches reach the GPU on a separate stream, while the kernels of the step before run."""
     world = World(probe)
     images = ["data.task=images", "data.image_size=224", "model=vit_base", "batch.global_size=64", "precision=bf16"]
     steps = world.steps(*images)

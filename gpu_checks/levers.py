@@ -1,6 +1,6 @@
 """What each lever of speed or memory costs and gains: the same model with one option changed at a time.
 
-Each row is measured in a process of its own, so that it begins with an empty GPU and a row that crashes or runs out of
+Each row is measured in a separate process, so that it begins with an empty GPU and a row that crashes or runs out of
 memory ends alone. It is forked from the check's process, which has imported torch and has not started CUDA. The first
 and the last row are a bare compiled loop: the table compares with the first, and the difference of the two tells how
 far speeds drift. The rows share a cache of compiled kernels.

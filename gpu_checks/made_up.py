@@ -37,7 +37,7 @@ def segfaults(probe: Probe) -> None:
 
 
 def never_ends(probe: Probe) -> None:
-    """Starts a process in a session of its own, and waits for ever."""
+    """Starts a process in a separate session, and waits for ever."""
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     (probe.place.out / "pid").write_text(str(started.pid))
     probe.equal("before the end", 1, 1)

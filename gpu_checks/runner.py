@@ -1,4 +1,4 @@
-"""Runs checks one after the other, each in a process of its own, within a budget of seconds.
+"""Runs checks one after the other, each in a separate process, within a budget of seconds.
 
 The processes are forked from one that has imported torch and has not touched CUDA, which saves the import in each. The
 runner itself imports no torch, and survives a check that raises, crashes, hangs or leaves processes behind. What is

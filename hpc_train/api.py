@@ -201,7 +201,7 @@ def submit(
     Args:
         overrides: the overrides of the command line, e.g. ``["+strategy=dp", "train.steps=100"]``; several values
             separated by commas make a sweep.
-        entry: a function of your own, or its path ``package.module:function``, that runs in every worker instead of the
+        entry: a function of yours, or its path ``package.module:function``, that runs in every worker instead of the
             trainer and gets a ``hpc_train.loop.Context`` (``run.entry``).
         args: its arguments, ``context.args``: numbers, text, and lists and dicts of them.
         detach: return after submission; False waits until all runs have ended, whatever their exit code.

@@ -43,7 +43,7 @@ def open_file(path: Path, below: Path, largest: int = LARGEST) -> BinaryIO:
         largest: the size in bytes up to which it is opened.
 
     Raises:
-        DamagedFile: it is no regular file, lies behind a link, or is too large.
+        DamagedFile: it is not a regular file, lies behind a link, or is too large.
         OSError: it does not exist, or cannot be opened.
     """
     descriptor = _descriptor(path, below, os.O_RDONLY)
@@ -58,7 +58,7 @@ def open_to_append(path: Path, below: Path) -> BinaryIO:
     """Opens ``path``, which is created if it does not exist, for unbuffered appending.
 
     Raises:
-        OSError: it cannot be opened, is no regular file, or lies behind a link.
+        OSError: it cannot be opened, is not a regular file, or lies behind a link.
     """
     try:
         descriptor = _descriptor(path, below, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -100,7 +100,7 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class _Turns:
-    """Calls one step of ``trainer.train``, which runs in a thread of its own."""
+    """Calls one step of ``trainer.train``, which runs in a separate thread."""
 
     def __init__(self, trainer: Any, ranks: int) -> None:
         self._trainer, self._ranks = trainer, ranks

@@ -1,7 +1,7 @@
 """Copies the tensors that a rank writes to host memory, so that training continues while they are written.
 
 All copies are in one pinned arena of exactly their size. torch's allocator of pinned memory would round each tensor up
-to a power of two (``CachingHostAllocator``) and never give it back. From a GPU the copies run on a stream of their own;
+to a power of two (``CachingHostAllocator``) and never give it back. From a GPU the copies run on a separate stream;
 only what changes a tensor waits for its copy, which for parameters and optimizer state is the optimizer's next update.
 The copies of coded tensors (``parallel/precision/block_codes.py``) contain their values.
 """

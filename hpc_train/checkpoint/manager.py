@@ -125,7 +125,7 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._writer = TensorWriter(self._group)
         base = base_identity(self.config.model) if self.mesh.rank == 0 else None
-        aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a loop of the user's own does not know them
+        aliases = dict(getattr(self.engine, "aliases", {}))  # the state of a custom loop does not know them
         self._facts = {key: value for key, value in ((BASE, base), (ALIASES, aliases)) if value}
         self._removals = Removals(self._report_removal)
 

@@ -41,7 +41,7 @@ class Threshold:
 
     @classmethod
     def parse(cls, text: str) -> Threshold:
-        """Raises UserError if ``text`` is no condition."""
+        """Raises UserError if ``text`` is not a condition."""
         found = _FORM.fullmatch(text)
         if found is None:
             raise UserError(

@@ -45,7 +45,7 @@ SWEEPER = "hydra_plugins.hpc_train_launcher.sweeper.HpcTrainSweeper"
 
 
 # An override that puts ``strategy: null`` into the Defaults List. ``override /strategy: NAME`` in a file requires it
-# there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it. As a choice below hydra/ it is no override of the job.
+# there; ``+strategy=NAME`` and ``/strategy: NAME`` exclude it. Below hydra/ it does not override a key of the job.
 WITH_STRATEGY = "hydra/schema@_global_=with_strategy"
 
 

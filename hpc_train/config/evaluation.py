@@ -67,7 +67,7 @@ def _eval_set(data: DataConfig, name: str, values: Any) -> DataConfig:
 
 
 def metric_names(config: Config) -> list[str]:
-    """Returns the keys that evaluations add to the metrics; a metric of your own may add ``_KEY`` to its name."""
+    """Returns the keys that evaluations add to the metrics; a custom metric may add ``_KEY`` to its name."""
     metrics = ("loss", *(() if _lacks_accuracy(config) else ("accuracy",)), *config.metrics)
     return list(dict.fromkeys(metric_name(each, metric) for each in (MAIN, *config.eval_sets) for metric in metrics))
 

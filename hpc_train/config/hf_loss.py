@@ -6,7 +6,7 @@ loss. The keys are those that transformers 5.23 reads for the tasks of ``hf_conf
 
 - ``problem_type`` and ``num_labels`` choose the loss of a classifier (``models/hf/loss.py``),
 - ``label_smoothing`` smooths the targets of a cross-entropy,
-- ``output_router_logits`` adds the load-balancing loss of a mixture of experts, which is no sum over samples,
+- ``output_router_logits`` adds the load-balancing loss of a mixture of experts, which is not a sum over samples,
 - those of ``REFUSED`` are not implemented.
 """
 

@@ -34,8 +34,8 @@ def refuse_unreadable_files(line: CommandLine) -> None:
     """Checks the files that the command line chooses for what Hydra drops, or reports without the name of the file.
 
     Raises:
-        UserError: a file is not UTF-8, no table, or its ``defaults`` are no list or contain the file itself; or it has
-            settings of Hydra's launcher.
+        UserError: a file is not UTF-8 or not a table, its ``defaults`` are not a list or contain the file itself, or it
+            has settings of Hydra's launcher.
     """
     for group, path in _chosen(line).items():
         if not path.is_relative_to(config_directory()):

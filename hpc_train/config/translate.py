@@ -115,7 +115,7 @@ def _of_override(error: OverrideParseException) -> UserError:
     key, _, value = override.partition("=")
     fix = "python -m hpc_train --help lists groups and keys"
     if "=" not in override:
-        return UserError(f"{override} is no override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
+        return UserError(f"{override} is not an override: it has no =", where=override, fix=f"KEY=VALUE; {fix}")
     if key in ("run.name", "run.fork"):
         return invalid_name(value, key)
     if (open_ := _unclosed(value)) is not None:

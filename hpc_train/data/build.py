@@ -85,7 +85,7 @@ def build_mixture(config: MixtureDataConfig, split: str, seed: int) -> MixtureDa
             raise UserError(
                 f"the source {name} is a stream, but a mixture computes its order from the sizes of its sources",
                 where=f"data.sources.{name}",
-                fix="a source with random access, or a stream of your own that mixes its inputs",
+                fix="a source with random access, or a custom stream that mixes its inputs",
             )
     return MixtureDataset(sources, config.weights)
 

@@ -1,7 +1,7 @@
 """Copies micro-batches, with the ends of packed documents, to a device, normalizes their pixels there, and gives
 floating-point values the dtype of the model.
 
-On a GPU the copies run in a stream of their own, one step before they are used, so that they overlap with computation.
+On a GPU the copies run in a separate stream, one step before they are used, so that they overlap with computation.
 Pixels travel as 8-bit integers where the dataset has them, a quarter of the bytes of float32.
 """
 

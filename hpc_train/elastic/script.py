@@ -1,7 +1,7 @@
 """Starts and watches the processes of ``run.command``, which know nothing of hpc_train.
 
 A script gets the variables that torchrun sets and starts its own store at ``MASTER_PORT``, a port that was free when
-the attempt began and differs between attempts. It needs no warm parent: it is a new program in a session of its own, so
+the attempt began and differs between attempts. It needs no warm parent: it is a new program in a separate session, so
 that all processes that it has started can be killed with it. A stop request reaches it as SIGTERM.
 
 Its sign of life is the file ``$HPC_TRAIN_PROGRESS`` of its rank, which it touches or into which it writes the number of

@@ -192,7 +192,7 @@ def with_layout(
         gpu_types: returns the types of GPUs that the job may get.
 
     Raises:
-        UserError: code of the user's own runs instead of the trainer, the machine or the size of the model is unknown,
+        UserError: custom code runs instead of the trainer, the machine or the size of the model is unknown,
             or no layout is possible or fits.
     """
     if runs_own_code(config):

@@ -1,4 +1,4 @@
-"""Reads the counts of models whose family tells no sizes: models of the user's own and most of Hugging Face's.
+"""Reads the counts of models whose family tells no sizes: custom models and most of Hugging Face's.
 
 Such a model is counted once by running it without values in another process (``planner/traced.py``), and the counts are
 kept in the user's cache. ``counted`` gives a config the counts in the place of its model, so that the memory estimate
@@ -73,7 +73,7 @@ class Counts:
     Attributes:
         blocks: the stem, the layers and the head. A model without repeated blocks has no layers.
         hidden: elements of the hidden states of one sample.
-        tokens: positions of a sample; 1 if the inputs are no tokens.
+        tokens: positions of a sample; 1 if the inputs are not tokens.
         products: the linear layers that can compute in fp8, of the layers, or of the whole model without layers.
         has_stages: whether the model can be cut into pipeline stages.
         tied: whether stem and head share a parameter.

@@ -21,7 +21,7 @@ class Layout:
     ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank.
 
     In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
-    micro_size exceeds the global batch, the rest is padding. There are 0 micro-batches for code of the user's own
+    micro_size exceeds the global batch, the rest is padding. There are 0 micro-batches for custom code
     (``run.entry``, ``run.command``).
 
     Attributes:
@@ -114,7 +114,7 @@ class Layout:
         context = f" x cp {self.cp}" if self.cp > 1 else ""
         split = f"dp {self.dp} x pp {self.pp}{context} x tp {self.tp}"
         if not self.micro_batches:
-            return f"{split} (code of your own)"
+            return f"{split} (custom code)"
         kind = self.data_parallel if self.dp_cp > 1 else "no replicas"
         schedule = f", {self.schedule}" if self.pp > 1 else ""
         batches = counted(self.micro_batches, "micro-batch", "micro-batches")

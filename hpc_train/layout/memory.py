@@ -42,7 +42,7 @@ def usable_bytes(device_bytes: float) -> float:
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
     """Returns the memory of the rank that needs the most; None if neither the model's family tells its sizes nor the
-    cache has counts of it, or if code of the user's own runs.
+    cache has counts of it, or if custom code runs.
     """
     config = counted(config)
     if not _tells_sizes(config):

@@ -1,4 +1,4 @@
-"""Decides which layouts a loss supports that is no sum over the samples of a batch.
+"""Decides which layouts a loss supports that is not a sum over the samples of a batch.
 
 A contrastive loss compares samples. Each rank has to hold its whole share of the global batch in one micro-batch, since
 the loss of a sample depends on all other samples. Gradient accumulation, pipelines and logical micro-batches compute
@@ -65,8 +65,8 @@ def check_balancing(layout: Layout, accepted: bool) -> str | None:
             "results depend on their number (model.split_dependent_loss=true)"
         )
     raise UserError(
-        f"the config of the model has output_router_logits=true, which adds a load-balancing loss; it is no sum over "
-        f"samples, and {several} compute the loss of a batch in parts, so the result would depend on their number",
+        f"the config of the model has output_router_logits=true, which adds a load-balancing loss; it is not a sum "
+        f"over samples, and {several} compute the loss of a batch in parts, so the result would depend on their number",
         where="model.name_or_path, model.config",
         fix="model.split_dependent_loss=true, which accepts this; +strategy=single batch.micro_batches=1 "
         "batch.micro_size=auto; or +model.config.output_router_logits=false, which trains without that loss",

@@ -59,7 +59,7 @@ def check_chosen(config: Config) -> None:
         )
     if runs_own_code(config):
         raise UserError(
-            "strategy=auto cannot choose a layout for code of your own, because it does not know the model",
+            "strategy=auto cannot choose a layout for custom code, because it does not know the model",
             where="strategy, run.entry or run.command",
             fix="a strategy with a layout, such as +strategy=dp",
         )

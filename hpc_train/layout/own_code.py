@@ -91,7 +91,7 @@ def check_own_code(config: Config) -> None:
 
 
 def own_code_notes(config: Config) -> list[str]:
-    """Returns what of the config does not apply to code of the user's own, for the dry run and the log."""
+    """Returns what of the config does not apply to custom code, for the dry run and the log."""
     if config.run.entry is not None:
         return [NOTE_OF_ENTRY]
     if config.run.command is None:
@@ -125,7 +125,7 @@ def _refuse_without_effect(config: Config) -> None:
         raise UserError(
             f"{where} {'has' if len(changed) == 1 else 'have'} no effect with {kind}",
             where=where,
-            fix=f"leave out {where}; code of your own implements this itself",
+            fix=f"leave out {where}; custom code implements this itself",
         )
 
 

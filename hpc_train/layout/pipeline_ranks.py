@@ -73,7 +73,7 @@ def _times(ranks: Ranks) -> str:
 
 
 def stages_of_rank(strategy: StrategyConfig) -> int:
-    """Returns ``strategy.stages_per_rank``. Raises UserError if it is no number."""
+    """Returns ``strategy.stages_per_rank``. Raises UserError if it is not a number."""
     if not isinstance(strategy.stages_per_rank, int):
         raise UserError(
             f"strategy.stages_per_rank is {strategy.stages_per_rank!r}",

@@ -84,7 +84,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
 
 
 def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
-    """Returns the ranks of code of the user's own, which has no micro-batches that hpc_train knows of.
+    """Returns the ranks of custom code, which has no micro-batches that hpc_train knows of.
 
     Raises:
         UserError: the strategy does not fit these ranks.
@@ -95,7 +95,7 @@ def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
         pp = ranks.columns // max(1, strategy.dp)
     if not isinstance(pp, int) or pp < 1:
         raise UserError(
-            f"strategy.pp is {strategy.pp!r}, which depends on a model that code of your own does not tell",
+            f"strategy.pp is {strategy.pp!r}, which depends on a model that custom code does not tell",
             where="strategy.pp",
             fix="strategy.pp=N",
         )
@@ -134,7 +134,7 @@ def _context_parallel(strategy: StrategyConfig, columns: int) -> int:
     """Returns ``strategy.cp``, of which each of ``columns`` tensor-parallel groups holds one rank.
 
     Raises:
-        UserError: it is no number, or there are too few ranks.
+        UserError: it is not a number, or there are too few ranks.
     """
     if not isinstance(strategy.cp, int) or not 1 <= strategy.cp <= columns:
         raise UserError(

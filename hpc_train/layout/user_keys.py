@@ -56,7 +56,7 @@ def _shown(override: str) -> str:
 
 
 def _set_by(key: str, value: Any) -> Iterator[str]:
-    """Yields the dotted keys of an override. A choice of a group yields the name of the group, which is no key."""
+    """Yields the dotted keys of an override. A choice of a group yields the name of the group, which is not a key."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _set_by(f"{key}.{getattr(name, 'text', name)}", each)

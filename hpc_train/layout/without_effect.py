@@ -1,7 +1,7 @@
 """Finds the keys that a user sets although nothing reads them in this job, such as ``optim.betas`` with SGD.
 
-The schema states when a key is read (``config.schema.condition``). Such a key gets a notice and is no mistake, because
-the jobs of a sweep over optimizers or strategies share their other keys. This module imports no torch.
+The schema states when a key is read (``config.schema.condition``). Such a key gets a notice and is not a mistake,
+because the jobs of a sweep over optimizers or strategies share their other keys. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpc_train.layout.activation_offload import kept_if_less
 from hpc_train.layout.layout import Layout
 from hpc_train.units import format_bytes
 
-# groups whose keys code of the user's own reads as it likes; ``plan.own_code`` says what applies
+# groups whose keys custom code reads as it likes; ``plan.own_code`` says what applies
 READ_BY_OWN_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
 OFFLOAD = "train.activation_offload"
 SHOWN_JOBS = 5

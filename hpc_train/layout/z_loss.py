@@ -12,7 +12,7 @@ def check_z_loss(config: Config, layout: Layout) -> None:
     """Checks that the model supports ``train.z_loss``, if that is set.
 
     Raises:
-        UserError: ``train.z_loss`` is set, and the model is no language model.
+        UserError: ``train.z_loss`` is set, and the model is not a language model.
     """
     if not config.train.z_loss:
         return

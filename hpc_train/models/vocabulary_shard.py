@@ -38,7 +38,7 @@ class VocabularyShard:
     def own_targets(self, targets: Tensor) -> Tensor:
         """Returns ``targets`` counted from the first word of this rank, and ``IGNORED`` for words of other ranks.
 
-        A target that is no word stays what it is, so that a loss refuses it.
+        A target that is not a word stays what it is, so that a loss refuses it.
         """
         own = self.is_own(targets)
         return torch.where(own, targets - self.first, torch.where(self._is_word(targets), IGNORED, targets))
@@ -54,7 +54,7 @@ class VocabularyShard:
         """Returns the rows of ``table`` ``[words, dim]`` for ``ids``, and zeros for words of other ranks.
 
         Raises:
-            IndexError: an id is no word (on CPUs; on GPUs a kernel raises an assertion).
+            IndexError: an id is not a word (on CPUs; on GPUs a kernel raises an assertion).
         """
         own = self.is_own(ids)
         rows = torch.where(own, ids - self.first, torch.where(self._is_word(ids), 0, self.vocabulary))

@@ -1,7 +1,7 @@
 """Lists the layouts of a training on a number of devices, predicts each, and ranks those that fit. Imports no torch.
 
 A key that the user sets is kept; the others take every value that may be the best. A layout that ``checked_layout``
-refuses is no candidate.
+refuses is not a candidate.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _found(gpus: int, types: Collection[str]) -> str:
         raise UserError(
             "strategy=auto needs the type of the GPUs, which neither the config nor Slurm names",
             where=f"{KEY}, cluster.gpu_type",
-            fix=f"{KEY}=NAME with {_listed(_of_gpus())}, or the path of a machine file of your own",
+            fix=f"{KEY}=NAME with {_listed(_of_gpus())}, or the path of your machine file",
         )
     files = sorted({name for each in types for name in files_of(each)})
     if len(files) == 1 and all(map(files_of, types)):
@@ -49,7 +49,7 @@ def _found(gpus: int, types: Collection[str]) -> str:
         raise UserError(
             f"no machine file describes the GPU type {seen}",
             where=KEY,
-            fix=f"{KEY}=NAME with the nearest of {_listed(_of_gpus())}, or the path of a machine file of your own",
+            fix=f"{KEY}=NAME with the nearest of {_listed(_of_gpus())}, or the path of your machine file",
         )
     raise UserError(
         f"the GPU type {seen} does not decide which machine file describes the job: {_listed(files)}",

@@ -182,7 +182,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def read_machine(name: str) -> Machine:
-    """Returns the machine of a shipped file, or of a file of the user's own.
+    """Returns the machine of a shipped file, or of a user's file.
 
     Args:
         name: the name of a shipped file, or a path that ends in ``.json``.

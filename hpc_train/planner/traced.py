@@ -1,4 +1,4 @@
-"""Counts a model of the user's own, or of Hugging Face, in another process with torch, and keeps the counts.
+"""Counts a custom model, or of Hugging Face, in another process with torch, and keeps the counts.
 
 ``layout/counted.py`` reads them. The process builds the model without values where its constructor permits this, and
 runs it without values, so it needs seconds and hardly any memory, whatever the size of the model.

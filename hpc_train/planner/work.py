@@ -73,7 +73,7 @@ def count_work(config: Config) -> Work:
     """Returns what the model of ``config`` computes.
 
     Raises:
-        UserError: its family, or code of the user's own, does not tell.
+        UserError: its family, or custom code, does not tell.
     """
     config = counted(config)
     model, family = config.model, family_of(config.model)

@@ -367,7 +367,7 @@ def make_directory(path: Path, option: str) -> None:
 
 
 def refuse_existing(path: Path, option: str) -> None:
-    """Raises UserError if ``path``, which ``option`` of the command line names, exists and is no empty directory."""
+    """Raises UserError if ``path``, which ``option`` of the command line names, exists and is not an ."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} already exists", where=option, fix=f"{option} with a path that does not exist")
 

@@ -392,7 +392,7 @@ def _facts(
 
 
 def _own_code(config: Config) -> str | None:
-    """Returns the key of ``run`` that names code of the user's own, which runs instead of the trainer."""
+    """Returns the key of ``run`` that names custom code, which runs instead of the trainer."""
     return next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None)
 
 

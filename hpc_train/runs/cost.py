@@ -1,4 +1,4 @@
-"""Computes what a GPU-hour costs, rented or on GPUs of your own, and from when buying is cheaper than renting.
+"""Computes what a GPU-hour costs, rented or on purchased GPUs, and from when buying is cheaper than renting.
 
 The prices are those of ``cluster.price``. The sums leave out interest and what the GPUs are sold for in the end.
 """
@@ -45,12 +45,12 @@ class Prices:
 
     @property
     def gpu_hour(self) -> float | None:
-        """Returns the price of a GPU-hour: of a rented GPU, or else of one of your own; None if both are unknown."""
+        """Returns the price of a GPU-hour: of a rented GPU, or else of a purchased one; None if both are unknown."""
         return self.own_gpu_hour if self.per_gpu_hour is None else self.per_gpu_hour
 
     @property
     def own_gpu_hour(self) -> float | None:
-        """Returns the price of an hour in which a GPU of your own computes."""
+        """Returns the price of an hour in which a purchased GPU computes."""
         return None if self.purchase is None else self._per_year(self.purchase) / (HOURS_PER_YEAR * self.use)
 
     @property
@@ -99,10 +99,10 @@ class Prices:
         return f"{self.money(gpu_hours * price)} ({format_hours(gpu_hours)} GPU-hours at {self.money(price)})"
 
     def compared(self, gpu_hours: float) -> list[str]:
-        """Returns lines that compare what ``gpu_hours`` cost rented, on GPUs of your own and on spot GPUs."""
+        """Returns lines that compare what ``gpu_hours`` cost rented, on purchased GPUs and on spot GPUs."""
         known = {
             "rented": self.per_gpu_hour,
-            f"on GPUs of your own, written off over {self.years:g} years, {self.use:.0%} in use": self.own_gpu_hour,
+            f"on purchased GPUs, written off over {self.years:g} years, {self.use:.0%} in use": self.own_gpu_hour,
             f"on spot GPUs, with {self.preemptions_per_day:g} preemptions a day": self.spot_gpu_hour,
         }
         found = [

@@ -1,4 +1,4 @@
-"""Batches on their way to a device: a stream of their own, pixels in 8 bits, and loader processes without CUDA."""
+"""Batches on their way to a device: a separate stream, pixels in 8 bits, and loader processes without CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rendezvous server of ``NODES`` nodes, one of them a spare, in a process of its own: the target of test_fuzz.py.
+"""A rendezvous server of ``NODES`` nodes, one of them a spare, in a separate process: the target of test_fuzz.py.
 
 It decides the environment of each attempt from what the agents say about their nodes, as the real one does. It prints
 its port, serves until the job is over, and prints the exit code of the agents.

@@ -1,4 +1,4 @@
-"""Seeded attacks on a rendezvous server in a process of its own, while three honest agents go through attempts.
+"""Seeded attacks on a rendezvous server in a separate process, while three honest agents go through attempts.
 
 After each round the honest agents must have ended one attempt and started the next, and the server must hold no
 descriptor or memory of the attackers. The long form (``HPC_TRAIN_LONG=1``) attacks for ten minutes.

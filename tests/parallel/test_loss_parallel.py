@@ -67,7 +67,7 @@ def test_shards_of_the_vocabulary_give_the_gradients_of_whole_logits(world_size:
 
 
 def of_special_cases(rank: int, world_size: int) -> tuple[int, str]:
-    """Returns the correct predictions among equal logits, and what is said of a target that is no word."""
+    """Returns the correct predictions among equal logits, and what is said of a target that is not a word."""
     shard = shard_of_rank(rank, world_size)
     equal = torch.zeros(VOCABULARY, shard.words)
     correct = int(shard.count_correct(equal, torch.arange(VOCABULARY)))

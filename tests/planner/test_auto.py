@@ -133,7 +133,7 @@ def test_what_cannot_be_chosen_is_refused(overrides: list[str], message: str) ->
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+strategy=auto", "run.entry=tests.faults.entry:train"], "cannot choose a layout for code of your own"),
+        (["+strategy=auto", "run.entry=tests.faults.entry:train"], "cannot choose a layout for custom code"),
         (["+strategy=auto"], "this command does not submit one"),
         (["+strategy=dp", "strategy.tp=auto"], "strategy.tp is auto, which only strategy=auto chooses"),
         (["+strategy=dp", "strategy.data_parallel=auto"], "strategy.data_parallel is auto"),

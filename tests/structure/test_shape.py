@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hpc_train import registration
+from tests.structure.phrases import phrases
 from tests.structure.shape import (
     PACKAGE,
     REPOSITORY,
@@ -38,3 +41,16 @@ def test_cycles_are_found() -> None:
 @pytest.mark.parametrize("name", [name for name in vars(registration) if name.isupper()])
 def test_registered_functions_exist(name: str) -> None:
     assert callable(registration.registered(getattr(registration, name)))
+
+
+@pytest.mark.parametrize("page", ["docs/how-it-works.md", "docs/extend.md", "CONTRIBUTING.md"])
+def test_files_that_the_docs_name_exist(page: str) -> None:
+    text = (REPOSITORY / page).read_text()
+    files = set(re.findall(r"`([\w/.]+/[\w.]+\.py)`", text))
+    assert files
+    missing = [name for name in files if not ((REPOSITORY / name).exists() or (REPOSITORY / PACKAGE / name).exists())]
+    assert not missing
+
+
+def test_phrases_that_the_field_puts_otherwise_do_not_rise() -> None:
+    assert sum(map(len, phrases().values())) <= 260

@@ -108,7 +108,7 @@ def generated(rank: int, world_size: int, base: str, strategy: list[str]) -> lis
         assert greedy is not None and alone.run(ROWS, NEW) == greedy, "padding at the end changes nothing"
         assert together.run(ROWS, NEW, DRAWN) == drawn, "the same seed draws the same tokens"
         again = alone.run([ROWS[0], ROWS[0]], NEW, DRAWN)
-        assert again is not None and again[0] != again[1], "each prompt has a stream of its own"
+        assert again is not None and again[0] != again[1], "each prompt has a separate stream"
         first = greedy[0]
         assert alone.run(ROWS[:1], NEW, ends=[first[2]]) == [first[: first.index(first[2]) + 1]]
         assert alone.run(ROWS, NEW, proceed=lambda done: done < 2) is None

@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or a machine file of your own (default: cluster.machine, that of the GPUs "
+        help=f"{', '.join(shipped())}, or your machine file (default: cluster.machine, that of the GPUs "
         f"of the config, or {_DEFAULT_MACHINE})",
     )
     found.add_argument(
@@ -165,7 +165,7 @@ def prices_of(options: argparse.Namespace, config: Config) -> Prices:
         raise UserError(
             "the cost is unknown without a price",
             where="--sort",
-            fix="--price 2.5EUR, or cluster.price.per_gpu_hour, or cluster.price.purchase for GPUs of your own",
+            fix="--price 2.5EUR, or cluster.price.per_gpu_hour, or cluster.price.purchase for purchased GPUs",
         )
     return found
 

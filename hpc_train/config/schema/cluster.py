@@ -51,7 +51,7 @@ class PriceConfig:
     )
     currency: str = key("", "The currency of all prices, such as EUR.")
     purchase: float | None = key(
-        None, "The purchase price of a GPU of your own, with its share of the node and the network.", above=0
+        None, "The purchase price of a purchased GPU, with its share of the node and the network.", above=0
     )
     years: float = key(
         4.0,
@@ -62,14 +62,14 @@ class PriceConfig:
     )
     use: float = key(
         0.7,
-        "The share of the time in which a GPU of your own computes.",
+        "The share of the time in which a purchased GPU computes.",
         above=0,
         at_most=1,
         when=unless("cluster.price.purchase", None),
     )
     upkeep: float = key(
         0.0,
-        "What a GPU of your own costs per year besides: power, cooling, space, staff.",
+        "What a purchased GPU costs per year besides: power, cooling, space, staff.",
         at_least=0,
         when=unless("cluster.price.purchase", None),
     )

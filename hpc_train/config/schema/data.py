@@ -15,7 +15,7 @@ _PACKING = (
 
 @dataclass
 class DataKeys:
-    """Holds the keys that every data config has. A source of your own derives its dataclass from this one."""
+    """Holds the keys that every data config has. A custom source derives its dataclass from this one."""
 
     kind: str = required("The data source: one of the built-in names, custom, or package.module:NAME of your own.")
     _: KW_ONLY
@@ -146,14 +146,14 @@ class OwnKeys(DataKeys):
 
 @dataclass
 class CustomDataConfig(OwnKeys):
-    """A dataset of your own, built by calling ``_target_`` with ``args`` and ``split="train"`` or ``"validation"``."""
+    """A custom dataset, built by calling ``_target_`` with ``args`` and ``split="train"`` or ``"validation"``."""
 
     kind: str = key("custom", "The data source.")
 
 
 @dataclass
 class StreamDataConfig(OwnKeys):
-    """Reads a stream of your own: iterables without a length, one per shard, that continue exactly after a restart."""
+    """Reads a custom stream: iterables without a length, one per shard, that continue exactly after a restart."""
 
     kind: str = key("stream", "The data source.")
     shards: int = required(

@@ -20,10 +20,10 @@ WRAP = (
 class ModelKeys:
     """Holds the keys that every model config has.
 
-    A family of your own derives its dataclass from this one and adds ``n_layers``.
+    A custom family derives its dataclass from this one and adds ``n_layers``.
     """
 
-    kind: str = required("The model family: gpt, vit, custom, or package.module:NAME of a family of your own.")
+    kind: str = required("The model family: gpt, vit, custom, or package.module:NAME of a custom family.")
 
 
 @dataclass

@@ -214,8 +214,7 @@ class OptimConfig:
     )
     warmup_steps: int = key(
         20,
-        "Steps in which the learning rate rises linearly from 0. A schedule of your own has no other warm-up than its "
-        "own.",
+        "Steps in which the learning rate rises linearly from 0. A custom schedule has no other warm-up than its own.",
         at_least=0,
         unit="steps",
         when=when("optim.schedule", "constant", "linear", "cosine", "wsd"),

@@ -37,7 +37,7 @@ def vocabulary(path: str) -> int:
     """Returns the number of token ids: the largest id plus one.
 
     Raises:
-        UserError: the file is missing or is no tokenizer.
+        UserError: the file is missing or is not a tokenizer.
     """
     file = tokenizer_file(path)
     return _vocabulary(file, file.stat().st_mtime_ns)

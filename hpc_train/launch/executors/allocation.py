@@ -56,7 +56,7 @@ class AllocationExecutor(ProcessExecutor):
             raise UserError(
                 f"{fewest} nodes are requested, but this allocation has {here}",
                 where="cluster.nodes",
-                fix=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
+                fix=f"cluster.nodes={here}; cluster=slurm submits a separate job instead",
             )
         return (min(most, here), *workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus()))
 
@@ -74,7 +74,7 @@ class AllocationExecutor(ProcessExecutor):
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
         check_room(jobs)
-        return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a job of its own instead"]
+        return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a separate job instead"]
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []

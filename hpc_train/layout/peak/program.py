@@ -6,7 +6,7 @@ fp32, or a fused loss keeps the gradient of its matrix from the forward; a recom
 gradient is allocated by the first backward of a step; ZeRO gathers and reduces one block at a time; ``allreduce`` sums
 copies of buckets.
 
-CUDA graphs (``train.cuda_graphs``) hold what the layers compute in a memory pool of their own, which all graphs of a
+CUDA graphs (``train.cuda_graphs``) hold what the layers compute in a separate memory pool, which all graphs of a
 device share. The blocks that one graph has freed serve the next, as in an ordinary step, but nothing else can use them
 (``CUDAGraphTreeManager`` in torch/_inductor/cudagraph_trees.py, torch 2.13). So a rank needs the peak of the pool and
 the peak of all else, even if they are at different moments. In the pool are the activations of the layers, the cast of

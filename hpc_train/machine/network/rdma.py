@@ -100,7 +100,7 @@ def _nic(device: Path) -> Nic:
 
 
 def _slingshot(sysfs: Path, device: Path) -> Nic:
-    """Returns a Cassini NIC, which is no RDMA device of the kernel; its port is the network interface ``hsn*``."""
+    """Returns a Cassini NIC, which is not an  of the kernel; its port is the network interface ``hsn*``."""
     names = tuple(sorted(path.name for path in _directories(device / "device/net")))
     states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
     speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]

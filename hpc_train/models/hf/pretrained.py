@@ -97,7 +97,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:
         raise UserError(
-            f"{name} is no directory, and it cannot be downloaded: {type(error).__name__}: {error}",
+            f"{name} is not a directory, and it cannot be downloaded: {type(error).__name__}: {error}",
             where="model.name_or_path",
             fix=f"on a machine with internet and the same HF_HOME: hf download {name}",
         ) from error

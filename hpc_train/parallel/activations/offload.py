@@ -80,7 +80,7 @@ def _run(
 
 
 class _Transfers:
-    """Copies bytes between ``device`` and host memory, on a GPU with a stream of its own."""
+    """Copies bytes between ``device`` and host memory, on a GPU with a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,6 +1,6 @@
 """Shows a run to the monitoring of a site while it runs: as a file, by an HTTP endpoint and through OTLP.
 
-It works in the agent of node 0, in threads of its own. The agent outlives the workers, and no step waits for it: the
+It works in the agent of node 0, in separate threads. The agent outlives the workers, and no step waits for it: the
 metrics come from the files of the run directory.
 """
 

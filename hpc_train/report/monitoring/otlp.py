@@ -27,7 +27,7 @@ UNITS = {"seconds": "s", "bytes": "By", "bytes/second": "By/s", "1/second": "1/s
 
 
 class Otlp:
-    """Exports each published snapshot in a thread of its own.
+    """Exports each published snapshot in a separate thread.
 
     Args:
         tell: called with a message when exports begin to fail.

@@ -52,7 +52,7 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
     meeting = run.attempt_record(attempt)
     config = load(run)
     machine = machine or _machine_of(run, config, meeting)
-    if machine is None or not meeting.get("layout", {}).get("micro_batches"):  # code of the user's own has no layout
+    if machine is None or not meeting.get("layout", {}).get("micro_batches"):  # custom code has no layout
         return None
     try:
         layout = Layout(**meeting["layout"] | {"notes": ()})

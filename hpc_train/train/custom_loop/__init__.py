@@ -1,4 +1,4 @@
-"""Runs a loop of your own in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
+"""Runs a custom loop in the workers (``run.entry=package.module:function``): the function gets a ``Context``."""
 
 from hpc_train.train.custom_loop.context import Context
 

@@ -134,7 +134,7 @@ class LoopState:
         """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
 
     def before_next_update(self, action: Callable[[], None]) -> None:
-        """Waits for the copies of an asynchronous save at once: the update of a loop of one's own is not known."""
+        """Waits for the copies of an asynchronous save at once: the update of a custom loop is not known."""
         action()
 
     def forget_optimizers(self) -> None:
@@ -174,7 +174,7 @@ class LoopState:
             In what they differ, each as a sentence. What the checkpoint lacks starts as it is.
 
         Raises:
-            UserError: they differ, and this is no fork.
+            UserError: they differ, and this is not a fork.
         """
         changes = self._changes(values)
         if changes and not forked:

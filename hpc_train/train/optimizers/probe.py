@@ -1,4 +1,4 @@
-"""Tries the optimizer and the schedule of a config on small parameters, in a process of its own before a submission.
+"""Tries the optimizer and the schedule of a config on small parameters, in a separate process before a submission.
 
 ``python -m hpc_train.train.optimizers.probe`` reads a config as JSON from its standard input and prints the first
 mistake as JSON. For a family of models the small parameters have the names and the number of dimensions of the model's;

@@ -1,4 +1,4 @@
-"""Freezes runs of code of the user's own, and starts their agents."""
+"""Freezes runs of custom code, and starts their agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of one's own survives every fault with the right numbers: those of one process that nothing disturbs."""
+"""A custom loop survives every fault with the right numbers: those of one process that nothing disturbs."""
 
 from __future__ import annotations
 

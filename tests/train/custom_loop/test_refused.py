@@ -57,7 +57,7 @@ def test_what_has_no_effect_is_refused(overrides: list[str], where: str, words: 
 def test_what_only_the_code_itself_reads_is_told() -> None:
     entry = validate(config_of("+strategy=hsdp", ENTRY, "optim.lr=1"), 2, 4)
     assert "model, data, optim" in entry.notes[0]
-    assert (entry.dp, entry.shard, entry.world_size, str(entry)) == (8, 4, 8, "dp 8 x pp 1 x tp 1 (code of your own)")
+    assert (entry.dp, entry.shard, entry.world_size, str(entry)) == (8, 4, 8, "dp 8 x pp 1 x tp 1 (custom code)")
     script = validate(config_of("+strategy=dp", SCRIPT), 1, 4)
     assert "the script saves and loads its own checkpoints" in script.notes[0]
     assert "hang detection is off" in script.notes[1]
