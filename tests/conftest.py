@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases of the long form in the short one."""
     items.sort(key=_place)
     for item in items:
-        if not LONG and item.get_closest_marker("long_form"):
+        if not LONG and _long_form(item) is not None:
             item.add_marker(IN_LONG_FORM)
     if config.getoption("--long-share") is not None:
         items[:] = _long_share(items, config.getoption("--long-share"))
@@ -171,10 +171,26 @@ def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
     return chosen
 
 
+def _long_form(item: pytest.Item) -> pytest.Mark | None:
+    """Returns the mark that puts a case in the long form: one whose ``cases``, if it has any, are its parameters."""
+    for mark in item.iter_markers("long_form"):
+        cases = mark.kwargs.get("cases")
+        if cases is None or any(f"{_parameters(item)}-".startswith(f"{case}-") for case in cases):
+            return mark
+    return None
+
+
+def _parameters(item: pytest.Item) -> str:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+
+
 def _seconds(item: pytest.Item) -> int:
     """Returns the seconds that a case of a long form takes on two cores, and 0 for other cases."""
-    mark = item.get_closest_marker("long_form")
-    return next((s for head, s in LONG_FORMS.items() if item.nodeid.startswith(head)), mark.args[0] if mark else 0)
+    for head, seconds in LONG_FORMS.items():
+        if item.nodeid.startswith(head):
+            return seconds
+    mark = _long_form(item)
+    return 0 if mark is None else mark.args[0]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("case", ["single", pytest.param("dp2", marks=IN_LONG_FORM)])
+@pytest.mark.long_form(15, cases=["single"])  # split and sharded models below
 def test_all_contenders_train_the_same_model_on_the_same_data(case: str) -> None:
     found = run_case(Work(case, "fp32", tuple(BUILDERS), 1, 2, SMALL))
     ours = found[OURS]

@@ -55,6 +55,7 @@ def call(python: Path, place: Path, *arguments: str) -> str:
 WHERE = ["-c", "from hpc_train.config.groups import config_directory as d; print(d())"]
 
 
+@pytest.mark.long_form(15)  # the list of packages is compared below
 def test_a_wheel_brings_its_config(sources: Path, tmp_path: Path) -> None:
     python = install(tmp_path / "venv", str(sources))
     conf = Path(call(python, tmp_path / "place", *WHERE).strip())

@@ -110,6 +110,7 @@ def test_a_run_can_be_cancelled(tmp_path: Path) -> None:
     assert run.wait(timeout=200).exit_code == 75
 
 
+@pytest.mark.long_form(9)  # the commands of sweeps are tested as such
 def test_a_sweep_gives_a_list_of_runs() -> None:
     few = ["cluster=local", "cluster.cpu_workers=1", "train.steps=2", "run.name=sweep"]
     runs = hpc_train.submit(["+strategy=single", *TINY, *few, "optim.lr=1e-3,3e-4"], detach=False)

@@ -68,6 +68,7 @@ def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> 
         assert spent["rank_s"] == pytest.approx(2 * spent["held_s"], abs=0.01)
 
 
+@pytest.mark.long_form(10)  # the sweep with a failing job
 def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     rates = "1e-3,3e-4" if LONG else "1e-3"
     axes = ["+strategy=single,dp", f"optim.lr={rates}", "cluster.cpu_workers=2"]
@@ -83,37 +84,41 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     assert "+strategy=single,dp" in (tmp_path / "outputs" / "sweep" / "multirun.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "attempts"),
-    [("raise", 1, 2), *(pytest.param(how, 93, 4, marks=pytest.mark.long_form(40)) for how in ("kill", "exit"))],
-)
-def test_a_failing_rank_is_named_with_its_own_traceback(
+@pytest.mark.parametrize(("how", "code", "attempts"), [("kill", 93, 4), ("exit", 93, 4)])
+@pytest.mark.long_form(40)  # one that raises is in the sweep below
+def test_a_failing_rank_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, code: int, attempts: int
 ) -> None:
     """It fails at step 3 of every attempt, and no checkpoint is there: only the first attempt makes new steps."""
     done = hpc_train("+strategy=dp", *FAULTY, f"+model.args.how={how}", "run.name=run", "-m", cwd=tmp_path)
-    output = done.stdout + done.stderr
-    assert done.returncode == code, output
+    assert done.returncode == code, done.stdout + done.stderr
+    assert_named(tmp_path / "outputs" / "run", attempts, done.stdout + done.stderr, capsys)
+
+
+def assert_named(run: Path, attempts: int, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The console, the events, ``why`` and the page name rank 1."""
     assert "rank 1" in output
-    if how == "raise":
-        assert "ArithmeticError: the model of the test fails on purpose" in output
-        assert "Connection closed by peer" not in output
-    events = RunDirectory(tmp_path / "outputs" / "run").read_events()
-    failed = [event for event in events if event["event"] == "worker_failed"]
+    failed = [event for event in RunDirectory(run).read_events() if event["event"] == "worker_failed"]
     assert [event["rank"] for event in failed] == [1] * attempts
-    assert why.main([str(tmp_path / "outputs" / "run")]) == 0
+    assert why.main([str(run)]) == 0
     page = capsys.readouterr().out
     assert f"failure\n  {failed[-1]['class']}, rank 1 on " in page
     assert RESPONSES[failed[-1]["class"]].advice in page
-    assert f"{failed[-1]['class']}, rank 1 on " in (tmp_path / "outputs" / "run" / PAGE).read_text()
+    assert f"{failed[-1]['class']}, rank 1 on " in (run / PAGE).read_text()
 
 
-def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
-    """The batches after that of the failed job are run."""
+def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its failing rank is named with its own traceback, and the batches after that of the failed job are run."""
     sweep = ["+model.args.call=3,99", "hydra.sweeper.max_batch_size=1", "run.name=sweep", "-m"]
     done = hpc_train("+strategy=dp", *FAULTY, *sweep, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    failed, good = (tmp_path / "outputs" / "sweep" / number for number in "01")
+    assert len(losses(good)) == 6
+    assert "ArithmeticError: the model of the test fails on purpose" in output
+    assert "Connection closed by peer" not in output
+    assert_named(failed, 2, output, capsys)
+    assert ": done; nothing failed" in (good / PAGE).read_text(), "that of each run is its agent's"
 
 
 @pytest.mark.long_form(10)
@@ -188,6 +193,7 @@ def test_dry_run_writes_nothing_and_imports_neither_torch_nor_wandb(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long_form(12)  # README.md does it
 def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
     asked = [*TINY, "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
     first = hpc_train("+strategy=hybrid", *asked, "train.steps=4", cwd=tmp_path)
@@ -243,14 +249,15 @@ def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none
     (tmp_path / "own_model.py").write_text("from tests.doors.faulty import Faulty\n\nclass Model(Faulty): ...\n")
     of_user = ["model._target_=own_model.Model", "train.steps=2", "telemetry.csv=true"]
     asked = ["+strategy=dp", *FAULTY, *of_user, "cluster=local", "cluster.cpu_workers=1", "run.name=run"]
-    for arguments in (["status"], ["+strategy=dp", "--cfg", "job"], asked):
+    for arguments in (["status"], [*asked, "launch.dry_run=true"], *([asked] if LONG else [])):
         command = [sys.executable, "-c", CONSOLE_SCRIPT, *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300
         )
         assert done.returncode == 0, (arguments, done.stdout + done.stderr)
         assert [path.name for path in tmp_path.rglob("*.ran")] == [], arguments
-    assert len(RunDirectory(tmp_path / "outputs" / "run").read_metrics()) == 2
+    if LONG:
+        assert len(RunDirectory(tmp_path / "outputs" / "run").read_metrics()) == 2
 
 
 def test_the_working_directory_is_searched_last_and_not_for_plugins(

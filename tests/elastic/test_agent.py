@@ -113,6 +113,7 @@ assert len(os.listdir("/proc/self/task")) == threads
 """
 
 
+@pytest.mark.long_form(12)  # the GPU checks fork workers too
 def test_what_the_warm_parent_imports_asks_no_gpu_and_starts_no_threads() -> None:
     modules = preload(config_of("+strategy=pp"), ENTRY, STORE)
     assert "hpc_train.parallel.pipeline.engine" in modules
@@ -239,6 +240,7 @@ def test_a_stop_request_before_the_agent_handles_signals(frozen: Freeze) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.long_form(3, cases=["15", "10"])
 def test_a_stop_request_while_running(frozen: Freeze, number: signal.Signals) -> None:
     run = frozen()
     agent = start_agent(run.path, "until_stopped")
@@ -250,6 +252,7 @@ def test_a_stop_request_while_running(frozen: Freeze, number: signal.Signals) ->
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
+@pytest.mark.long_form(5, cases=["0.0", "0.3"])  # one moment of three
 def test_a_stop_request_during_start_up_is_not_lost(frozen: Freeze, delay: float) -> None:
     run = frozen()
     agent = start_agent(run.path, "until_stopped")
@@ -293,6 +296,7 @@ def test_a_run_that_has_used_up_its_gpu_hours_is_asked_to_stop_and_given_up(froz
     assert last_event(run, "stop_requested")["reason"] == "run.max_gpu_hours"
 
 
+@pytest.mark.long_form(6)  # tests/elastic/test_rendezvous.py
 def test_agents_at_the_same_time_never_share_a_port(frozen: Freeze) -> None:
     runs = [frozen(f"run-{number}") for number in range(3)]
     # the same job id: all derive the same port
@@ -350,6 +354,7 @@ def test_a_line_from_a_stranger_leaves_the_run_alone(frozen: Freeze) -> None:
     assert [event["event"] for event in run.read_events()] == ["started", "finished"]
 
 
+@pytest.mark.long_form(5)  # strangers in tests/elastic/test_hub.py
 def test_a_flood_of_connections_neither_harms_a_run_nor_keeps_an_agent_out(frozen: Freeze) -> None:
     run = frozen()
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
@@ -391,6 +396,7 @@ def test_a_restart_while_the_event_log_cannot_be_written(frozen: Freeze) -> None
     assert reported == ["started", "worker_failed", "started", "restarted", "finished"]
 
 
+@pytest.mark.long_form(5)  # a restart does the same below
 def test_a_stop_request_while_the_event_log_cannot_be_written(frozen: Freeze) -> None:
     run = frozen()
     outage = detachable(run.events)
@@ -406,6 +412,7 @@ def test_a_stop_request_while_the_event_log_cannot_be_written(frozen: Freeze) ->
     assert reported == {"started", "stop_requested", "stopped", "file_system_failed"}
 
 
+@pytest.mark.long_form(6)  # tests/elastic/test_file_systems.py
 def test_a_restart_waits_for_a_file_system_that_is_away(frozen: Freeze) -> None:
     run = frozen()
     outage = detachable(run.attempts)
@@ -447,6 +454,7 @@ def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, as
     assert not any(event["event"] == "started" for event in run.read_events())
 
 
+@pytest.mark.long_form(8)  # the job whose nodes all cannot use them
 def test_a_node_that_cannot_use_its_gpus_is_a_fault_of_the_node(frozen: Freeze) -> None:
     """The other node has none allocated, and has CPU workers."""
     run = frozen(gpus_per_node="auto")
@@ -469,6 +477,7 @@ def gpus_of_slurm(node: int, nodes: int, gpus: str = "0,1") -> dict[str, str]:
     return step | given | {"SLURMD_NODENAME": f"127.0.0.{node + 1}"}
 
 
+@pytest.mark.long_form(7)  # tests/run/test_lease.py
 def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "until_stopped")
@@ -480,6 +489,7 @@ def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:
     assert end(agent)[0] == 75
 
 
+@pytest.mark.long_form(8)  # the tests of restarts look at attempts and logs
 def test_attempts_are_numbered_and_keep_their_logs(frozen: Freeze) -> None:
     run = frozen(workers=1)
     for _ in range(2):

@@ -46,6 +46,7 @@ def test_a_spare_takes_over_and_then_fewer_nodes_go_on(
     times.note("node lost (all of it), fewer go on: first step", on.first_step_after(node_killed))
 
 
+@long
 def test_a_job_whose_batch_host_is_lost_runs_again(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
 ) -> None:

@@ -13,7 +13,7 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Action, Diverged, Failure, classify
 from hpc_train.run.requests import StopFlag
-from tests.checkpoint.progress import IN_LONG_FORM
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -34,6 +34,7 @@ def in_step(step: int, kill: bool, spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = faulty_step  # type: ignore[method-assign]
 
 
+@pytest.mark.long_form(20)  # tests/train/test_resume.py and tests/parallel/test_reproducible.py
 def test_kills_a_stop_and_4_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) -> None:
     whole = frozen(tmp_path / "whole", *REPRODUCIBLE)
     assert run_attempt(whole, 2) == [0, 0]
@@ -113,19 +114,19 @@ def rollbacks(run: RunDirectory) -> list[tuple[int, int, list[list[int]]]]:
 
 def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Path) -> None:
     """And a resume, which knows of the samples from the checkpoint only, takes the same order, saved in the background
-    or not; and both end as a run that has never seen these samples."""
+    or not; and all end as a run that has never seen these samples."""
+    cases = [("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75, "true")]
+    if LONG:
+        cases.insert(0, ("whole", partial(poison, "nan", range(5, 8)), 0, "false"))
     runs = []
-    for name, prepare, ends, background in (
-        ("whole", partial(poison, "nan", range(5, 8)), 0, "false"),
-        ("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75, "true"),
-    ):
+    for name, prepare, ends, background in cases:
         saves = ["checkpoint.every=2", f"checkpoint.asynchronous={background}"]
         run = frozen(tmp_path / name, "+strategy=dp", *GOES_BACK, *saves)
         assert run_attempt(run, 2, prepare) == [ends] * 2
         runs.append(run)
     past = frozen(tmp_path / "past", "+strategy=dp", *GOES_BACK, "checkpoint.every=0")
     assert run_attempt(past, 2, partial(pass_over, [(5, 8)])) == [0, 0]
-    assert run_attempt(runs[1], 2, partial(poison, "nan", range(5, 8))) == [0, 0]
+    assert run_attempt(runs[-1], 2, partial(poison, "nan", range(5, 8))) == [0, 0]
     for run in runs:
         assert rollbacks(run) == [(8, 4, [[5, 8]])]
         events = run.read_events()
@@ -154,6 +155,7 @@ def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, ste
     assert max(line["loss"] for line in run.read_metrics()) < 10
 
 
+@pytest.mark.long_form(8)  # tests/train/test_divergence.py and test_gradients_not_finite.py
 def test_a_run_that_diverges_again_and_again_fails(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero3", *GOES_BACK, "checkpoint.every=2", "train.max_rollbacks=2")
     with pytest.raises(AssertionError, match=r"Diverged: no gradient was finite.*\(after 2 rollbacks"):

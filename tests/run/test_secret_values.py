@@ -19,6 +19,7 @@ from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of
 from tests.launch.jobs import make_job
 from tests.train.runs import TINY
+from tests.warm_parents import with_server
 
 IN_CONFIG = "canary-in-cluster-env"
 IN_ENVIRONMENT = {
@@ -48,7 +49,7 @@ def test_a_run_leaves_no_secret_in_files_that_others_read(tmp_path: Path) -> Non
         *(f"+cluster.env.MY_SETTING={IN_CONFIG}", f'cluster.setup=["export MY_TOKEN={IN_CONFIG}"]'),
         f"run.root={tmp_path / 'runs'}",
     ]
-    environment = os.environ | IN_ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
+    environment = with_server(os.environ) | IN_ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, umask=0o000, timeout=300
     )

@@ -27,6 +27,7 @@ print(json.dumps([run.job_id, running.state, running.exit_code, cancelled, ended
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(30)  # test_commands.py does it with commands
 def test_a_run_is_submitted_watched_and_cancelled_from_python(cluster: Cluster, tmp_path: Path) -> None:
     overrides = json.dumps([*SLOW, *ONE_NODE, "train.steps=10000", "run.name=run"])
     done = cluster.call(sys.executable, "-c", SCRIPT, overrides, cwd=tmp_path, timeout=280)

@@ -62,6 +62,7 @@ def test_two_nodes_give_the_losses_of_a_local_run(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # tests/machine/test_placement.py
 def test_nodes_of_one_switch_are_neighbors_in_rank(cluster: Cluster, tmp_path: Path) -> None:
     """Three nodes of which Slurm numbers one of another switch in between; the variable says so here."""
     shell = with_python(cluster)
@@ -148,6 +149,7 @@ def test_freeze_checks_against_the_nodes_of_the_job(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(60)  # test_gpus.py starts the agents of each script
 def test_one_node_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
     shell = with_python(cluster)
     few = "cluster.cpu_workers=2"
@@ -182,6 +184,7 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_p
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(40)  # test_gpus.py starts the agents of this script
 def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
     shell = with_python(cluster)
     wanted = {**shell.environment, "SALLOC": "--nodes=2 --partition=debug --time=00:05:00"}

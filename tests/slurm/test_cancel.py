@@ -14,12 +14,14 @@ from tests.slurm.runs import ONE_NODE, SLOW, events, wait_for_step, wait_for_sub
 
 @pytest.mark.beside
 @pytest.mark.parametrize("phase", ["pending", pytest.param("running", marks=IN_LONG_FORM), "saving", "requeued"])
+@pytest.mark.long_form(25, cases=["saving"])
 def test_a_cancelled_job_never_comes_back(cluster: Cluster, tmp_path: Path, phase: str) -> None:
     never_comes_back(cluster, tmp_path, phase)
 
 
 @pytest.mark.beside
 @pytest.mark.parametrize("phase", ["running", pytest.param("requeued", marks=IN_LONG_FORM)])
+@pytest.mark.long_form(25)  # it does with accounting
 def test_it_does_not_without_accounting_either(plain: Cluster, tmp_path: Path, phase: str) -> None:
     never_comes_back(plain, tmp_path, phase)
 

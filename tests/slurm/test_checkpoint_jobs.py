@@ -21,6 +21,7 @@ def damage(run: RunDirectory, step: int) -> None:
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(30)  # tests/checkpoint/test_commands.py
 def test_verify_and_export_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
     run = frozen(tmp_path / "outputs/mine", "+strategy=single", "cluster=slurm")
     commit(run, 3, {"model.weight": torch.ones(40, 10)})

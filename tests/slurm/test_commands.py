@@ -77,6 +77,7 @@ def _comment(cluster: Cluster, run: Path) -> str:
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # tests/runs/test_logs.py
 def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     case = [*SLOW, *ONE_NODE, "train.steps=40", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
@@ -92,6 +93,7 @@ def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(30)  # the first test stops and resumes
 def test_a_run_is_resumed_right_after_it_was_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """Though its job has not left yet, and the command that submitted it still waits in another terminal."""
     case = [*SLOW, *ONE_NODE, "train.steps=80", "checkpoint.every=5", "run.name=run", "-m"]
@@ -161,6 +163,7 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
 
 @pytest.mark.beside
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=IN_LONG_FORM)])
+@pytest.mark.long_form(30)  # tests/launch/test_waiting.py
 def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     cluster: Cluster, tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -177,6 +180,7 @@ def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(45)  # tests/runs/test_comparison.py, tests/report/test_registry.py
 def test_a_ci_job_trains_compares_and_keeps_the_report(cluster: Cluster, tmp_path: Path) -> None:
     script = str(REPOSITORY / "deploy" / "ci" / "train.sh")
     case = [part for part in [*TINY, *ONE_NODE, "+strategy=dp"] if not part.startswith("train.steps")]

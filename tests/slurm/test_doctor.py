@@ -10,6 +10,7 @@ from tests.slurm.cluster import Cluster
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # test_preflight.py asks other nodes
 def test_the_doctor_asks_every_node_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
     asked = ["cluster=slurm", "cluster.nodes=2", "cluster.cpu_workers=1"]
     done = cluster.hpc_train("doctor", "--submit", "--verbose", *asked, cwd=tmp_path)

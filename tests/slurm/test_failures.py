@@ -45,6 +45,7 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=IN_LONG_FORM), 2])
+@pytest.mark.long_form(25)  # tests/elastic/test_agent.py
 def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Path, nodes: int) -> None:
     """Slurm allocates GPUs that only it knows of, to jobs that ``-m`` submits and to those of the batch scripts."""
     options = ["--parsable", "--partition=mixed", "--nodelist=n7", "--gpus-per-node=2", "--output=job.log"]
@@ -66,6 +67,7 @@ def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # test_cancel.py
 def test_a_job_that_is_stopped_by_a_person_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     process = cluster.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"

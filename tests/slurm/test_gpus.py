@@ -189,6 +189,7 @@ def test_interactive_runs_have_the_gpus_of_their_allocation(frozen: Cluster, she
     assert "needs 64 workers, but only 4 are available" in wide.stderr, wide.stdout + wide.stderr
 
 
+@pytest.mark.long_form(40)  # the interactive script and jobs that are submitted
 def test_inside_an_allocation_auto_means_its_gpus(shell: Cluster, tmp_path: Path) -> None:
     """In the foreground a run would use this machine, so it is refused."""
     train = f"python -m hpc_train {' '.join(TRAINING)} cluster.python=python"

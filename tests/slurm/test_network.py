@@ -26,6 +26,7 @@ GRADIENT_BYTES = 6 * 4 * 20_000  # of six steps; the small model has more number
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(30)  # test_preflight.py measures the link
 def test_the_gradients_of_two_nodes_cross_a_slow_link(
     network: Cluster, tmp_path: Path, local_losses: list[float]
 ) -> None:

@@ -45,6 +45,7 @@ def test_preemption_loses_no_step_and_keeps_the_wandb_run(contended: Cluster, tm
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(40)  # a submitted job above
 def test_so_does_one_of_the_batch_script(contended: Cluster, tmp_path: Path) -> None:
     cluster = with_python(contended)
     run = tmp_path / "outputs" / "run"
@@ -62,6 +63,7 @@ def test_so_does_one_of_the_batch_script(contended: Cluster, tmp_path: Path) -> 
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(30)  # tests/faults/test_nodes.py loses nodes
 def test_a_node_that_an_administrator_sets_down_is_told_with_the_reason(contended: Cluster, tmp_path: Path) -> None:
     conf = Path(contended.environment["SLURM_CONF"])
     as_it_was = conf.read_text()

@@ -118,6 +118,7 @@ def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(une
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # the nodes that differ are measured
 def test_bench_collectives_over_two_nodes(uneven: Cluster, tmp_path: Path) -> None:
     command = ["-m", "hpc_train", "bench", "collectives", "cluster.cpu_workers=1", "--sizes", "64K", "--json"]
     done = srun(uneven, "n3,n4", *command, cwd=tmp_path)

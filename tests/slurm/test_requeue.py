@@ -46,6 +46,7 @@ def test_a_requeued_job_that_finds_its_checkpoints_gone_is_refused(plain: Cluste
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(20)  # tests/elastic/test_requeue.py
 def test_a_job_that_may_not_be_requeued_is_given_up(plain: Cluster, tmp_path: Path) -> None:
     case = [*SLOW, *ONE_NODE, "train.steps=600", "elastic.max_requeues=0"]
     process = plain.start(*case, "run.name=run", "-m", cwd=tmp_path)
@@ -60,6 +61,7 @@ def test_a_job_that_may_not_be_requeued_is_given_up(plain: Cluster, tmp_path: Pa
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(20)  # tests/elastic/test_requeue.py
 def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Path) -> None:
     """``status`` has Slurm's states: held, suspended, pending again. A job that is held while running stays so."""
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true", "+cluster.extra.hold=true"]

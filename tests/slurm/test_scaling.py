@@ -14,6 +14,7 @@ from tests.slurm.cluster import Cluster
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(30)  # tests/bench/test_bench_scaling.py
 def test_nodes_are_measured_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
     few = ["--steps", "1", "--pairs", "1", "--json", "-m"]
     case = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "train.threads=1", *TINY]

@@ -228,6 +228,7 @@ until [ -e go ]; do sleep 0.2; done
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # the sweep that is several arrays
 def test_an_array_gets_the_places_of_one_that_has_ended(plain: Cluster, tmp_path: Path) -> None:
     """Two jobs may run at a time: one of each shape, and two of the second shape when the first has no job left."""
     (tmp_path / "together.sh").write_text(TOGETHER)
@@ -289,6 +290,7 @@ def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(25)  # inside an allocation above
 def test_inside_a_step_jobs_share_its_resources(cluster: Cluster, tmp_path: Path) -> None:
     """Without this, srun would wait for the end of the step that it is called in, such as ``srun --pty bash``."""
     python = [sys.executable, "-m", "hpc_train"]

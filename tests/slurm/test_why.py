@@ -97,6 +97,7 @@ def test_a_step_that_a_signal_kills_and_a_job_that_slurm_does_not_requeue(limite
 
 
 @pytest.mark.beside
+@pytest.mark.long_form(20)  # tests/runs/test_diagnosis.py
 def test_a_job_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     failed = cluster.hpc_train(*FAULTY, *ONE_NODE, "run.name=run", "-m", cwd=tmp_path, timeout=300)
     assert failed.returncode == 1, failed.stdout + failed.stderr

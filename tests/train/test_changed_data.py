@@ -85,6 +85,7 @@ def test_a_checkpoint_that_does_not_say_its_data_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["data", "data.sources.mine"])
+@pytest.mark.long_form(7, cases=["data.sources.mine"])
 def test_data_of_a_user_may_grow(tmp_path: Path, where: str) -> None:
     (tmp_path / "size").write_text("64")
     others = ["data=mixture", "+data@data.sources.mine=custom", "+data@data.sources.other=synthetic"]

@@ -70,12 +70,14 @@ def a_collective_of_its_own(spec: WorkerSpec, stop: StopFlag) -> None:
         ("dp", a_collective_of_its_own, "Detected mismatch between collectives on ranks"),
     ],
 )
+@pytest.mark.long_form(4, cases=["tp"])
 def test_the_mistake_is_named(tmp_path: Path, strategy: str, prepare: Any, message: str) -> None:
     run = frozen(tmp_path / "run", f"+strategy={strategy}", "train.debug=true")
     with pytest.raises(AssertionError, match=message):
         run_attempt(run, 2, prepare, timeout=400)
 
 
+@pytest.mark.long_form(15)  # the runs with a mistake
 def test_without_a_mistake_it_ends_after_a_few_steps_of_the_same_run(tmp_path: Path) -> None:
     steps = ["train.steps=50", "telemetry.log_every=7", "checkpoint.every=3", "batch.micro_batches=2"]
     debugged = frozen(tmp_path / "debugged", "+strategy=pp", "train.debug=true", *steps)

@@ -82,6 +82,7 @@ def both_means(rank: int, world_size: int, path: str) -> tuple[float, float, flo
         ),
     ],
 )
+@pytest.mark.long_form(4, cases=["1", "2-overrides2", "2-overrides3", "2-overrides5"])
 def test_the_mean_is_exact(tmp_path: Path, ranks: int, overrides: list[str]) -> None:
     run = frozen(tmp_path / "run", *overrides, "precision=fp64")
     for loss, accuracy, expected_loss, expected_accuracy in run_ranks(ranks, both_means, str(run.path)):

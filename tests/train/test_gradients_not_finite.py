@@ -53,6 +53,7 @@ def _poison(spec: WorkerSpec, steps: set[int]) -> None:
         (2, ["+strategy=dp", "optim.in_backward=true", "optim.clip_norm=0", "strategy.bucket_cap_mb=0.001"]),
     ],
 )
+@pytest.mark.long_form(6, cases=["2-overrides4", "2-overrides2"])
 def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[str]) -> None:
     run = frozen(tmp_path / "run", *overrides, "checkpoint.every=1", "checkpoint.keep=9", "train.steps=5")
     assert run_attempt(run, workers, poison_step_two_on_rank_one) == [0] * workers
@@ -75,6 +76,7 @@ TOO_FAST = ("optim=sgd", "optim.lr=1e17", "optim.warmup_steps=0", "optim.clip_no
 
 
 @pytest.mark.parametrize(("workers", "strategy"), [(2, "dp"), (2, "pp")])
+@pytest.mark.long_form(7, cases=["2-pp"])
 def test_a_run_whose_loss_is_not_finite_at_its_end_has_failed(tmp_path: Path, workers: int, strategy: str) -> None:
     """It does not reach ``train.nonfinite_limit``. What it saves is from before it diverged, so a resume fails too."""
     run = frozen(tmp_path / "run", f"+strategy={strategy}", *TOO_FAST, "train.steps=8", "checkpoint.every=1")
@@ -99,6 +101,7 @@ def last_step_overflows(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.long_form(4, cases=["fp32"])
 def test_one_skipped_step_at_the_end_fails_nobody(tmp_path: Path, precision: str) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", f"precision={precision}", "train.steps=5")
     assert run_attempt(run, 2, last_step_overflows) == [0, 0]
@@ -117,6 +120,7 @@ def validation_is_nan(spec: WorkerSpec, stop: StopFlag) -> None:
     evaluation.evaluate = not_finite
 
 
+@pytest.mark.long_form(8)  # tests/train/test_divergence.py has the decision
 def test_a_validation_loss_that_is_not_finite_fails_the_run_and_keeps_its_weights(tmp_path: Path) -> None:
     """The training was sound as far as its own loss tells. The run stays failed when it is started again."""
     run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=4")

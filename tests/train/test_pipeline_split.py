@@ -35,6 +35,7 @@ def events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
     return [event for path in sorted(run.events.iterdir()) for event in read_lines(path) if event["event"] == kind]
 
 
+@pytest.mark.long_form(15)  # the measuring below, and the docs' dry run
 def test_a_measured_split_is_written_told_and_taken_again(tmp_path: Path) -> None:
     overrides = [*LOPSIDED, "strategy.pp_split=measured"]
     run = frozen(tmp_path / "run", *overrides, "train.steps=6")

@@ -27,7 +27,7 @@ def losses_and_norms(run: RunDirectory) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in run.read_metrics()]
 
 
-CASES = [  # in the short form each kind of state: of replicas, shards, stages and the loss scale
+CASES = [  # in the short form shards with a loss scale, and stages
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
     pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd",
@@ -67,6 +67,7 @@ CASES = [  # in the short form each kind of state: of replicas, shards, stages a
 
 
 @pytest.mark.parametrize(("workers", "overrides"), CASES)
+@pytest.mark.long_form(12, cases=["single", "dp", "in-backward"])
 def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: list[str]) -> None:
     overrides = [*overrides, "model.n_layers=2", "train.steps=6", "checkpoint.every=3", "train.eval_every=3"]
     whole = frozen(tmp_path / "whole", *overrides)
@@ -83,6 +84,7 @@ def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: 
 
 
 @pytest.mark.parametrize("later", [True, False])
+@pytest.mark.long_form(8, cases=["False"])
 def test_a_run_may_begin_or_end_updates_inside_the_backward(tmp_path: Path, later: bool) -> None:
     """The checkpoints and the numbers are the same."""
     overrides = ["+strategy=dp", "strategy.data_parallel=allreduce", "optim.clip_norm=0", "model.n_layers=2"]
@@ -177,6 +179,7 @@ def _stop_in(step: int, spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = requested  # type: ignore[method-assign]
 
 
+@pytest.mark.long_form(8)  # a finished run goes on below
 def test_a_run_that_was_killed_before_its_result_gets_it(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "train.reproducible=any_world_size", "train.eval_every=5")
     assert run_attempt(run, 2) == [0, 0]
@@ -208,6 +211,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         (stop_in_the_last_step, Exit.DONE, 10),
     ],
 )
+@pytest.mark.long_form(10, cases=["stop_at_start", "stop_in_the_last_step"])
 def test_a_stop_request_loses_no_step(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, saved_at: int
 ) -> None:
@@ -229,6 +233,7 @@ def test_a_stop_request_loses_no_step(
         pytest.param(stop_at_the_end, Exit.DONE, 10, marks=pytest.mark.long_form(20)),
     ],
 )
+@pytest.mark.long_form(10, cases=["stop_in_an_evaluation"])
 def test_a_stop_request_beside_the_steps(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, stopped_at: int
 ) -> None:
@@ -245,7 +250,10 @@ def test_a_stop_request_beside_the_steps(
 def test_a_finished_run_goes_on_with_more_steps_and_another_layout(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=single", "train.steps=3", "optim.schedule=constant")
     assert run_attempt(run, 1) == [0]
+    result = run.record()["result"]
+    run.update_record(result={})  # as if it had been killed before
     assert run_attempt(run, 1) == [0]
+    assert run.record()["result"]["loss"] == result["loss"]
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
     frozen(run.path, "+strategy=zero2", "train.steps=6", "optim.schedule=constant")
     assert run_attempt(run, 2) == [0, 0]

@@ -176,6 +176,7 @@ def test_the_best_value_is_forgotten_with_another_metric_or_mode() -> None:
     assert again.value is None
 
 
+@pytest.mark.long_form(6)
 def test_a_stop_request_that_leaves_no_time_for_a_step_is_announced_once(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=4", "elastic.stop_grace_s=0.001")
     assert run_attempt(run, 2) == [0, 0]

@@ -69,6 +69,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
+@pytest.mark.long_form(15)  # test_progress_is_a_touch_a_number_or_a_newer_file
 def test_a_script_hangs_when_no_newer_file_appears_in_its_directory(tmp_path: Path) -> None:
     script, folder = tmp_path / "writes_files.py", tmp_path / "checkpoints"
     script.write_text(WRITES_FILES)

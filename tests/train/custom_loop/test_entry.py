@@ -42,6 +42,7 @@ def undisturbed(ranks: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long_form(20)  # test_command.py does it with a script
 def test_a_loop_that_is_killed_hangs_and_is_preempted_goes_on(tmp_path: Path) -> None:
     """After the preemption it goes on with sharded parameters, from a checkpoint of replicated ones."""
     faults = "[[kill,1,5],[hang,0,9],[SIGUSR2,1,12]]"

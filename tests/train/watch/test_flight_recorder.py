@@ -180,6 +180,7 @@ def test_a_rank_that_takes_twice_as_long_is_named(ranks: int, run: Run) -> None:
 
 @pytest.mark.parametrize("run", [run_of, run_on_gpus])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.long_form(4, cases=["8-run_of"])
 def test_noise_names_nobody(ranks: int, run: Run) -> None:
     """Also where it doubles the time of a step."""
     for seed in range(200 if run is run_of else 20):
