@@ -75,6 +75,7 @@ def test_ranks_of_two_nodes_measure_both_scopes() -> None:
             assert 1e-6 < found[f"{scope}_latency_s"] < 1 and 1e5 < found[f"{scope}_bytes_per_s"] < 1e12
 
 
+@pytest.mark.long_form(15)
 def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path, called: Callable[..., Any]) -> None:
     done = hpc_train("bench", "machine", *HERE, "--seconds", "0.02", "--out", "own.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,9 @@ def trained(rank: int, world_size: int, kind: str, strategy: dict[str, Any]) -> 
     return {name: [values(ours), values(theirs[name])] for name, ours in engine.named_parameters().items()}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [n if n in ("single", "pp") else pytest.param(n, marks=pytest.mark.long_form(5)) for n in STRATEGIES]
+)
 def test_the_bare_loop_trains_as_the_engine_does(name: str) -> None:
     ranks, strategy = STRATEGIES[name]
     kind = bare_loop(config_of(strategy), validate(config_of(strategy), 1, ranks))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.auto_choice import CHOSEN, MODELS, layout_of, layouts_of, result, table
 
 
+@pytest.mark.long_form(10)  # a benchmark
 def test_the_chosen_layout_is_measured_once_beside_others() -> None:
     assert len(MODELS) == 10
     layouts = layouts_of("gpt-1m", "v100")

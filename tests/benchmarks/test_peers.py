@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.peers.__main__ import rows
 from benchmarks.peers.processes import BUILDERS, FIRST, OURS, Found, Results, Work, run_case
-from tests.checkpoint.progress import IN_LONG_FORM
 
 SMALL = ("model.dim=32", "model.ffn_dim=64", "model.n_layers=2", "data.sequence_length=16", "batch.global_size=4")
 NEEDS = {
@@ -21,8 +20,8 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("case", ["single", pytest.param("dp2", marks=IN_LONG_FORM)])
-@pytest.mark.long_form(15, cases=["single"])  # split and sharded models below
+@pytest.mark.long_form(25)  # a benchmark
+@pytest.mark.parametrize("case", ["single", "dp2"])
 def test_all_contenders_train_the_same_model_on_the_same_data(case: str) -> None:
     found = run_case(Work(case, "fp32", tuple(BUILDERS), 1, 2, SMALL))
     ours = found[OURS]
@@ -49,7 +48,7 @@ def _calls_no_more_than_the_bare_loop(found: Results) -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("zero3", "Accelerate has FSDP for GPUs only"),
+        pytest.param("zero3", "Accelerate has FSDP for GPUs only", marks=pytest.mark.long_form(10)),
         pytest.param("interleaved2", "no pipelines", marks=pytest.mark.long_form(20)),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -62,6 +63,7 @@ def owed(ranks: list[dict[str, list[float]]]) -> dict[str, Tensor]:
     return sums
 
 
+@pytest.mark.long_form(15)
 def test_residuals_move_to_fewer_and_to_more_replicas(tmp_path: Path) -> None:
     """From two stages of two replicas, each stage with a copy of the tied embedding, to replicas, one rank and back."""
     pipeline, replicas = config_of("+strategy=hybrid", *TOPK), config_of("+strategy=dp", *TOPK)

@@ -117,6 +117,7 @@ def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:
             path.chmod(0o755)
 
 
+@pytest.mark.long_form(15)  # the commands have tests of their own in test_hf
 def test_the_imported_weights_start_a_run(tmp_path: Path, called: Callable[..., Any]) -> None:
     """A run, its export, the import of that and a run that starts there, each by its command."""
     trained = hpc_train("+strategy=pp", *HERE, "run.name=mine", cwd=tmp_path)

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
-CASES = 5000 if LONG else 400
+CASES = 5000 if LONG else 100
 
 
 def flip(victim: Path, other: Path, choose: random.Random) -> None:

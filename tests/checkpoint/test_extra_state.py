@@ -180,8 +180,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("target", "first", "others"),
-    [(Net, "dp", ["zero3", "pp", "stages"]), (Net, "stages", ["dp", "pp"]), (Plain, "zero3", ["dp"])],
-    ids=["replicas", "stages", "plain"],
+    [
+        pytest.param(Net, "dp", ["zero3", "pp", "stages"], id="replicas", marks=pytest.mark.long_form(10)),
+        pytest.param(Net, "stages", ["dp", "pp"], id="stages", marks=pytest.mark.long_form(10)),
+        pytest.param(Net, "zero3", ["stages"], id="short"),
+        pytest.param(Plain, "zero3", ["dp"], id="plain"),
+    ],
 )
 def test_it_is_restored_under_every_layout(
     target: type[nn.Module], first: str, others: list[str], tmp_path: Path

@@ -156,6 +156,7 @@ def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, caps
         assert "another run.root; earlier checkpoints are intact" in " ".join(said.split())
 
 
+@pytest.mark.long_form(10)
 def test_the_advice_knows_whether_there_is_a_checkpoint(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled = Filled(disk, "checkpoint.wait_for_room_s=1", "checkpoint.every=100", event="started")
     code, output = filled.end()
@@ -166,7 +167,8 @@ def test_the_advice_knows_whether_there_is_a_checkpoint(disk: Path, capsys: pyte
         assert "intact" not in said
 
 
-@pytest.mark.parametrize(("room", "code"), [pytest.param(True, 75, marks=pytest.mark.long_form(15)), (False, 1)])
+@pytest.mark.long_form(15)
+@pytest.mark.parametrize(("room", "code"), [(True, 75), (False, 1)])
 def test_a_stop_request_is_obeyed_while_the_last_save_waits(disk: Path, room: bool, code: int) -> None:
     """For what is left of the grace. It comes in the middle of the training, or when the last save waits already."""
     filled = Filled(disk, "elastic.stop_grace_s=8", "checkpoint.wait_for_room_s=300")

@@ -1,9 +1,9 @@
-"""Ten layouts: each saves after two steps, others load what it has saved, and take two steps more.
+"""Layouts that save after two steps, and others that load what they have saved and take two steps more.
 
 The end is that of one process that was never interrupted: parameters, the optimizer's state and the losses. All loads
 of a layout happen in the same processes, each into a new engine. The long form loads every layout's checkpoint under
-every layout, with tied and with untied weights, and has three dimensions on eight ranks. The short form loads that of
-one other layout, and has stages with tensor parallelism on four ranks.
+every layout, with tied and with untied weights, and has three dimensions on eight ranks. In the short form each of five
+layouts loads that of another one.
 """
 
 from __future__ import annotations
@@ -66,20 +66,19 @@ MORE = {
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }
 TEN = [*LAYOUTS]
-OFFSETS = range(10) if LONG else (3,)
+SHORT = ["single", "zero3", "interleaved", "cp2", "pp2-tp2"]  # each loads what the one before has saved
 
 
 def cases(target: str) -> list[tuple[str, str]]:
     """Whose checkpoints ``target`` loads, each tied, untied or both."""
+    if not LONG:
+        at = SHORT.index(target)
+        return [(SHORT[at - 1], KINDS[at % 2])]
     if target in MORE:
         return [(TEN[-1], "tied")]
-    at = TEN.index(target)
-    found = [
-        (TEN[(at + offset) % 10], kind)
-        for offset in OFFSETS
-        for kind in (KINDS if LONG else [KINDS[(at + offset) % 2]])
+    return [(source, kind) for source in TEN for kind in KINDS] + [
+        (name, "tied") for name in MORE if target == "single"
     ]
-    return found + [(name, "tied") for name in MORE if target == "single"]
 
 
 def config_of(layout: str, kind: str) -> Config:
@@ -93,16 +92,17 @@ def _composed(layout: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds LAYOUT/tied and LAYOUT/untied, as far as a test loads them, each with a checkpoint of step 2; and that of
-    step 4 of a single process in ``whole``.
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds LAYOUT/tied and LAYOUT/untied, as far as a test has loaded them, each with a checkpoint of step 2; and that
+    of step 4 of a single process in ``whole``.
     """
-    folder = tmp_path_factory.mktemp("layouts")
-    loaded = {case for target in LAYOUTS | MORE for case in cases(target)} | {("single", kind) for kind in KINDS}
-    for name, (ranks, _) in (LAYOUTS | MORE).items():
-        configs = {kind: config_of(name, kind) for kind in KINDS if (name, kind) in loaded}
-        run_on_world(ranks, train_and_save, str(folder), name, configs, timeout=LIMIT_S)
-    return folder
+    return tmp_path_factory.mktemp("layouts")
+
+
+def save(folder: Path, name: str, kind: str) -> None:
+    if not (folder / name / kind).exists():
+        ranks = (LAYOUTS | MORE)[name][0]
+        run_on_world(ranks, train_and_save, str(folder), name, {kind: config_of(name, kind)}, timeout=LIMIT_S)
 
 
 def train_and_save(rank: int, world_size: int, folder: str, name: str, configs: dict[str, Config]) -> None:
@@ -119,17 +119,25 @@ def train_and_save(rank: int, world_size: int, folder: str, name: str, configs: 
             training.manager.close(lambda: False)
 
 
-@pytest.mark.parametrize("target", LAYOUTS | MORE)
-def test_every_layout_goes_on_with_what_other_layouts_have_saved(request: pytest.FixtureRequest, target: str) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        name if name in SHORT else pytest.param(name, marks=pytest.mark.long_form(20 if name in MORE else 100))
+        for name in LAYOUTS | MORE
+    ],
+)
+def test_every_layout_goes_on_with_what_other_layouts_have_saved(folder: Path, target: str) -> None:
     progress = Progress.of("layouts")
     if not progress.open([target]):
         pytest.skip("it has passed with this code")
-    saved: Path = request.getfixturevalue("saved")
     for source, kind in cases(target):
-        shutil.copytree(saved / source / kind / "checkpoints", saved / "loads" / target / source / kind / "checkpoints")
+        save(folder, "single", kind)
+        save(folder, source, kind)
+        loads = folder / "loads" / target / source / kind
+        shutil.copytree(folder / source / kind / "checkpoints", loads / "checkpoints")
     configs = {kind: config_of(target, kind) for kind in KINDS}
     ranks = (LAYOUTS | MORE)[target][0]
-    results = run_on_world(ranks, load_all, str(saved), target, cases(target), configs, timeout=LIMIT_S)
+    results = run_on_world(ranks, load_all, str(folder), target, cases(target), configs, timeout=LIMIT_S)
     for case in cases(target):
         found = [result[case] for result in results]
         assert max(max(errors.values()) for errors in found) < TOLERANCE, f"{target} from {case}: {found}"

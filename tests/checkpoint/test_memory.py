@@ -56,6 +56,7 @@ def transfer_in_little_memory(rank: int, world_size: int, folder: str, small: Ru
     return sum(file.stat().st_size for file in checkpoint.iterdir())
 
 
+@pytest.mark.long_form(8)
 def test_a_model_passes_through_in_pieces(tmp_path: Path) -> None:
     small = commit_model(tmp_path / "small", GPTConfig(**{**SIZES, "n_layers": 1}))  # type: ignore[arg-type]
     large = commit_model(tmp_path / "large", GPTConfig(**SIZES))  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def fails_in_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = failing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step-*"])
+@pytest.mark.parametrize("gone", ["checkpoints", pytest.param("checkpoints/step-*", marks=pytest.mark.long_form(8))])
 def test_every_rank_refuses_and_says_what_was_there(tmp_path: Path, gone: str) -> None:
     run = frozen(tmp_path / "run", *SHORT, "checkpoint.every=3", "train.steps=5")
     assert run_attempt(run, 2) == [0, 0]
@@ -69,6 +69,7 @@ def test_how_far_it_had_trained_is_said(tmp_path: Path) -> None:
         run_attempt(run, 2)
 
 
+@pytest.mark.long_form(8)
 def test_a_run_that_never_saved_begins_at_step_0(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", *SHORT, "checkpoint.every=0")
     with pytest.raises(AssertionError, match="on purpose"):
@@ -145,6 +146,7 @@ def test_the_archive_is_taken_and_where_it_has_none_it_is_named(tmp_path: Path) 
         run_attempt(run, 2)
 
 
+@pytest.mark.long_form(10)
 def test_a_run_that_was_removed_starts_over(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", *SHORT)
     assert run_attempt(run, 2) == [0, 0]

@@ -182,6 +182,7 @@ def save_while_training(rank: int, world_size: int, path: str) -> list[bool]:
     return [*under_way, manager._thread is None]
 
 
+@pytest.mark.long_form(10)  # test_snapshot has the copies
 def test_a_save_in_the_background_is_of_the_moment_of_its_request(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero2", "checkpoint.asynchronous=true", "checkpoint.keep=9")
     assert run_ranks(2, save_while_training, str(run.path)) == [[True] * 4] * 2

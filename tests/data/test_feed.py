@@ -185,7 +185,7 @@ def test_loader_processes_compute_on_one_thread_and_ignore_stop_requests() -> No
     assert not Path(f"/proc/{first[0]}").exists()
 
 
-@pytest.mark.parametrize("end", ["kill", "exit"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("exit", marks=pytest.mark.long_form(8))])
 def test_loader_processes_never_outlive_their_reader(end: str) -> None:
     code = (
         "import time, torch\n"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hpc_train.data.sampler import PADDING, Order
 from hpc_train.errors import UserError
+from tests.checkpoint.progress import LONG
 from tests.data.layouts import replicas
 
 
@@ -28,7 +29,7 @@ def cases(draw: st.DrawFn) -> tuple[Order, int, int]:
     return Order(samples, global_size, drop_last, draw(st.integers(0, 99))), dp, draw(st.integers(1, 5))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=150 if LONG else 40)
 @given(case=cases(), epoch=st.integers(0, 3))
 def test_each_sample_once_per_epoch(case: tuple[Order, int, int], epoch: int) -> None:
     order, dp, micro_batches = case
@@ -42,7 +43,7 @@ def test_each_sample_once_per_epoch(case: tuple[Order, int, int], epoch: int) ->
     assert len(seen) == order.samples - dropped
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=100 if LONG else 40)
 @given(case=cases(), step=st.integers(0, 50))
 def test_any_number_of_ranks_divides_the_same_sequence(case: tuple[Order, int, int], step: int) -> None:
     order, dp, micro_batches = case

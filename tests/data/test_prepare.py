@@ -250,6 +250,7 @@ def test_running_it_again_does_nothing_and_other_settings_are_refused(tmp_path: 
         run(source, "--out", out, "--validation-share", 0.5, "--workers", 1)
 
 
+@pytest.mark.long_form(10)  # test_shards has the same for images
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "SHARD_BYTES", 1)
     folder = tmp_path / "in"

@@ -218,6 +218,7 @@ def test_ranks_and_micro_batches_change_nothing(task: str) -> None:
         assert sum(empty for *_, empty in of_ranks) > 0 or "micro_batches" not in split, split
 
 
+@pytest.mark.long_form(10)
 def test_a_run_is_checked_evaluated_and_resumed_under_another_strategy(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     own = [each for each in TINY if not each.startswith(("model.", "data", "train.steps", "batch."))]

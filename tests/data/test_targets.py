@@ -40,6 +40,7 @@ def test_a_target_that_is_no_class_is_refused_with_its_sample(label: int) -> Non
     assert forward([0, 2, 1, IGNORED])[1] == 3
 
 
+@pytest.mark.long_form(8)
 @pytest.mark.parametrize("word", [VOCABULARY, -5])
 def test_the_same_is_told_of_a_compiled_loss(word: int) -> None:
     """Which raises an error that does not name the target."""

@@ -18,6 +18,7 @@ from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
 from hpc_train.data.sampler import PADDING, WIDTHS, BatchRow, Order, TokenBalance, pad_or_truncate
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
+from tests.checkpoint.progress import LONG
 from tests.data.layouts import replicas
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def cases(draw: st.DrawFn) -> tuple[Order, Layout]:
     return order, replace(layout, pp=draw(st.sampled_from([1, 2])), tp=draw(st.sampled_from([1, 2, 4])))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=150 if LONG else 40)
 @given(case=cases(), step=st.integers(0, 20))
 def test_a_step_has_the_same_samples_on_any_ranks_and_shapes_agree(case: tuple[Order, Layout], step: int) -> None:
     order, layout = case

@@ -141,6 +141,7 @@ def test_no_tensor_of_all_pairs_of_tokens_is_made_and_no_value_of_the_device_is_
     assert found.count(OPERATORS[VARLEN]) == 2
 
 
+@pytest.mark.long_form(8)
 def test_a_compiled_layer_is_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[fx.GraphModule] = []
 

@@ -133,7 +133,8 @@ def gradients(rank: int, world_size: int, cases: list[tuple[Path, str, Tensor]],
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long_form(8)), "zero3"])
+@pytest.mark.long_form(8)
+@pytest.mark.parametrize("kind", ["ddp", "zero3"])
 @pytest.mark.filterwarnings("ignore:the load-balancing loss")
 def test_ranks_add_up_the_loss_of_a_config(kind: str, tmp_path: Path) -> None:
     """A load-balancing loss is no such sum: each rank has its own, as in DistributedDataParallel."""

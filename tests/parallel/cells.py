@@ -6,9 +6,12 @@ schedule, number of micro-batches and model, and ``plan.validate`` decides which
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from hpc_train.config.schema import (
     BatchConfig,
@@ -26,8 +29,9 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.layout.validate import validate
-from tests.checkpoint.progress import LONG
 
+Case = TypeVar("Case")
+Form = Callable[..., list[Any]]  # see ``in_two_forms``
 MODELS = ("gpt", "gpt-tied", "vit", "gpt-options")
 OPTIONS: dict[str, Any] = {  # all that the families of transformers have; with two layers one has a window
     "head_dim": 6, "activation": "gelu_tanh", "qkv_bias": True, "qk_norm": True, "sliding_window": 3, "global_every": 2,
@@ -150,45 +154,39 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
     return allowed, refused
 
 
-def more(short: Sequence[Cell], every: Sequence[Cell]) -> list[Cell]:
-    """Returns the cells of the long form: those of ``every`` that the short form does not have."""
-    return [cell for cell in every if cell not in short]
+def every(cases: Sequence[Case], *keys: str) -> list[Case]:
+    """Returns all cases, as the long form does."""
+    return list(cases)
 
 
-def in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns one cell per strategy, batch and precision, with alternating models; all cells in the long form."""
-    if LONG:
-        return list(cells)
-    alike: dict[str, list[Cell]] = {}
-    for cell in cells:
-        alike.setdefault(f"{cell.strategy} {cell.batch} {cell.train} {cell.precision}", []).append(cell)
-    return [group[number % len(group)] for number, group in enumerate(alike.values())]
-
-
-def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns the cells of one batch per strategy, with alternating batches; all cells in the long form."""
-    if LONG:
-        return list(cells)
-    alike: dict[str, list[Cell]] = {}
-    for cell in cells:
-        alike.setdefault(str(cell.strategy), []).append(cell)
+def covering(cases: Sequence[Case], *keys: str) -> list[Case]:
+    """Returns few of ``cases`` that together have every value of each of ``keys``, or of every key, and are unlike."""
+    facts = [_facts(case) for case in cases]
+    missing = {fact for of_case in facts for fact in of_case if not keys or fact[0] in keys}
+    used: Counter[tuple[str, str]] = Counter()
     chosen = []
-    for number, group in enumerate(alike.values()):
-        of_strategy = _batches(group[0].strategy)
-        chosen += [cell for cell in group if cell.batch == of_strategy[number % len(of_strategy)]]
-    return chosen
+    while missing:
+        gains = [(len(of_case & missing), -sum(used[fact] for fact in of_case)) for of_case in facts]
+        best = gains.index(max(gains))
+        missing -= facts[best]
+        used.update(facts[best])
+        chosen.append(best)
+    return [cases[index] for index in sorted(chosen)]
 
 
-def one_in(number: int, cells: Sequence[Cell]) -> list[Cell]:
-    """Returns one pipeline cell in ``number``, in turn over schedules and data parallelism; all in the long form."""
-    if LONG:
-        return list(cells)
-    schedules, kinds = [*SCHEDULES], [*KINDS]
-    return [
-        cell
-        for cell in cells
-        if (schedules.index(cell.strategy["schedule"]) + kinds.index(cell.strategy["data_parallel"])) % number == 1
-    ]
+def _facts(case: Any) -> set[tuple[str, str]]:
+    """Returns the keys of ``case`` with their values; those of groups of keys without the name of the group."""
+    fields = case if isinstance(case, dict) else vars(case)
+    groups = [value for value in fields.values() if isinstance(value, dict)]
+    own = {(key, str(value)) for key, value in fields.items() if not isinstance(value, dict)}
+    return own.union(*map(_facts, groups))
+
+
+def in_two_forms(seconds: int) -> pytest.MarkDecorator:
+    """Gives a test the parameter ``form``: ``covering``, and ``every`` in the long form, which takes ``seconds``."""
+    marks = pytest.mark.long_form(seconds), pytest.mark.timeout(300 + 5 * seconds)
+    forms = [pytest.param(covering, id="short"), pytest.param(every, id="every", marks=marks)]
+    return pytest.mark.parametrize("form", forms)
 
 
 SAVERS: dict[str, dict[str, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ To check one layout in a test, call ``check_layout(4, "gpt", strategy={"dp": 2, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.parallel.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.ranks import kept, run_on_world, run_ranks
 
 STEPS = 5 if LONG else 2
+AT_ONCE = 16  # cells of one call of the ranks
 MAX_NORM = 0.05  # lower than every gradient norm of these models, so that clipping is always active
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 # AdamW's epsilon: in fp32, 1e-8 would turn the noise in tiny gradients into steps of full size.
@@ -77,19 +78,20 @@ def check_layout(world_size: int, model: str = "gpt", **fields: Any) -> Outcome:
     return check_cells([Cell(world_size, model, **fields)])[0]
 
 
-def check_cells(cells: list[Cell], timeout: float = 120) -> list[Outcome]:
-    """Compares ``cells``, all of one world size, with one process.
+def check_cells(cells: Sequence[Cell], timeout: float = 280) -> list[Outcome]:
+    """Compares ``cells``, all of one world size, with one process; each ``AT_ONCE`` of them take at most ``timeout`` s.
 
     They run on ranks that other tests have used, but compiled cells run on new ranks.
 
     Raises:
         AssertionError: a cell differs from one process, fails, or does not hold every parameter.
     """
-    if any(cell.config().train.compile for cell in cells):
-        ranks = run_ranks(cells[0].world_size, compare_cells, cells, timeout=timeout)
-    else:
-        ranks = run_on_world(cells[0].world_size, compare_cells, cells, timeout=timeout)
-    outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
+    run = run_ranks if any(cell.config().train.compile for cell in cells) else run_on_world
+    outcomes = []
+    for first in range(0, len(cells), AT_ONCE):
+        some = cells[first : first + AT_ONCE]
+        ranks = run(cells[0].world_size, compare_cells, some, timeout=timeout)
+        outcomes += [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
     wrong = [outcome for outcome in outcomes if not outcome.worst <= TOLERANCE[outcome.cell.precision]]
     assert not wrong, "these cells differ from one process:\n" + "\n".join(map(line, wrong))
     return outcomes

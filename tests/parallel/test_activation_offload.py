@@ -35,7 +35,7 @@ from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.parallel.activations import offload as offload_module
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
-from tests.parallel.cells import Cell
+from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, PeakMemory, norms_of_gpus
 from tests.parallel.oracle import check_cells
 from tests.ranks import run_ranks
@@ -53,22 +53,25 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
     return {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]} | fields
 
 
-def test_offload_changes_no_gradient(record: Callable[..., None]) -> None:
+@in_two_forms(20)
+def test_offload_changes_no_gradient(form: Form, record: Callable[..., None]) -> None:
     """The next test has a GPT with tensor parallelism."""
     models = ("gpt", "vit", "gpt-tied", "gpt-options")
     cells = [offloading(2, models[place % len(models)], dp=2, data_parallel=kind) for place, kind in enumerate(KINDS)]
     cells += [offloading(2, "vit", tp=2)]
     cells += [offloading(2, models[place % 3], **pipeline(name)) for place, name in enumerate(SCHEDULES)]
-    record(check_cells([cell for cell in cells if cell.strategy.get("schedule") != "sequential"], timeout=250), [])
+    cells = [cell for cell in cells if cell.strategy.get("schedule") != "sequential"]
+    record(check_cells(form(cells, "tp", "stages_per_rank", "data_parallel")), [])
 
 
-def test_offload_goes_with_activation_checkpointing(record: Callable[..., None]) -> None:
+@in_two_forms(20)
+def test_offload_goes_with_activation_checkpointing(form: Form, record: Callable[..., None]) -> None:
     cells = [offloading(2, checkpointing=mode, dp=2, data_parallel="zero3") for mode in ("full", "ops", "selective")]
     cells += [offloading(2, checkpointing=mode, tp=2) for mode in ("full", "ops")]
     cells += [offloading(2, "gpt-tied", "full", **pipeline(name)) for name in ("1f1b", "zbv")]
     all_of_it = offloading(2, "gpt", "full", dp=2, data_parallel="zero3", offload="all")
     cells += [replace(all_of_it, train=all_of_it.train | {"loss_chunks": 2})]
-    record(check_cells(cells), [])
+    record(check_cells(form(cells, "activation_checkpointing", "offload")), [])
 
 
 @pytest.mark.long_form(200)  # minutes of the C++ compiler

@@ -80,6 +80,7 @@ def joined(rank: int, world_size: int, config: Config) -> tuple[list[Any], list[
     return options, groups, found
 
 
+@pytest.mark.long_form(15)
 def test_the_compiler_finds_the_collectives_of_a_layer() -> None:
     """The forward and the backward of a layer each gather and scatter the input and the output of both branches."""
     for options, groups, found in run_ranks(2, joined, asynchronous(), timeout=200):

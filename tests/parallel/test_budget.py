@@ -30,8 +30,7 @@ from hpc_train.layout.validate import checked_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.precision.kept_casts import kept_by
-from tests.checkpoint.progress import LONG
-from tests.parallel.cells import Cell
+from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.parallel.oracle import check_cells
 from tests.ranks import run_ranks
@@ -148,7 +147,9 @@ def _look(allocations: Allocations, alive: list[int], *_: Any) -> None:
 SHARES = (1.0, 0.8, 0.6, 0.4)
 
 
-@pytest.mark.parametrize("strategy", [{}, {"pp": 2}], ids=["single", "1f1b"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param({}, id="single"), pytest.param({"pp": 2}, id="1f1b", marks=pytest.mark.long_form(15))]
+)
 def test_a_real_step_keeps_what_the_formula_says_and_no_more_than_the_budget(strategy: dict[str, Any]) -> None:
     whole = config_of("1GiB", **strategy)
     layout = layout_of(whole)
@@ -220,13 +221,13 @@ def budgeted(share: float, world_size: int, **strategy: Any) -> Cell:
     return cell
 
 
-def test_a_budget_changes_no_gradient(record: Callable[..., None]) -> None:
-    """Each kind of layout with a generous or a small budget; the long form has both."""
-    pairs = [("ddp", 0.9), ("allreduce", 0.4), ("zero3", 0.4)]
-    if LONG:
-        pairs += [("ddp", 0.4), ("allreduce", 0.9), ("zero3", 0.9)]
-    cells = [budgeted(share, 2, dp=2, data_parallel=kind) for kind, share in pairs]
-    cells += [budgeted(share, 2, tp=2) for share in ((0.9, 0.4) if LONG else (0.4,))]
+@in_two_forms(20)
+def test_a_budget_changes_no_gradient(form: Form, record: Callable[..., None]) -> None:
+    cells = [
+        budgeted(share, 2, **split)
+        for share in (0.9, 0.4)
+        for split in ({"tp": 2}, *({"dp": 2, "data_parallel": kind} for kind in ("zero3", "allreduce", "ddp")))
+    ]
     cells += [budgeted(share, 2, pp=2) for share in (0.9, 0.5)]
     cells += [budgeted(0.6, 2, pp=2, schedule="zbv", stages_per_rank=2)]
-    record(check_cells(cells), [])
+    record(check_cells(form(cells, "dp", "tp", "stages_per_rank")), [])

@@ -154,7 +154,11 @@ FUSED = {"compile": True, "loss_chunks": 4, "z_loss": 0.01}
 @pytest.mark.parametrize(
     "cells",
     [
-        [Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED)],
+        [Cell(1, "gpt-tied", train=FUSED)],
+        pytest.param(
+            [Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}, train=FUSED)],
+            marks=pytest.mark.long_form(25),
+        ),
         pytest.param(
             [
                 Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "gpipe"}, batch={"micro_batches": 4},
@@ -171,7 +175,7 @@ FUSED = {"compile": True, "loss_chunks": 4, "z_loss": 0.01}
             marks=pytest.mark.long_form(30),
         ),
     ],
-    ids=["short", "other axes", "more"],
+    ids=["short", "zero3", "other axes", "more"],
 )  # fmt: skip
 def test_stems_heads_and_losses_are_compiled_without_tensor_parallelism(
     cells: list[Cell], record: Callable[..., None]
@@ -334,6 +338,7 @@ def saves_as_graphs_come(rank: int, world_size: int, folder: Path) -> list[tuple
     return found
 
 
+@pytest.mark.long_form(10)
 def test_the_next_attempt_finds_the_graphs_of_all_saves(tmp_path: Path) -> None:
     """Torch reads only the last of several lists that were saved."""
     assert run_ranks(1, saves_as_graphs_come, tmp_path) == [[(2, 0), (0, 2)]]

@@ -15,7 +15,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.exchange import Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
-from tests.parallel.cells import Cell
+from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.oracle import STEPS, Outcome, check_cells, compare_cells, error, line, local_batch, merge, whole
 from tests.ranks import run_ranks
 
@@ -41,9 +41,12 @@ def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcom
     return compare_cells(rank, world_size, chosen)
 
 
+@in_two_forms(25)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_what_leaves_nothing_out_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
-    chosen = cells(world_size, EVERYTHING) + cells(world_size, FULL_RANK)
+def test_what_leaves_nothing_out_trains_as_one_process_does(
+    world_size: int, form: Form, record: Callable[..., None]
+) -> None:
+    chosen = form(cells(world_size, EVERYTHING) + cells(world_size, FULL_RANK), "compression", "data_parallel")
     outcomes = [merge(list(found)) for found in zip(*run_ranks(world_size, compare_whole, chosen), strict=True)]
     assert all(outcome.worst < 1e-10 for outcome in outcomes), "\n".join(map(line, outcomes))
     record(outcomes, [])
@@ -67,7 +70,13 @@ def cast_errors(rank: int, world_size: int, split: dict[str, Any]) -> list[float
     return [error(cast, dense) for cast in casts]
 
 
-@pytest.mark.parametrize("split", [{"dp": 2}, {"dp": 2, "tp": 2, "data_parallel": "allreduce"}], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param({"dp": 2}, id="dp"),
+        pytest.param({"dp": 2, "tp": 2, "data_parallel": "allreduce"}, id="tp", marks=pytest.mark.long_form(10)),
+    ],
+)
 def test_a_cast_rounds_and_no_more(split: dict[str, Any]) -> None:
     for fp16, bf16 in run_ranks(2 * split.get("tp", 1), cast_errors, split):
         assert 1e-5 < fp16 < 2e-3 < bf16 < 2e-2

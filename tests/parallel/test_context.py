@@ -23,7 +23,8 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.balance import measure_blocks
-from tests.parallel.cells import SEQUENCE, VOCABULARY, Cell
+from tests.checkpoint.progress import LONG
+from tests.parallel.cells import SEQUENCE, VOCABULARY, Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.parallel.oracle import check_cells, kept_mesh, local_batch, mesh_of
 from tests.ranks import run_on_world
@@ -44,8 +45,6 @@ TWO = [
     cell(2, cp=2, data_parallel="zero3", offload="all", train={"activation_checkpointing": "selective"}),
     cell(2, cp=2, compression="topk", compression_share=1.0),  # it omits no element
     replace(cell(2, cp=2), loss_scale=1024.0),
-]
-TWO_MORE = [
     cell(2, "gpt-options", cp=2, data_parallel="ddp"),
     cell(2, cp=2, train={"activation_checkpointing": "full", "loss_chunks": 2}),
 ]
@@ -56,8 +55,6 @@ FOUR = [
     cell(4, "gpt-options", cp=2, tp=2, data_parallel="zero3"),
     cell(4, "gpt-tied", cp=2, pp=2, schedule="1f1b"),
     cell(4, "gpt-tied", cp=2, pp=2, schedule="zbv", stages_per_rank=2, data_parallel="allreduce"),
-]
-FOUR_MORE = [
     cell(4, "gpt-options", cp=4, data_parallel="zero2"),
     *(cell(4, "gpt-tied", dp=2, cp=2, data_parallel=kind) for kind in ("allreduce", "zero1", "zero2")),
     cell(4, dp=2, cp=2, data_parallel="zero2", shard=2),
@@ -67,18 +64,13 @@ FOUR_MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        pytest.param(TWO, id="2"),
-        pytest.param(FOUR, id="4"),
-        pytest.param(TWO_MORE, id="2-more", marks=pytest.mark.long_form(10)),
-        pytest.param(FOUR_MORE, id="4-more", marks=pytest.mark.long_form(40)),
-    ],
-)
-def test_a_split_sequence_trains_as_a_whole_one_does(cells: list[Cell], record: Callable[..., None]) -> None:
+@in_two_forms(100)
+@pytest.mark.parametrize("cells", [TWO, FOUR], ids=["2", "4"])
+def test_a_split_sequence_trains_as_a_whole_one_does(
+    cells: list[Cell], form: Form, record: Callable[..., None]
+) -> None:
     """The short form has every data parallelism on two ranks, and each other axis beside this one."""
-    record(check_cells(cells, timeout=280), [])
+    record(check_cells(form(cells, *(("data_parallel", "model") if cells is TWO else ("dp", "pp", "tp")))), [])
 
 
 @pytest.mark.long_form(60)  # most of a minute of the C++ compiler; test_compile has the graphs
@@ -167,6 +159,7 @@ def outputs_of(rank: int, _: int, cells: list[Cell]) -> None:
             build_engine(config, mesh_of(one, rank)).outputs(inputs[:, :7])
 
 
+@pytest.mark.long_form(10)
 def test_the_outputs_are_those_of_the_whole_sequence() -> None:
     run_on_world(4, outputs_of, [cell(4, cp=2, dp=2), cell(4, cp=2, tp=2, data_parallel="zero3")])
 
@@ -233,7 +226,7 @@ def settled(allocations: Allocations) -> int:
     ],
 )
 def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -> None:
-    kept = {ranks: _kept_by_layers(ranks, options) for ranks in (1, 2, 4)}
+    kept = {ranks: _kept_by_layers(ranks, options) for ranks in ((1, 2, 4) if LONG else (1, 2))}
     for ranks, by_mode in kept.items():
         for mode, held in by_mode.items():
             # without activation checkpointing, attention's result is kept before and after its exchange
@@ -241,6 +234,7 @@ def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -
             assert held == pytest.approx(_estimated(ranks, mode, options), rel=0.05), (ranks, mode)
 
 
+@pytest.mark.long_form(25)
 def test_the_copies_of_shared_heads_are_kept() -> None:
     """All ranks share one head of keys and values, or each two of them one of two."""
     for ranks, heads in ((4, 1), (4, 2)):

@@ -62,7 +62,8 @@ def captured(rank: int, world_size: int, cell: Cell) -> tuple[list[Any], list[Ou
     return options, compare_cells(rank, world_size, [cell])
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("allreduce", marks=pytest.mark.long_form(15))])
+@pytest.mark.long_form(15)
+@pytest.mark.parametrize("kind", ["ddp", "allreduce"])
 def test_gradients_of_several_micro_batches_are_those_of_one_process(kind: str) -> None:
     cell = Cell(2, "gpt", strategy={"dp": 2, "data_parallel": kind}, batch={"micro_batches": 3}, train=GRAPHS)
     ranks = run_ranks(2, captured, cell, timeout=200)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -38,16 +39,15 @@ COMMON = (
     "model.tied_embeddings=true",
     f"model.n_layers={4 if LONG else 2}",
 )
-# Each loads what the one before has saved, the first one what one process has. The short form has replicas, shards,
-# stages and halves of matrices.
+# Each loads what the one before has saved, the first one what one process has.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp4": ("+strategy=dp",),
     "zero3": ("+strategy=zero3",),
     "pp2-zero2": ("+strategy=hybrid", "strategy.data_parallel=zero2"),
     "tp2-dp2": ("+strategy=tp", "strategy.tp=2"),
+    "pp4": ("+strategy=pp",),
+    "hsdp": ("+strategy=hsdp", "strategy.shard=2"),
 }
-if LONG:
-    LAYOUTS |= {"pp4": ("+strategy=pp",), "hsdp": ("+strategy=hsdp", "strategy.shard=2")}
 
 
 def config_of(layout: str) -> Config:
@@ -127,12 +127,14 @@ def one_process(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any]
     return {name: value.tolist() for name, value in average.items()}, found.loss
 
 
-def under_each(rank: int, world_size: int, folder: str, expected: tuple[dict[str, Any], float]) -> dict[str, Any]:
+def under_each(
+    rank: int, world_size: int, folder: str, expected: tuple[dict[str, Any], float], layouts: list[str]
+) -> dict[str, Any]:
     """The errors of the averages and of the loss: of a run from step 0, and of one that resumes the layout before."""
     wanted = {name: torch.tensor(value, dtype=torch.float64) for name, value in expected[0].items()}
     found: dict[str, Any] = {}
     before = "single"
-    for layout in LAYOUTS:
+    for layout in layouts:
         config = config_of(layout)
         fresh = Averaged.of(Path(folder, layout), config, rank, world_size)
         fresh.begin()
@@ -156,10 +158,15 @@ def under_each(rank: int, world_size: int, folder: str, expected: tuple[dict[str
     return found
 
 
-def test_the_average_of_every_layout_is_that_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [["zero3", "pp2-zero2"], pytest.param([*LAYOUTS], marks=pytest.mark.long_form(60))],
+    ids=["short", "every"],
+)
+def test_the_average_of_every_layout_is_that_of_one_process(tmp_path: Path, layouts: list[str]) -> None:
     (expected,) = run_on_world(1, one_process, str(tmp_path))
-    ranks = run_on_world(4, under_each, str(tmp_path), expected)
-    for layout in LAYOUTS:
+    ranks = run_on_world(4, under_each, str(tmp_path), expected, layouts)
+    for layout in layouts:
         held = {name for rank in ranks for name in rank[layout]["names"]}
         assert held == set(expected[0]), layout
         for rank in ranks:

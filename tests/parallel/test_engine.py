@@ -27,7 +27,7 @@ from hpc_train.parallel.parallelize import materialize, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.parallel.shared_groups import SharedGroups
 from hpc_train.train.optimizers.optimizer import Optimizer
-from tests.parallel.cells import CLASSES, IMAGE, Cell
+from tests.parallel.cells import CLASSES, IMAGE, Cell, Form, covering, every, in_two_forms
 from tests.parallel.oracle import local_batch, mesh_of, train_plainly, whole
 from tests.ranks import run_on_world, run_ranks
 
@@ -54,9 +54,13 @@ def losses_and_norms(rank: int, world_size: int, cells: list[Cell], scale: float
 
 
 @pytest.mark.parametrize(
-    ("precision", "scale"), [("bf16", None), pytest.param("fp16", 256.0, marks=pytest.mark.long_form(10))]
+    ("precision", "scale", "form"),
+    [
+        ("bf16", None, covering),
+        *(pytest.param(*pair, every, marks=pytest.mark.long_form(10)) for pair in (("bf16", None), ("fp16", 256.0))),
+    ],
 )
-def test_half_precision_stays_near_single_precision(precision: str, scale: float | None) -> None:
+def test_half_precision_stays_near_single_precision(precision: str, scale: float | None, form: Form) -> None:
     batch = {"micro_batches": 2}
     chosen = [Cell(2, "gpt-tied", precision, split, batch) for split in SPLITS] + [
         Cell(2, "vit", precision, split, batch) for split in SPLITS[::5]
@@ -64,6 +68,7 @@ def test_half_precision_stays_near_single_precision(precision: str, scale: float
     savers = {"activation_checkpointing": "ops", "loss_chunks": 2}
     chosen += [Cell(2, "gpt-tied", precision, split, batch, savers) for split in SPLITS[::4]]
     chosen += [Cell(2, "gpt-weighted", precision, split, batch) for split in SPLITS[:3]]
+    chosen = form(chosen)
     near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "gpt-weighted", "vit")}
     for ranks in run_on_world(2, losses_and_norms, chosen, scale):
         for cell, (loss, norm) in zip(chosen, ranks, strict=True):
@@ -150,14 +155,15 @@ def values(rank: int, world_size: int, cells: list[Cell]) -> None:
             assert torch.equal(whole(value.detach()), expected[name]), f"{cell}: {name}"
 
 
-def test_every_layout_starts_from_the_same_weights() -> None:
+@in_two_forms(15)
+def test_every_layout_starts_from_the_same_weights(form: Form) -> None:
     splits: list[dict[str, Any]] = [
         {"dp": 4, "data_parallel": "zero3"},
         {"dp": 4, "data_parallel": "zero2", "shard": 2},
     ]
     splits += [{"dp": 2, "tp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero3")]
     chosen = [Cell(4, model, strategy=split) for split in splits for model in ("gpt-tied", "vit")]
-    run_on_world(4, values, [*chosen, Cell(4, "vit", strategy={"tp": 4})])
+    run_on_world(4, values, form([*chosen, Cell(4, "vit", strategy={"tp": 4})], "model", "shard", "dp"))
 
 
 def norm_without_some_gradients(rank: int, world_size: int) -> float:

@@ -127,7 +127,7 @@ def compared(rank: int, world_size: int, chosen: list[Cell], recipe: str) -> lis
 @pytest.mark.parametrize(
     ("model", "recipe", "splits"),
     [
-        ("gpt", "tensorwise", ("tp and zero3",)),
+        pytest.param("gpt", "tensorwise", ("tp and zero3",), marks=pytest.mark.long_form(15)),
         pytest.param("gpt", "mxfp8", ("tp and zbv",), marks=pytest.mark.long_form(15)),
         pytest.param("gpt", "tensorwise", ("tp and zbv",), marks=pytest.mark.long_form(15)),
         pytest.param("gpt", "rowwise", ("tp and zbv",), marks=pytest.mark.long_form(15)),

@@ -142,6 +142,7 @@ if LONG:
     CASES += [{"precision": "bf16", "micro": 16, "batches": 2}, {"precision": "bf16", "vocabulary": 4096}]
 
 
+@pytest.mark.long_form(10)
 def test_the_estimate_is_the_peak_of_the_pool_and_that_of_all_else() -> None:
     [found] = run_ranks(1, peaks, [{"layers": 4} | case for case in CASES], timeout=300)
     for case, both in zip(CASES, found, strict=True):

@@ -128,19 +128,13 @@ def _train(rank: int, model: str, cell: Cell, saved: Path) -> Any:
 
 
 def cases() -> dict[str, list[tuple[str, Cell]]]:
-    """Three or four layouts for each model, so that each layout has a model; the other pairs are in the long form."""
-    dp, zero1, zero2, _, hsdp, allreduce = SPLITS
-    zbv, sharded_stages, stages = PIPELINES
-    short = {"llama": [dp, zero1, zbv], "qwen3": [hsdp, zero2, sharded_stages], "vit": [dp, allreduce]}
-    long = {
-        "llama": [hsdp, zero2, allreduce, sharded_stages, stages],
-        "qwen3": [dp, zero1, allreduce],
-        "vit": [hsdp, zero1, zero2],
-    }
-    return {
-        "short": [(model, cell_of(model, SPLITS[3], train=CHECKPOINTED)) for model in TASKS] + in_pairs(short),
-        "more": in_pairs(long),
-    }
+    """In the short form each model has one or two layouts; the other pairs are in the long form."""
+    dp, _, _, zero3, hsdp, _ = SPLITS
+    zbv = PIPELINES[0]
+    short = {"llama": [zbv], "qwen3": [hsdp], "vit": [dp]}
+    long = {"llama": [*SPLITS, *PIPELINES[1:]], "qwen3": [*SPLITS, *PIPELINES], "vit": SPLITS}
+    checkpointed = [(model, cell_of(model, zero3, train=CHECKPOINTED)) for model in TASKS]
+    return {"short": in_pairs(short) + checkpointed[:1], "more": in_pairs(long) + checkpointed[1:]}
 
 
 def in_pairs(splits: dict[str, list[dict[str, Any]]]) -> list[tuple[str, Cell]]:
@@ -168,7 +162,12 @@ def files_read(rank: int, world_size: int, cell: Cell, saved: Path, lora: int | 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "lora"), [(SPLITS[0], None), (PIPELINES[0], None), (SPLITS[0], 2)], ids=["dp", "stages", "adapters"]
+    ("strategy", "lora"),
+    [
+        pytest.param(SPLITS[0], None, id="dp", marks=pytest.mark.long_form(10)),
+        pytest.param(PIPELINES[0], None, id="stages"),
+        pytest.param(SPLITS[0], 2, id="adapters", marks=pytest.mark.long_form(15)),
+    ],
 )
 def test_one_replica_reads_the_files(strategy: dict[str, Any], lora: int | None, saved: Path) -> None:
     expected = transformers.AutoModelForCausalLM.from_pretrained(saved / "llama", dtype=torch.float32).state_dict()
@@ -179,7 +178,7 @@ def test_one_replica_reads_the_files(strategy: dict[str, Any], lora: int | None,
         assert weights and error({name: torch.from_numpy(one) for name, one in weights.items()}, expected) == 0
 
 
-@pytest.mark.parametrize("form", ["short", pytest.param("more", marks=pytest.mark.long_form(60))])
+@pytest.mark.parametrize("form", ["short", pytest.param("more", marks=pytest.mark.long_form(120))])
 def test_every_layout_trains_as_a_bare_loop_of_transformers(form: str, saved: Path) -> None:
     chosen = cases()[form]
     expected = {model: bare_loop(model, saved) for model in TASKS}
@@ -194,6 +193,7 @@ def test_every_layout_trains_as_a_bare_loop_of_transformers(form: str, saved: Pa
         assert {name for _, found in results for name in found} == set(parameters), (model, cell)
 
 
+@pytest.mark.long_form(25)
 def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
     """A class of transformers as ``model=custom``: sharded by its blocks, recomputed, offloaded, or as one group."""
     splits = SPLITS[1:5] if LONG else SPLITS[3:5]
@@ -207,6 +207,7 @@ def test_blocks_of_a_plain_module_train_as_one_process(saved: Path) -> None:
             assert error(tensors, parameters) < 1e-10, cell
 
 
+@pytest.mark.long_form(10)  # tests/parallel/test_z_loss.py has native models
 def test_a_decoder_has_the_z_loss_of_a_bare_loop(saved: Path) -> None:
     train_keys: list[dict[str, Any]] = [
         {"z_loss": 0.3, "loss_chunks": 2},
@@ -263,6 +264,7 @@ def plain_blocks() -> torch.nn.Module:
     return TextOf(transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)))
 
 
+@pytest.mark.long_form(15)
 def test_zero3_shards_a_model_of_transformers_as_a_native_one(tmp_path: Path) -> None:
     """A plain module is sharded in the same way, and only rank 0 builds its values; as one group it is not."""
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)).save_pretrained(tmp_path)

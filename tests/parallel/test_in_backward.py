@@ -21,7 +21,7 @@ from hpc_train.parallel.precision.masters import local_part
 from hpc_train.train.optimizers.learning_rate import learning_rates
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
-from tests.parallel.cells import Cell
+from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.graphs import run_graphs_as_cut
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, relative
 from tests.ranks import run_on_world, run_ranks
@@ -103,7 +103,8 @@ def check(world_size: int, cells: list[Cell]) -> None:
     assert not {str(cell): error for cell, error in zip(cells, errors, strict=True) if not error < 1e-10}
 
 
-def test_one_rank_trains_like_a_plain_loop() -> None:
+@in_two_forms(10)
+def test_one_rank_trains_like_a_plain_loop(form: Form) -> None:
     trains: list[dict[str, Any]] = [
         {},
         {"loss_chunks": 3},
@@ -113,10 +114,11 @@ def test_one_rank_trains_like_a_plain_loop() -> None:
     models = ("gpt", "gpt-tied", "vit", "gpt-options")
     cells = [cell_of(1, model) for model in models]
     cells += [cell_of(1, model, train=train) for model in ("gpt-tied", "gpt-options") for train in trains[1:]]
-    check(1, cells)
+    check(1, form(cells, "model", "activation_checkpointing"))
 
 
-def test_replicas_train_like_a_plain_loop() -> None:
+@in_two_forms(15)
+def test_replicas_train_like_a_plain_loop(form: Form) -> None:
     splits: list[dict[str, Any]] = [
         {"dp": 2, "data_parallel": "ddp"},
         {"dp": 2, "data_parallel": "ddp"} | SMALL,
@@ -126,9 +128,10 @@ def test_replicas_train_like_a_plain_loop() -> None:
     cells = [cell_of(2, model, strategy=split) for split in splits for model in ("gpt-tied", "gpt-options")]
     cells += [cell_of(2, "vit", strategy=splits[1])]
     cells += [cell_of(2, strategy=splits[2], train={"activation_checkpointing": "full", "loss_chunks": 2})]
-    check(2, cells)
+    check(2, form(cells, "data_parallel", "cp", "activation_checkpointing"))
 
 
+@pytest.mark.long_form(10)
 def test_replicas_and_context_parallel_ranks_together() -> None:
     check(4, [cell_of(4, strategy={"dp": 2, "cp": 2} | SMALL), cell_of(4, "gpt", strategy={"dp": 4} | SMALL)])
 
@@ -165,11 +168,15 @@ def test_every_optimizer_leaves_the_bits_of_the_ordinary_step() -> None:
     cells = [cell_of(1, "gpt-tied", each, precision="fp32") for each in OPTIMIZERS]
     cells += [cell_of(1, precision="bf16"), cell_of(1, "gpt", precision="bf16", train={"loss_chunks": 2})]
     run_on_world(1, against_the_ordinary_step, cells)
+
+
+@in_two_forms(10)
+def test_replicas_leave_the_bits_of_the_ordinary_step(form: Form) -> None:
     split = {"dp": 2, "data_parallel": "allreduce"} | SMALL
     cells = [cell_of(2, "gpt-tied", each, precision="fp32", strategy=split) for each in OPTIMIZERS[::2]]
     cells += [cell_of(2, precision="fp32", strategy=split | {"compression": kind}) for kind in ("bf16", "fp16")]
     cells += [cell_of(2, precision="bf16", strategy=split | {"compression": "bf16", "compression_warmup_steps": 2})]
-    run_on_world(2, against_the_ordinary_step, cells)
+    run_on_world(2, against_the_ordinary_step, form(cells, "compression"))
 
 
 def compiled(rank: int, world_size: int, generates_code: bool) -> None:
@@ -178,7 +185,9 @@ def compiled(rank: int, world_size: int, generates_code: bool) -> None:
     against_the_ordinary_step(rank, world_size, [cell_of(1, "gpt", precision="fp32", train={"compile": True})])
 
 
-@pytest.mark.parametrize("generates_code", [False, pytest.param(True, marks=pytest.mark.long_form(80))])
+@pytest.mark.parametrize(
+    "generates_code", [pytest.param(code, marks=pytest.mark.long_form(80 if code else 10)) for code in (False, True)]
+)
 def test_a_compiled_layer_leaves_the_bits_of_the_ordinary_step(generates_code: bool) -> None:
     run_ranks(1, compiled, generates_code, timeout=300)
 

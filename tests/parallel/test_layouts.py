@@ -10,23 +10,24 @@ import pytest
 from hpc_train.layout.techniques import KINDS
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S
-from tests.parallel.cells import MODELS, SAVERS, Cell, batches_in_turn, cells, in_turn, saver_cells
-from tests.parallel.oracle import check_cells
+from tests.parallel.cells import SAVERS, Cell, Form, cells, covering, in_two_forms, saver_cells
+from tests.parallel.oracle import AT_ONCE, check_cells
 
 
-@pytest.mark.parametrize("model", MODELS)
+@in_two_forms(200)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_layout_trains_as_one_process_does(world_size: int, model: str, record: Callable[..., None]) -> None:
-    """Each strategy with one of the models, on four ranks in one of the batches; the long form has all pairs."""
+def test_every_layout_trains_as_one_process_does(world_size: int, form: Form, record: Callable[..., None]) -> None:
+    """Each strategy, each model and each number of micro-batches; the long form has them in all combinations."""
     allowed, refused = cells(world_size, pipelines=False)
-    compared = {1: list, 2: in_turn, 4: lambda all_cells: in_turn(batches_in_turn(all_cells))}[world_size](allowed)
-    chosen = [cell for cell in compared if cell.model == model]
-    record(check_cells(chosen, timeout=280), [entry for entry in refused if entry.cell.model == model])
-    seen = {cell.strategy["data_parallel"] for cell in compared if cell.strategy["dp"] > 1}
-    assert seen == (set(KINDS) if world_size > 1 else set())
+    replicas = [cell for cell in allowed if cell.strategy["dp"] > 1]
+    chosen = form(replicas, "data_parallel", "shard", "tp", "micro_batches")
+    chosen += form([cell for cell in allowed if cell not in replicas], "tp", "model" if world_size == 1 else "tp")
+    record(check_cells(chosen), refused)
+    assert {cell.strategy["data_parallel"] for cell in chosen if cell in replicas} == set(KINDS if replicas else ())
 
 
-def test_all_options_of_the_gpt_train_as_one_process_does(record: Callable[..., None]) -> None:
+@in_two_forms(20)
+def test_all_options_of_the_gpt_train_as_one_process_does(form: Form, record: Callable[..., None]) -> None:
     """Where a model is cut: parameters, heads and sequence, stages, and inside a step that is computed again."""
     splits: list[dict[str, Any]] = [
         {"dp": 2, "data_parallel": "zero3"},
@@ -37,27 +38,29 @@ def test_all_options_of_the_gpt_train_as_one_process_does(record: Callable[..., 
     chosen = [Cell(2, "gpt-options", strategy=split, batch={"micro_batches": 4}) for split in splits]
     trains = [{"activation_checkpointing": mode, "loss_chunks": 2} for mode in ("full", "ops")]
     chosen += [Cell(2, "gpt-options", strategy=splits[1], train=train) for train in trains]
-    record(check_cells(chosen), [])
+    record(check_cells(form(chosen, "tp", "loss_chunks", "schedule")), [])
 
 
-def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) -> None:
+@in_two_forms(30)
+def test_single_precision_and_a_batch_that_divides(form: Form, record: Callable[..., None]) -> None:
     batch = {"global_size": 8, "micro_batches": 2}
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
     chosen = [Cell(2, model, "fp32", split, batch) for split in splits for model in ("gpt", "gpt-tied", "vit")]
-    record(check_cells(in_turn(chosen)), [])
+    record(check_cells(form(chosen, "tp", "model")), [])
 
 
-@pytest.mark.parametrize("mode", ["full", "selective:3", "ops"])
-def test_activation_checkpointing_changes_no_gradient(mode: str, record: Callable[..., None]) -> None:
-    train, batch = {"activation_checkpointing": mode}, {"micro_batches": 2}
+@in_two_forms(60)
+def test_activation_checkpointing_changes_no_gradient(form: Form, record: Callable[..., None]) -> None:
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
-    chosen = [Cell(2, model, strategy=split, batch=batch, train=train) for split in splits for model in ("gpt", "vit")]
-    record(check_cells(in_turn(chosen)), [])
+    chosen = [
+        Cell(2, model, strategy=split, batch={"micro_batches": 2}, train={"activation_checkpointing": mode})
+        for mode in ("full", "selective:3", "ops")
+        for split in splits
+        for model in ("gpt", "vit")
+    ]
+    record(check_cells(form(chosen)), [])
 
 
-SHORT = [(2, ("several", "all at once"))]
-MATRIX = [(world_size, (saver,)) for world_size in (1, 2, 4) for saver in SAVERS]
-AT_ONCE = 16  # cells of one group of ranks
 REASONS = (
     "requires zero2 or zero3",
     "does not support tensor or pipeline parallelism",
@@ -68,13 +71,20 @@ REASONS = (
 )
 
 
+def test_what_saves_memory_or_time_changes_no_gradient(record: Callable[..., None]) -> None:
+    """In combinations, under every data parallelism on two ranks, with tensor parallelism and with a pipeline."""
+    allowed, refused = saver_cells(2, ("several", "all at once"))
+    record(check_cells(covering(allowed, "data_parallel", "tp", "pp", "activation_checkpointing")), refused)
+    assert all(any(reason in entry.reason for reason in REASONS) for entry in refused), {r.reason for r in refused}
+
+
+@pytest.mark.skipif(not LONG, reason="HPC_TRAIN_LONG=1")
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize(("world_size", "savers"), MATRIX if LONG else SHORT)
-def test_what_saves_memory_or_time_changes_no_gradient(
-    world_size: int, savers: tuple[str, ...], record: Callable[..., None]
-) -> None:
-    """Under every strategy; the short form in combinations, on two ranks. Cut short, the long one goes on."""
-    allowed, refused = saver_cells(world_size, savers)
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_saver_under_every_strategy(world_size: int, saver: str, record: Callable[..., None]) -> None:
+    """Cut short, it goes on."""
+    allowed, refused = saver_cells(world_size, (saver,))
     progress = Progress.of("savers")
     still = set(progress.open(allowed))
     allowed = [cell for cell in allowed if str(cell) in still]
@@ -90,31 +100,21 @@ def test_what_saves_memory_or_time_changes_no_gradient(
 ZBV: dict[str, Any] = {"schedule": "zbv", "stages_per_rank": 2}
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        [
-            ("gpt-options", {"dp": 2, "tp": 2, "data_parallel": "zero3"}),
-            ("gpt-tied", {"pp": 2, "dp": 2, "data_parallel": "allreduce"} | ZBV),
-        ],
-        pytest.param(
-            [
-                ("gpt-tied", {"pp": 2, "tp": 2} | ZBV),
-                ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero3", "schedule": "1f1b"}),
-                ("gpt-tied", {"dp": 2, "tp": 2, "data_parallel": "zero2"}),
-                ("gpt-tied", {"pp": 2, "tp": 2, "schedule": "1f1b"}),
-                ("gpt-options", {"pp": 2, "tp": 2, "schedule": "gpipe"}),
-                ("gpt-options", {"pp": 2, "tp": 2} | ZBV),
-                ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero2"} | ZBV),
-            ],
-            marks=pytest.mark.long_form(30),
-        ),
-    ],
-    ids=["short", "more"],
-)
-def test_chunks_of_the_loss_under_several_axes(
-    splits: list[tuple[str, dict[str, Any]]], record: Callable[..., None]
-) -> None:
+SEVERAL_AXES = [
+    ("gpt-options", {"dp": 2, "tp": 2, "data_parallel": "zero3"}),
+    ("gpt-tied", {"pp": 2, "dp": 2, "data_parallel": "allreduce"} | ZBV),
+    ("gpt-tied", {"pp": 2, "tp": 2} | ZBV),
+    ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero3", "schedule": "1f1b"}),
+    ("gpt-tied", {"dp": 2, "tp": 2, "data_parallel": "zero2"}),
+    ("gpt-tied", {"pp": 2, "tp": 2, "schedule": "1f1b"}),
+    ("gpt-options", {"pp": 2, "tp": 2, "schedule": "gpipe"}),
+    ("gpt-options", {"pp": 2, "tp": 2} | ZBV),
+    ("gpt-options", {"pp": 2, "dp": 2, "data_parallel": "zero2"} | ZBV),
+]
+
+
+@pytest.mark.long_form(50)  # the short form has each axis alone with chunks of the loss
+def test_chunks_of_the_loss_under_several_axes(record: Callable[..., None]) -> None:
     """The head's gradients wait for a reduction, a tied copy on another stage or the other half of a backward pass.
 
     All cells have micro-batches of two samples, so that they share the sharding decisions of DTensor.
@@ -127,28 +127,36 @@ def test_chunks_of_the_loss_under_several_axes(
             batch={"micro_batches": 4} if "pp" in split and "dp" in split else {"micro_size": 2},
             train={"loss_chunks": 3},
         )
-        for model, split in splits
+        for model, split in SEVERAL_AXES
     ]
-    record(check_cells(chosen, timeout=250), [])
+    record(check_cells(chosen), [])
 
 
 def test_a_module_without_parts_trains_under_every_data_parallelism(record: Callable[..., None]) -> None:
+    kinds: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in KINDS]
+    record(check_cells([Cell(2, "custom", strategy=split, batch={"micro_batches": 2}) for split in kinds]), [])
+
+
+@in_two_forms(20)
+def test_a_module_without_parts_trains_on_four_ranks(form: Form, record: Callable[..., None]) -> None:
     chosen = [
         Cell(4, "custom", strategy={"dp": 4, "data_parallel": kind, "shard": shard}, batch={"micro_batches": 2})
         for kind in KINDS
         for shard in (["fill", 2] if kind.startswith("zero") else ["fill"])
     ]
-    record(check_cells(chosen), [])
+    record(check_cells(form(chosen, "shard")), [])
 
 
-def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
+@in_two_forms(25)
+def test_a_loss_scale_leaves_the_gradients(form: Form, record: Callable[..., None]) -> None:
     splits: list[dict[str, Any]] = [*({"dp": 2, "data_parallel": kind} for kind in KINDS), {"tp": 2}]
     trains: list[dict[str, Any]] = [{}, {"loss_chunks": 2}]
     chosen = [Cell(2, strategy=split, train=train, loss_scale=1024.0) for split in splits for train in trains]
-    record(check_cells(chosen), [])
+    record(check_cells(form(chosen, "tp", "loss_chunks")), [])
 
 
-def test_options_of_ddp_and_small_buckets(record: Callable[..., None]) -> None:
+@in_two_forms(10)
+def test_options_of_ddp_and_small_buckets(form: Form, record: Callable[..., None]) -> None:
     small = {"dp": 2, "bucket_cap_mb": 0.001}
     splits = [
         small | {"data_parallel": "ddp"},
@@ -156,4 +164,4 @@ def test_options_of_ddp_and_small_buckets(record: Callable[..., None]) -> None:
         small | {"data_parallel": "allreduce"},
     ]
     chosen = [Cell(2, "gpt-tied", strategy=split, batch={"micro_batches": n}) for split in splits for n in (1, 3)]
-    record(check_cells(chosen), [])
+    record(check_cells(form(chosen)), [])

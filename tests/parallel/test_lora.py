@@ -195,11 +195,15 @@ def cases() -> list[tuple[str, Cell]]:
     ]
 
 
-def test_every_layout_trains_as_a_bare_loop_of_peft(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen", [cases()[4::2], pytest.param(cases(), marks=pytest.mark.long_form(35))], ids=["short", "every"]
+)
+def test_every_layout_trains_as_a_bare_loop_of_peft(
+    chosen: list[tuple[str, Cell]], saved: Path, tmp_path: Path
+) -> None:
     """And so does a run resumed under another layout, whose checkpoint has only adapters, and loads with peft."""
     import peft
 
-    chosen = cases()
     expected = {model: bare_loop(model, saved) for model in TASKS}
     ranks = run_on_world(4, train, chosen, saved, tmp_path / "run", imports=HUGGING_FACE)
     for (model, cell), *results in zip([*chosen, ("llama", "resumed")], *ranks, strict=True):

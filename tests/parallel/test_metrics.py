@@ -22,7 +22,7 @@ from hpc_train.train.metrics.calls import CallFailed
 from hpc_train.train.metrics.ready import F1, Accuracy, MeanIoU, Perplexity, TopK
 from hpc_train.train.metrics.sums import MetricSums, build_metric
 from tests.checkpoint.training import join_again
-from tests.parallel.cells import VOCABULARY, Cell
+from tests.parallel.cells import VOCABULARY, Cell, Form, in_two_forms
 from tests.parallel.oracle import global_batch, local_batch
 from tests.ranks import run_on_world
 
@@ -98,9 +98,11 @@ def whole_outputs(cell: Cell) -> tuple[Tensor, Tensor]:
         return model.eval()(inputs, {}, None), targets
 
 
-def test_every_layout_has_the_metrics_of_one_process() -> None:
-    for of_rank in run_on_world(4, measured, CELLS, METRICS):
-        for cell, found in zip(CELLS, of_rank, strict=True):
+@in_two_forms(25)
+def test_every_layout_has_the_metrics_of_one_process(form: Form) -> None:
+    chosen = form(CELLS, "tp", "cp", "schedule")
+    for of_rank in run_on_world(4, measured, chosen, METRICS):
+        for cell, found in zip(chosen, of_rank, strict=True):
             outputs, targets = whole_outputs(cell)
             for name, config in METRICS.items():
                 metric = build_metric(name, config)

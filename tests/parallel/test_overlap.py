@@ -16,8 +16,7 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction, _plan
-from tests.checkpoint.progress import LONG
-from tests.parallel.cells import VOCABULARY, Cell
+from tests.parallel.cells import VOCABULARY, Cell, Form, in_two_forms
 from tests.parallel.oracle import check_cells, local_batch, mesh_of
 from tests.ranks import run_on_world, run_ranks
 
@@ -61,10 +60,11 @@ WHOLE = [Cell(2, strategy={"dp": 2} | SMALL, batch={"micro_batches": 3}), tensor
 SPLIT = [pipeline("interleaved_zero_bubble", 2), pipeline("zbv", 2)]
 
 
+@in_two_forms(20)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int) -> None:
+def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int, form: Form) -> None:
     """During the last backward of a stage, or after it while the rank's other stages go on."""
-    cells = [cell for cell in (*WHOLE, *SPLIT) if cell.world_size == world_size]
+    cells = form([cell for cell in (*WHOLE, *SPLIT) if cell.world_size == world_size], "dp", "stages_per_rank")
     for of_cells in run_ranks(world_size, backwards_to_come, cells):
         for cell, steps in zip(cells, of_cells, strict=True):
             assert len(steps) == 2
@@ -75,13 +75,13 @@ def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int) -> None:
                 assert all(to_come > 0 for buckets in early for to_come in buckets), (cell, stages)
 
 
-def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> None:
-    """Each schedule with one of the models; the long form has both."""
+@in_two_forms(40)
+def test_the_gradients_are_those_of_one_process(form: Form, record: Callable[..., None]) -> None:
     schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2))
     models = ("gpt-tied", "vit")
     chosen = [pipeline(*schedule, model) for schedule in schedules for model in models]
     chosen += [tensor_parallel("vit"), tensor_parallel("gpt-tied")]
-    record(check_cells(chosen if LONG else [*chosen[::4], *chosen[3::4]]), [])
+    record(check_cells(form(chosen, "tp", "stages_per_rank")), [])
 
 
 def uses_less(rank: int, world_size: int) -> list[Any]:

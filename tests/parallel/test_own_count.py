@@ -18,8 +18,7 @@ from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.models.build import build_model
 from hpc_train.parallel import exchange as exchanges
 from hpc_train.parallel.build import build_engine
-from tests.checkpoint.progress import LONG
-from tests.parallel.cells import CLASSES, Cell
+from tests.parallel.cells import CLASSES, Cell, Form, in_two_forms
 from tests.parallel.oracle import (
     Outcome,
     check_cells,
@@ -99,9 +98,6 @@ def data_parallel_cells() -> list[Cell]:
 def cells_of_four() -> list[Cell]:
     """Pipelines of two stages and two replicas, and shards beside replicas."""
     pairs = [(schedule, kind) for schedule, row in SCHEDULES.items() for kind in row.data_parallel]
-    if not LONG:
-        pairs = [("1f1b", kind) for kind in KINDS]
-        pairs += [("zbv", "allreduce"), ("interleaved_zero_bubble", "zero1")]
     splits: list[dict[str, Any]] = [
         {
             "dp": 2,
@@ -116,12 +112,16 @@ def cells_of_four() -> list[Cell]:
     return [Cell(4, "gpt-weighted", strategy=split | SMALL) for split in splits]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long_form(15))])
-def test_the_count_of_the_loss_divides_under_every_strategy(world_size: int, record: Callable[..., None]) -> None:
+@in_two_forms(60)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_count_of_the_loss_divides_under_every_strategy(
+    world_size: int, form: Form, record: Callable[..., None]
+) -> None:
     single = [Cell(1, model, batch=ACCUMULATED) for model in ("gpt-weighted", "custom-weighted")]
     single += [Cell(1, "custom-weighted", **REPRODUCIBLE)]
     chosen = {1: single, 2: data_parallel_cells(), 4: cells_of_four()}[world_size]
-    record(check_cells(chosen, timeout=280), [])
+    keys = ("shard",) if world_size == 4 else ("data_parallel", "model", "reproducible", "pp", "loss_scale")
+    record(check_cells(form(chosen, *keys)), [])
 
 
 def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcome]:
@@ -130,7 +130,7 @@ def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcom
     return compare_cells(rank, world_size, chosen)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long_form(10))])
 def test_compressed_gradients_are_divided_too(world_size: int, record: Callable[..., None]) -> None:
     split: dict[str, Any] = {"dp": 2, "data_parallel": "allreduce", "bucket_cap_mb": 0.002}
     if world_size == 4:

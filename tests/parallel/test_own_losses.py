@@ -18,7 +18,7 @@ from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.train.evaluation import evaluate
-from tests.parallel.cells import Cell, Refused, more
+from tests.parallel.cells import Cell, Form, Refused, in_two_forms
 from tests.parallel.oracle import check_cells, global_batch, mesh_of
 from tests.ranks import run_on_world
 
@@ -41,11 +41,9 @@ def replicas(world_size: int) -> list[dict[str, Any]]:
     return splits
 
 
-def pipelines(world_size: int, every: bool = False) -> list[dict[str, Any]]:
-    """Every schedule on two ranks; on four, every pair with two replicas in the long form."""
+def pipelines(world_size: int) -> list[dict[str, Any]]:
+    """Every schedule on two ranks; on four, every pair with two replicas."""
     pairs = [(schedule, kind) for schedule, row in SCHEDULES.items() for kind in row.data_parallel]
-    if not every:
-        pairs = [("1f1b", "zero3"), ("zbv", "allreduce")]
     if world_size == 2:
         pairs = [(schedule, "ddp") for schedule in SCHEDULES]
     return [
@@ -60,54 +58,31 @@ def pipelines(world_size: int, every: bool = False) -> list[dict[str, Any]]:
     ]
 
 
-def sums(world_size: int, every: bool) -> list[Cell]:
-    """Two models of each strategy on two ranks, and one under each strategy that needs four; all in the long form."""
+def cells(world_size: int) -> list[Cell]:
     batches = (AT_ONCE, ACCUMULATED)
     if world_size == 1:
-        return [Cell(1, model, batch=batch) for model in SUMS for batch in batches]
+        chosen = [Cell(1, model, batch=batch) for model in SUMS for batch in batches]
+        return chosen + [Cell(1, model, batch=AT_ONCE) for model in CONTRASTIVE]
     chosen = [
-        Cell(world_size, model, strategy=split, batch=batches[(number + place) % 2])
+        Cell(world_size, model, strategy=split, batch=batches[(number + place) % 2] if model in SUMS else AT_ONCE)
         for number, split in enumerate(replicas(world_size))
-        for place, model in enumerate(SUMS)
-        if every or (("shard" in split and (number + place) % 3 == 0) if world_size == 4 else (number + place) % 3 > 0)
+        for place, model in enumerate((*SUMS, *CONTRASTIVE))
     ]
     if world_size == 2:
         chosen += [Cell(2, model, strategy={"dp": 2}, **REPRODUCIBLE) for model in SUMS[1:]]
         chosen += [Cell(2, "custom-heads", strategy=COMPRESSED, batch=ACCUMULATED)]
         chosen += [Cell(2, "custom-vae", strategy={"dp": 2}, loss_scale=1024.0)]
-    return chosen + [Cell(world_size, "gpt-heads", strategy=split) for split in pipelines(world_size, every)]
-
-
-def contrastive(world_size: int, every: bool) -> list[Cell]:
-    if world_size == 1:
-        return [Cell(1, model, batch=AT_ONCE) for model in CONTRASTIVE]
-    chosen = [
-        Cell(world_size, model, strategy=split, batch=AT_ONCE)
-        for number, split in enumerate(replicas(world_size))
-        for place, model in enumerate(CONTRASTIVE)
-        if every or ((number + place) % 2 == 0) == (world_size == 4)
-    ]
+    chosen += [Cell(world_size, "gpt-heads", strategy=split) for split in pipelines(world_size)]
     static = {"dp": world_size, "data_parallel": "ddp", "static_graph": True}
     return [*chosen, Cell(world_size, "custom-contrastive", strategy=static, loss_scale=1024.0)]
 
 
-def cells(world_size: int, every: bool) -> list[Cell]:
-    return [*sums(world_size, every), *contrastive(world_size, every)]
-
-
-@pytest.mark.parametrize(
-    "cells",
-    [
-        pytest.param(cells(2, False), id="2"),
-        pytest.param(cells(4, False), id="4", marks=pytest.mark.long_form(20)),
-        pytest.param(cells(1, True), id="1", marks=pytest.mark.long_form(10)),
-        pytest.param(more(cells(2, False), cells(2, True)), id="2-more", marks=pytest.mark.long_form(15)),
-        pytest.param(more(cells(4, False), cells(4, True)), id="4-more", marks=pytest.mark.long_form(60)),
-    ],
-)
-def test_own_losses_train_as_in_one_process(cells: list[Cell], record: Callable[..., None]) -> None:
+@in_two_forms(100)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_own_losses_train_as_in_one_process(world_size: int, form: Form, record: Callable[..., None]) -> None:
     """Ten samples are unevenly divided among four ranks, and ignored ones leave ranks different numbers of rows."""
-    record(check_cells(cells, timeout=280), [])
+    keys = ("shard",) if world_size == 4 else ("model", "data_parallel", "reproducible", "compression", "pp")
+    record(check_cells(form(cells(world_size), *keys)), [])
 
 
 def evaluations(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float]]:
@@ -129,7 +104,8 @@ def evaluations(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[flo
     return found
 
 
-def test_an_evaluation_has_the_loss_of_one_process_though_the_last_batch_is_padded() -> None:
+@in_two_forms(10)
+def test_an_evaluation_has_the_loss_of_one_process_though_the_last_batch_is_padded(form: Form) -> None:
     """The last of four ranks has no sample in the last batch."""
     strategies = [{"dp": 4, "data_parallel": kind} for kind in ("allreduce", "zero3")]
     cells = [
@@ -137,7 +113,7 @@ def test_an_evaluation_has_the_loss_of_one_process_though_the_last_batch_is_padd
         for model in ("custom-contrastive", "custom-heads", "custom-vae")
         for strategy in strategies
     ]
-    for found, expected in chain(*run_on_world(4, evaluations, cells)):
+    for found, expected in chain(*run_on_world(4, evaluations, form(cells, "model"))):
         assert found == pytest.approx(expected, rel=1e-12)
 
 

@@ -160,19 +160,26 @@ def check(cases: list[Case], found: list[list[int]]) -> None:
         assert wanted.total == pytest.approx(max(of_ranks), rel=0.05), case
 
 
-def test_the_peak_of_one_rank() -> None:
-    check(ALONE, run_on_world(1, peaks, ALONE, timeout=300))
+SHORT: list[Case] = [{}, {"recompute": "full", "precision": "bf16"}, {"chunks": 4}, {"z_loss": 1e-4}, INSIDE]
 
 
+@pytest.mark.parametrize("cases", [SHORT, pytest.param(ALONE, marks=pytest.mark.long_form(60))], ids=["short", "every"])
+def test_the_peak_of_one_rank(cases: list[Case]) -> None:
+    check(cases, run_on_world(1, peaks, cases, timeout=300))
+
+
+SHORT_OF_TWO = [TWO[0][0], TWO[0][3], TWO[1][0], TWO[2][0], TWO[3][1], TWO[4][2], TWO[5][0] | {"micro": 4}]
 KINDS = ["data", "pipeline", "tensor", "inside", "copies", "context"]
-IN_SHORT_FORM = ("data", "inside")
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(cases, id=kind, marks=() if kind in IN_SHORT_FORM else pytest.mark.long_form(15))
-        for kind, cases in zip(KINDS, TWO, strict=True)
+        pytest.param(SHORT_OF_TWO, id="short"),
+        *(
+            pytest.param(cases, id=kind, marks=pytest.mark.long_form(25))
+            for kind, cases in zip(KINDS, TWO, strict=True)
+        ),
     ],
 )
 def test_the_peak_of_the_fullest_of_two_ranks(cases: list[Case]) -> None:

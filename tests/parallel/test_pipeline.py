@@ -27,8 +27,7 @@ from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.parallel.pipeline.schedules import _Stage
 from hpc_train.parallel.pipeline.split import _group_across
-from tests.checkpoint.progress import LONG
-from tests.parallel.cells import Cell, cells, in_turn, one_in
+from tests.parallel.cells import Cell, Form, cells, in_two_forms
 from tests.parallel.oracle import check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
 
@@ -37,54 +36,33 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
     return {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]} | fields
 
 
-@pytest.mark.parametrize(
-    ("world_size", "pp", "tp"),
-    [(2, 2, 1), (4, 2, 1), pytest.param(4, 2, 2, marks=pytest.mark.long_form(15)), (4, 4, 1)],
-)
-def test_every_pipeline_trains_as_one_process_does(
-    world_size: int, pp: int, tp: int, record: Callable[..., None]
-) -> None:
-    """Each with one of the models; the long form has all pairs.
-
-    With replicas, the short form has a third of the pairs, with every schedule and data parallelism. With tensor
-    parallelism it has schedules of several stages per rank; others have the tests below and those of the z-loss.
-    """
+@in_two_forms(240)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_pipeline_trains_as_one_process_does(world_size: int, form: Form, record: Callable[..., None]) -> None:
+    """Two ranks have each schedule; four have each data parallelism, tensor parallelism and four stages."""
     allowed, refused = cells(world_size, pipelines=True)
-    chosen = in_turn([cell for cell in allowed if (cell.strategy["pp"], cell.strategy["tp"]) == (pp, tp)])
-    if world_size > pp:
-        chosen = one_in(3 if world_size > pp * tp else 2, chosen)
-    if tp > 1 and not LONG:
-        chosen = [cell for cell in chosen if cell.strategy["stages_per_rank"] > 1]
-    refused = [entry for entry in refused if (entry.cell.strategy["pp"], entry.cell.strategy["tp"]) == (pp, tp)]
-    record(check_cells(chosen, timeout=280), refused)
-    pairs = {(cell.strategy["schedule"], cell.strategy["data_parallel"]) for cell in chosen}
-    if LONG and world_size > pp * tp:
-        assert pairs == {(schedule, kind) for schedule, row in SCHEDULES.items() for kind in row.data_parallel}
-    if tp == 1:
-        assert {schedule for schedule, _ in pairs} == set(SCHEDULES)
-    if world_size > pp * tp:
-        assert {kind for _, kind in pairs} == set(KINDS)
+    two = world_size == 2
+    chosen = form(allowed, "schedule", "model") if two else form(allowed, "data_parallel", "pp", "tp")
+    record(check_cells(chosen), refused)
+    seen = {key: {cell.strategy[key] for cell in chosen} for key in ("schedule", "data_parallel")}
+    assert seen["schedule"] == set(SCHEDULES) if two else seen["data_parallel"] == set(KINDS)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        pipeline("zbv", dp=2, tp=2, data_parallel="zero2"),
-        pytest.param(
-            pipeline("interleaved_1f1b", dp=4, data_parallel="zero2", shard=2), marks=pytest.mark.long_form(15)
-        ),
-        *(
-            pytest.param(pipeline("1f1b", dp=2, tp=2, data_parallel=kind), marks=pytest.mark.long_form(20))
-            for kind in ("allreduce", "zero3")
-        ),
-    ],
-    ids=lambda split: " ".join(f"{key}={value}" for key, value in split.items()),
-)
+THREE_DIMENSIONS = [
+    pipeline("zbv", dp=2, tp=2, data_parallel="zero2"),
+    pipeline("interleaved_1f1b", dp=4, data_parallel="zero2", shard=2),
+    *(pipeline("1f1b", dp=2, tp=2, data_parallel=kind) for kind in ("allreduce", "zero3")),
+]
+
+
+@pytest.mark.long_form(25)  # eight ranks; each pair of these axes has cells of four ranks above
+@pytest.mark.parametrize("split", THREE_DIMENSIONS, ids=lambda split: " ".join(f"{k}={v}" for k, v in split.items()))
 def test_three_dimensions(split: dict[str, Any], record: Callable[..., None]) -> None:
-    record(check_cells([Cell(8, "gpt-tied", strategy=split)], timeout=250), [])
+    record(check_cells([Cell(8, "gpt-tied", strategy=split)]), [])
 
 
-def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., None]) -> None:
+@in_two_forms(25)
+def test_a_given_split_and_more_stages_and_micro_batches(form: Form, record: Callable[..., None]) -> None:
     chosen = [
         Cell(2, "gpt-tied", strategy=pipeline("1f1b", pp_split=[1, 2])),
         Cell(2, "vit", strategy=pipeline("1f1b", pp_split=[2, 1]), batch={"micro_size": 1}),
@@ -97,7 +75,7 @@ def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., N
         Cell(2, "gpt-tied", strategy=pipeline("zbv"), batch={"micro_batches": 5}),
         Cell(2, "gpt", strategy=pipeline("gpipe"), batch={"micro_batches": 10}),
     ]
-    record(check_cells(chosen), [])
+    record(check_cells(form(chosen, "stages_per_rank", "micro_size")), [])
 
 
 def test_the_example_of_an_own_model_trains_in_a_pipeline() -> None:
@@ -127,12 +105,10 @@ def test_hidden_states_of_another_shape_are_an_error_before_the_first_message() 
         assert "hidden_shape returns (2, 33)" in message
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "ops"])
-def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[..., None]) -> None:
-    train = {"activation_checkpointing": mode}
-    small = {"bucket_cap_mb": 0.001}
-    chosen = [
-        Cell(4, "gpt-tied", strategy=pipeline(schedule, dp=2, data_parallel=kind) | small, train=train)
+@in_two_forms(45)
+def test_activation_checkpointing_in_a_pipeline(form: Form, record: Callable[..., None]) -> None:
+    chosen = []
+    for mode in ("full", "selective", "ops"):
         for schedule, kind in (
             ("1f1b", "ddp"),
             ("1f1b", "zero3"),
@@ -140,28 +116,25 @@ def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[...,
             ("interleaved_zero_bubble", "zero1"),
             ("zbv", "allreduce"),
             ("zbv", "zero2"),
-        )
-    ]
-    if mode == "ops":
-        refused = [cell for cell in chosen if SCHEDULES[cell.strategy["schedule"]].splits_backward]
-        for cell in refused:
-            with pytest.raises(UserError, match="activation_checkpointing=ops does not support"):
-                cell.layout()
-        chosen = [cell for cell in chosen if cell not in refused]
-    if mode != "ops" and not LONG:  # the long form has all; selective is full in some of the layers
-        chosen = chosen[1::3] if mode == "selective" else [chosen[0], *chosen[3::2]]
-    record(check_cells(chosen), [])
+        ):
+            split = pipeline(schedule, dp=2, data_parallel=kind, bucket_cap_mb=0.001)
+            cell = Cell(4, "gpt-tied", strategy=split, train={"activation_checkpointing": mode})
+            if mode == "ops" and SCHEDULES[schedule].splits_backward:
+                with pytest.raises(UserError, match="activation_checkpointing=ops does not support"):
+                    cell.layout()
+            else:
+                chosen.append(cell)
+    record(check_cells(form(chosen, "activation_checkpointing")), [])
 
 
-def test_a_loss_scale_in_a_pipeline(record: Callable[..., None]) -> None:
-    """Each schedule with one of the two; the long form has both."""
+@in_two_forms(30)
+def test_a_loss_scale_in_a_pipeline(form: Form, record: Callable[..., None]) -> None:
     train = {"loss_chunks": 2}
     chosen = [
         Cell(2, "gpt-tied", strategy=pipeline(schedule), train=train, loss_scale=1024.0) for schedule in SCHEDULES
     ]
-    single = [Cell(2, "vit", "fp32", pipeline(schedule), {"global_size": 8}) for schedule in SCHEDULES]
-    chosen = [*chosen, *single] if LONG else [*chosen[::2], *single[1::2]]
-    record(check_cells(chosen), [])
+    chosen += [Cell(2, "vit", "fp32", pipeline(schedule), {"global_size": 8}) for schedule in SCHEDULES]
+    record(check_cells(form(chosen, "model")), [])
 
 
 def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
@@ -173,22 +146,22 @@ def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
         Cell(2, strategy=pipeline("interleaved_1f1b", pp_split=[2, 0, 1, 1])).layout()
 
 
-def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(record: Callable[..., None]) -> None:
-    """Every data parallelism with one of the two ends; the long form has each with both."""
+@in_two_forms(60)
+def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(
+    form: Form, record: Callable[..., None]
+) -> None:
     ends = [0, 3]
-    replicas = [
+    chosen = [
         Cell(4, model, strategy=pipeline("1f1b", dp=2, data_parallel=kind, pp_split=split))
         for kind in KINDS
         for model, split in (("gpt-tied", ends[::-1]), ("vit", ends))
     ]
-    tensor_parallel = [
+    chosen += [
         Cell(4, model, strategy=pipeline("1f1b", tp=2, pp_split=split))
         for split in (ends, ends[::-1])
         for model in ("gpt", "vit")
     ]
-    if not LONG:
-        replicas, tensor_parallel = [*replicas[::4], *replicas[3::4]], tensor_parallel[::3]
-    record(check_cells([*replicas, *tensor_parallel], timeout=250), [])
+    record(check_cells(form(chosen, "dp", "tp", "pp_split")), [])
 
 
 def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:
@@ -251,16 +224,18 @@ def test_neighbors_have_a_group_of_their_own() -> None:
     assert run_on_world(4, sizes_of_groups, chosen) == [[{2}, {2}]] * 4
 
 
-def test_evaluation_leaves_the_training_alone_and_takes_other_shapes() -> None:
-    """An evaluation has forward passes only: the short form has one schedule of each placement of the stages."""
-    schedules = SCHEDULES if LONG else ("1f1b", "interleaved_1f1b", "zbv")
-    chosen = [Cell(2, "gpt-tied", strategy=pipeline(schedule)) for schedule in schedules]
-    splits = [("1f1b", "zero3"), ("zbv", "zero2")]
-    if LONG:
-        splits += [("1f1b", "zero2"), ("1f1b", "ddp")]
-    sharded = [Cell(4, "vit", strategy=pipeline(schedule, dp=2, data_parallel=kind)) for schedule, kind in splits]
-    run_on_world(2, _evaluate_between, chosen)
-    run_on_world(4, _evaluate_between, sharded)
+@in_two_forms(40)
+def test_evaluation_leaves_the_training_alone_and_takes_other_shapes(form: Form) -> None:
+    """An evaluation has forward passes only, so the short form has two schedules."""
+    cells = [Cell(2, "gpt-tied", strategy=pipeline(schedule)) for schedule in SCHEDULES]
+    run_on_world(2, _evaluate_between, form(cells, "stages_per_rank"))
+
+
+@pytest.mark.long_form(20)
+def test_evaluation_leaves_the_training_of_replicas_alone() -> None:
+    splits = [("1f1b", "zero3"), ("zbv", "zero2"), ("1f1b", "zero2"), ("1f1b", "ddp")]
+    cells = [Cell(4, "vit", strategy=pipeline(schedule, dp=2, data_parallel=kind)) for schedule, kind in splits]
+    run_on_world(4, _evaluate_between, cells)
 
 
 def _evaluate_between(rank: int, _: int, chosen: list[Cell]) -> None:
@@ -303,6 +278,7 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
+@pytest.mark.long_form(10)  # tests/parallel/test_packing.py has documents in pipelines
 def test_every_stage_gets_the_context() -> None:
     chosen = [Cell(2, "gpt", strategy=pipeline(schedule)) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]
     run_on_world(2, _with_documents, chosen)
@@ -341,17 +317,16 @@ def _documents(batch: StepBatch) -> StepBatch:
     return StepBatch(tuple(micro_batches), batch.target_count)
 
 
-@pytest.mark.parametrize(("precision", "loss_scale"), [("bf16", None), ("fp16", 1024.0)])
-def test_half_precision_travels_in_the_type_that_the_model_computes(precision: str, loss_scale: float | None) -> None:
-    """Each pair with one of the two precisions; the long form has both."""
+@in_two_forms(35)
+def test_half_precision_travels_in_the_type_that_the_model_computes(form: Form) -> None:
     kinds = [("1f1b", "allreduce"), ("1f1b", "zero2"), ("zbv", "zero1"), ("interleaved_1f1b", "ddp")]
-    if not LONG:
-        kinds = kinds[0::2] if precision == "bf16" else kinds[1::2]
-    chosen = in_turn([
+    chosen = [
         Cell(4, model, precision, pipeline(schedule, dp=2, data_parallel=kind), loss_scale=loss_scale)
+        for precision, loss_scale in (("bf16", None), ("fp16", 1024.0))
         for schedule, kind in kinds
         for model in ("gpt-tied", "vit")
-    ])  # fmt: skip
+    ]
+    chosen = form(chosen, "precision", "model")
     for rank in run_on_world(4, _half_errors, chosen):
         for cell, (of_loss, of_gradients) in zip(chosen, rank, strict=True):
             assert of_loss < 0.01, cell

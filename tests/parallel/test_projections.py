@@ -46,7 +46,9 @@ def differences(rank: int, _: int, chosen: list[Cell]) -> list[tuple[int, float]
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt", "gpt-options", "gpt-windows", "vit"])
+@pytest.mark.parametrize(
+    "model", ["gpt-options", *(pytest.param(m, marks=pytest.mark.long_form(10)) for m in ("gpt", "gpt-windows", "vit"))]
+)
 def test_queries_keys_and_values_are_exact(model: str) -> None:
     """With biases, norms of queries and keys, windows and a split backward."""
     for world_size in (1, 2):

@@ -18,7 +18,6 @@ from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reproducible_engine import cover, tree_sum
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.report import weights_sha256
-from tests.checkpoint.progress import LONG
 from tests.parallel.cells import CLASSES, Cell
 from tests.parallel.oracle import check_cells, local_batch, mesh_of
 from tests.ranks import run_on_world, run_ranks
@@ -57,10 +56,16 @@ def trained(world_size: int, model: str = "gpt", train: dict[str, Any] = ON, dro
     return of_ranks[0]
 
 
-MANY = (2, 3, 4, 8) if LONG else (3, 8)
-
-
-@pytest.mark.parametrize(("model", "others"), [("gpt-tied", MANY), ("vit", (4,)), ("gpt-weighted", (2,))])
+@pytest.mark.parametrize(
+    ("model", "others"),
+    [
+        ("gpt-tied", (3,)),
+        *(
+            pytest.param(*case, marks=pytest.mark.long_form(10))
+            for case in (("gpt-tied", (2, 4, 8)), ("vit", (4,)), ("gpt-weighted", (2,)))
+        ),
+    ],
+)
 def test_any_number_of_ranks_trains_the_same_bits(model: str, others: tuple[int, ...]) -> None:
     """Also 3, which does not divide the micro-batches, with dropout, clipping, tied weights and a loss that counts."""
     one = trained(1, model)

@@ -33,8 +33,7 @@ from hpc_train.train.hooks.ema import EMA
 from hpc_train.train.hooks.hook import HookContext
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.watch.memory import MemoryReport, report_memory
-from tests.checkpoint.progress import LONG
-from tests.parallel.cells import Cell
+from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.ranks import run_ranks
 
@@ -133,6 +132,7 @@ def kept_by_split(rank: int, world_size: int, cases: list[tuple[str, int, str]])
     return found
 
 
+@pytest.mark.long_form(15)  # the peak of tensor-parallel ranks is in test_peak_memory
 @pytest.mark.parametrize("family", ["gpt", "vit"])
 def test_the_estimate_counts_what_tensor_parallel_ranks_gather(family: str) -> None:
     """A collective may hold a tensor of hidden states a little longer than the layer that made it."""
@@ -184,18 +184,20 @@ SPLITS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_estimate_is_what_the_rank_with_most_holds() -> None:
+@in_two_forms(25)
+def test_the_estimate_is_what_the_rank_with_most_holds(form: Form) -> None:
     """Whole copies that ZeRO gathers come on top of what is held from step to step. Gradients are not whole at the peak
-    (``test_peak_memory``). Every second layout has tied embeddings, and in the long form each has both.
+    (``test_peak_memory``). Every second layout has tied embeddings.
     """
     configs = [
-        replace(config_of(8), strategy=StrategyConfig(**split), batch=BatchConfig(global_size=8)) for split in SPLITS
+        replace(
+            config_of(8, {"tied_embeddings": index % 2 == 1}),
+            strategy=StrategyConfig(**split),
+            batch=BatchConfig(global_size=8),
+            hooks={"ema": TargetConfig("hpc_train.train.hooks.ema.EMA")},
+        )
+        for index, split in enumerate(form(SPLITS, "dp", "tp", "pp_split", "stages_per_rank"))
     ]
-    tied = [replace(config, model=replace(config.model, tied_embeddings=True)) for config in configs]
-    configs = (
-        [*configs, *tied] if LONG else [pair[index % 2] for index, pair in enumerate(zip(configs, tied, strict=True))]
-    )
-    configs = [replace(config, hooks={"ema": TargetConfig("hpc_train.train.hooks.ema.EMA")}) for config in configs]
     for config, *held_of_ranks in zip(configs, *run_ranks(2, held_by, configs), strict=True):
         wanted = estimate(config, resolve_layout(config, 1, 2))
         assert wanted is not None

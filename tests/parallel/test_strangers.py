@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -146,13 +147,14 @@ def test_ddp_refuses_them_and_says_what_trains_such_a_model() -> None:
 ZERO = [{"dp": 2, "data_parallel": kind} for kind in ("zero1", "zero2", "zero3")]
 
 
-def test_shards_leave_them_as_one_process_does() -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long_form(40))], ids=["short", "every"])
+def test_shards_leave_them_as_one_process_does(step: int) -> None:
     """With experts that only some ranks use, the model is one group; blocks that all ranks use may be separate."""
     wraps: dict[str, list[str] | None] = {"Experts": [], "CountedExperts": [], "Tasks": None, "Nested": None}
     splits = [(split, micro_batches) for split in ZERO for micro_batches in (1, 2)]
     cells = [(module, cell_of(split, micro), wrap) for split, micro in splits for module, wrap in wraps.items()]
     cells += [("Nested", cell_of(ZERO[2] | {"offload": "all"}, activation_checkpointing="full"), None)]
-    check(2, cells if LONG else cells[::3])
+    check(2, cells[::step])
 
 
 def test_zero_refuses_blocks_that_only_some_ranks_use() -> None:

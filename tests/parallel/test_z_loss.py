@@ -14,9 +14,8 @@ from hpc_train.errors import UserError
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.layout.validate import validate
 from hpc_train.parallel.build import build_engine
-from tests.checkpoint.progress import LONG
 from tests.config.composing import compose
-from tests.parallel.cells import Cell
+from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.oracle import check_cells, mesh_of
 from tests.ranks import run_on_world
 
@@ -45,41 +44,31 @@ def test_one_rank_in_every_form_of_the_loss(record: Callable[..., None]) -> None
     record(check_cells([Cell(1, model, train=Z | form) for model in MODELS for form in forms]), [])
 
 
-def test_two_ranks_of_every_kind(record: Callable[..., None]) -> None:
+@in_two_forms(20)
+def test_two_ranks_of_every_kind(form: Form, record: Callable[..., None]) -> None:
     splits: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in KINDS]
     splits += [{"tp": 2}, {"cp": 2}, {"tp": 2}, {"cp": 2}]
-    record(check_cells(cells(2, splits)), [])
+    record(check_cells(form(cells(2, splits), "dp", "tp", "cp", "model", "loss_chunks")), [])
 
 
-def test_every_pipeline_schedule(record: Callable[..., None]) -> None:
-    """The short form has one schedule of each placement of the head, one of which splits the backward pass."""
-    rows = {name: row for name, row in SCHEDULES.items() if LONG or name in ("gpipe", "interleaved_1f1b", "zbv")}
-    splits = [{"pp": 2, "schedule": name, "stages_per_rank": row.stages_per_rank[0]} for name, row in rows.items()]
-    record(check_cells(cells(2, splits), timeout=250), [])
+@in_two_forms(15)
+def test_every_pipeline_schedule(form: Form, record: Callable[..., None]) -> None:
+    splits = [{"pp": 2, "schedule": name, "stages_per_rank": row.stages_per_rank[0]} for name, row in SCHEDULES.items()]
+    record(check_cells(form(cells(2, splits), "stages_per_rank")), [])
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        [
-            {"pp": 2, "dp": 2, "data_parallel": "zero2", "schedule": "gpipe"},
-            {"pp": 2, "tp": 2, "schedule": "1f1b"},
-            {"dp": 2, "cp": 2, "data_parallel": "zero2"},
-        ],
-        pytest.param(
-            [
-                {"pp": 2, "cp": 2, "schedule": "1f1b"},
-                {"dp": 2, "tp": 2, "data_parallel": "zero3"},
-                {"cp": 2, "tp": 2, "data_parallel": "allreduce"},
-            ],
-            marks=pytest.mark.long_form(30),
-        ),
-    ],
-    ids=["short", "more"],
-)
-def test_several_axes(splits: list[dict[str, Any]], record: Callable[..., None]) -> None:
+@pytest.mark.long_form(40)
+def test_several_axes(record: Callable[..., None]) -> None:
     """Also recomputed chunks: a stage of gpipe keeps several micro-batches."""
-    record(check_cells(cells(4, splits), timeout=250), [])
+    splits: list[dict[str, Any]] = [
+        {"pp": 2, "dp": 2, "data_parallel": "zero2", "schedule": "gpipe"},
+        {"pp": 2, "tp": 2, "schedule": "1f1b"},
+        {"dp": 2, "cp": 2, "data_parallel": "zero2"},
+        {"pp": 2, "cp": 2, "schedule": "1f1b"},
+        {"dp": 2, "tp": 2, "data_parallel": "zero3"},
+        {"cp": 2, "tp": 2, "data_parallel": "allreduce"},
+    ]
+    record(check_cells(cells(4, splits)), [])
 
 
 def test_a_loss_scale_and_padding(record: Callable[..., None]) -> None:

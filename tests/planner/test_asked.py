@@ -16,19 +16,22 @@ from hpc_train.planner.candidates import candidates
 from hpc_train.planner.machine import read_machine
 from hpc_train.run.config_text import text_of
 
+LATER = pytest.mark.long_form(10)
 OPEN = "# @package _global_\nstrategy:\n  pp: 2\n  bucket_cap_mb: 3\n"  # an experiment that names no strategy
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "",
+        pytest.param("", marks=LATER),
         "strategy.tp=2 model=gpt_124m optim.lr=1 train.debug=true strategy.async_tp=true",
-        "strategy.pp_split=[1,3] strategy.bucket_cap_mb=3 +cluster.env.A=1",
-        pytest.param("+experiment=hybrid_8gpu", marks=pytest.mark.long_form(10)),
+        pytest.param(
+            "strategy.pp_split=[1,3] strategy.bucket_cap_mb=3 +cluster.env.A=1", marks=pytest.mark.long_form(5)
+        ),
+        pytest.param("+experiment=hybrid_8gpu", marks=LATER),
         "+experiment=open -cd",
-        pytest.param("strategy.pp=2 optim.warmup_steps=${strategy.pp}", marks=pytest.mark.long_form(10)),
-        "batch.global_size=64 ++strategy.offload=optimizer",
+        pytest.param("strategy.pp=2 optim.warmup_steps=${strategy.pp}", marks=LATER),
+        pytest.param("batch.global_size=64 ++strategy.offload=optimizer", marks=LATER),
     ],
 )
 def test_each_strategy_is_what_its_file_composes(words: str, tmp_path: Path) -> None:

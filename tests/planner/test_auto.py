@@ -185,6 +185,7 @@ def test_an_unknown_machine_is_refused_with_the_key_that_names_it(
     assert machine_of_job("auto", 8, {"h200"}).name == read_machine("h200").name
 
 
+@pytest.mark.long_form(12)  # docs and README train with strategy=auto
 def test_a_run_trains_with_the_choice_and_keeps_it(tmp_path: Path) -> None:
     """The jobs of a sweep choose by themselves; the second command finds another machine and keeps the layout."""
     machine = cpu_file(tmp_path / "cores.json")

@@ -119,7 +119,14 @@ def predicted(config: Config) -> set[str]:
     return {name for name in chosen if name}
 
 
-@pytest.mark.parametrize("model", ["llama", "classifier", "bert", "vit", "phi", "Net", "Flat"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama",
+        "Net",
+        *(pytest.param(m, marks=pytest.mark.long_form(5)) for m in ("classifier", "bert", "vit", "phi", "Flat")),
+    ],
+)
 def test_the_layers_of_a_plan_are_those_that_are_converted(model: str, folder: Path) -> None:
     own = model[0].isupper()
     words = [*CUSTOM, f"model._target_=float8_net.{model}"] if own else hf_model(model, folder)

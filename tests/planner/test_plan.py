@@ -38,7 +38,7 @@ def config_of(*overrides: str) -> Config:
     [
         ["data=synthetic", "model=gpt_tiny"],
         ["data=synthetic", "model=llama_1b", "data.sequence_length=256"],
-        ["data=synthetic", "model=qwen3_8b", "data.sequence_length=128"],
+        pytest.param(["data=synthetic", "model=qwen3_8b", "data.sequence_length=128"], marks=pytest.mark.long_form(5)),
         ["data=synthetic", "data.task=images", "model=vit_tiny"],
     ],
 )
@@ -149,11 +149,11 @@ def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: p
     ("overrides", "name"),
     [
         (["cluster.gpus_per_node=0"], "cpu"),
-        (["cluster.cpu_workers=2"], "cpu"),
+        pytest.param(["cluster.cpu_workers=2"], "cpu", marks=pytest.mark.long_form(5)),
         (["cluster.cpu_workers=2", "cluster.gpus_per_node=8"], "h100"),
         (["cluster.gpu_type=a100-40gb"], "a100-40"),
         (["cluster.machine=h200", "cluster.gpu_type=a100"], "h200"),
-        ([], "h100"),
+        pytest.param([], "h100", marks=pytest.mark.long_form(5)),
     ],
 )
 def test_the_machine_is_that_of_the_config(overrides: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +206,7 @@ def test_the_command_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cluster.gpus_per_node=4" in four["command"], "half of a node"
 
 
+@pytest.mark.long_form(15)
 def test_an_experiment_that_chooses_a_strategy_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["+experiment=llama7b_4xa100", "data.path=tokens", "cluster=auto", "strategy.pp=1", "batch.micro_size=1"]
     first = rows_of(capsys, *asked, "--gpus", "4", "--machine", "a100-80")[0]
@@ -243,6 +244,7 @@ def test_a_deadline_finds_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) ->
         plan.main([*asked, "--sort", "cost"])
 
 
+@pytest.mark.long_form(10)
 def test_the_largest_model_is_first_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["model=llama_1b", "data=synthetic", "data.sequence_length=512", "precision=bf16", "batch.global_size=64"]
     asked += [

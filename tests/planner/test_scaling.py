@@ -67,7 +67,9 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[
     return found
 
 
-@pytest.mark.parametrize(("micro", "share"), [(8, 0.060), (32, 0.067), (128, 0.042)])
+@pytest.mark.parametrize(
+    ("micro", "share"), [(8, 0.060), pytest.param(32, 0.067, marks=pytest.mark.long_form(5)), (128, 0.042)]
+)
 def test_the_table_of_vit_large_on_cifar_comes_out(
     micro: int, share: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +116,7 @@ def test_ten_thousand_gpus_fail_often_and_the_intervals_say_how_little_is_known(
     assert unreliable["useful"]["low"] == unreliable["useful"]["high"]
 
 
+@pytest.mark.long_form(12)
 def test_the_simulation_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["data=synthetic", "model=gpt_tiny", "batch.global_size=64", *DDP, "batch.micro_size=8", "train.steps=100"]
     picture = tmp_path / "scaling.svg"

@@ -24,8 +24,16 @@ from tests.config.composing import compose
 LONG = ["data=synthetic", "data.sequence_length=4096", "precision=bf16", "batch.global_size=64"]
 ASKED = [
     (["model=llama_7b", *LONG], "a100-40", 16, {"strategy.tp"}),
-    (["model=llama_70b", *LONG, "strategy.tp=8"], "h100", 32, {"strategy.tp"}),
-    (["model=qwen3_8b", *LONG, "strategy.cp=2"], "h100", 8, {"strategy.cp", "strategy.schedule"}),
+    pytest.param(
+        ["model=llama_70b", *LONG, "strategy.tp=8"], "h100", 32, {"strategy.tp"}, marks=pytest.mark.long_form(10)
+    ),
+    pytest.param(
+        ["model=qwen3_8b", *LONG, "strategy.cp=2"],
+        "h100",
+        8,
+        {"strategy.cp", "strategy.schedule"},
+        marks=pytest.mark.long_form(10),
+    ),
     pytest.param(
         ["model=vit_large", "data=synthetic", "data.task=images", "batch.global_size=64"],
         "v100",
