@@ -54,6 +54,7 @@ def test_sizes_until_the_memory_is_used_up(tmp_path: Path) -> None:
     assert (tmp_path / "batch.png").stat().st_size > 1000
 
 
+@pytest.mark.long_form(8)
 def test_a_trial_that_runs_out_of_memory_ends_alone(tmp_path: Path) -> None:
     (tmp_path / "hungry.py").write_text(HUNGRY)
     custom = ["model=custom", "model._target_=hungry.Hungry", "+strategy=single"]

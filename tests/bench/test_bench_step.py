@@ -17,7 +17,8 @@ HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TI
 FEW = ["--steps", "2", "--pairs", "3"]
 
 
-@pytest.mark.parametrize("strategy", ["dp", pytest.param("pp", marks=pytest.mark.long_form(15))])
+@pytest.mark.long_form(15)
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
 def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None:
     folder = tmp_path / ("tmp" * 30)  # longer than the name of a socket may be
     folder.mkdir()

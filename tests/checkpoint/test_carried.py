@@ -81,6 +81,7 @@ def test_residuals_move_to_fewer_and_to_more_replicas(tmp_path: Path) -> None:
     assert all(rank[2] == {} for rank in of_four), "without compression nothing is carried"
 
 
+@pytest.mark.long_form(8)
 def test_a_checkpoint_without_residuals_leaves_nothing_owed(tmp_path: Path) -> None:
     run_ranks(2, train_and_save, str(tmp_path), config_of("+strategy=dp"))
     for (state,) in run_ranks(2, load, str(tmp_path), [config_of("+strategy=dp", *TOPK)]):

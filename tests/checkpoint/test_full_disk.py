@@ -140,6 +140,7 @@ def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path, c
     assert [path.name for path in filled.run.checkpoints.glob("step-*")] == ["step-00000008"]
 
 
+@pytest.mark.long_form(10)
 def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled = Filled(disk, "checkpoint.wait_for_room_s=1.5")
     code, output = filled.end()

@@ -62,7 +62,8 @@ def test_a_rank_that_dies_in_a_save(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.checkpoints.iterdir()) == names
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.long_form(8)), "true"])
+@pytest.mark.long_form(8)
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_training_goes_on_when_the_disk_is_full_and_saves_again(tmp_path: Path, asynchronous: str) -> None:
     more = ("checkpoint.every=2", f"checkpoint.asynchronous={asynchronous}")
     run = frozen(tmp_path / "run", "+strategy=dp", *more)

@@ -55,6 +55,7 @@ def save_and_crash(rank: int, world_size: int, folder: str) -> int:
     return recorder.prefixes
 
 
+@pytest.mark.long_form(10)  # test_crash_states has those of a rename
 def test_every_state_that_a_crash_can_leave_holds_the_last_commit(tmp_path: Path) -> None:
     (prefixes,) = run_ranks(1, save_and_crash, str(tmp_path), timeout=LIMIT_S)
     assert prefixes > 40

@@ -57,6 +57,7 @@ def test_every_rank_refuses_and_says_what_was_there(tmp_path: Path, gone: str) -
     assert not (run.metrics_file(1)).exists()
 
 
+@pytest.mark.long_form(6)
 def test_how_far_it_had_trained_is_said(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", *SHORT)
     with pytest.raises(AssertionError, match="on purpose"):

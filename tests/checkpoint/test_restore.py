@@ -60,9 +60,8 @@ def test_a_fork_begins_with_the_state_of_its_source(tmp_path: Path) -> None:
     assert [path.name for path in source.checkpoints.iterdir()] == ["step-00000007"]
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["optim=sgd", pytest.param("optim._target_=torch.optim.RMSprop", marks=pytest.mark.long_form(8))]
-)
+@pytest.mark.long_form(8)
+@pytest.mark.parametrize("optimizer", ["optim=sgd", "optim._target_=torch.optim.RMSprop"])
 def test_a_fork_with_another_optimizer_takes_the_model_only(tmp_path: Path, optimizer: str) -> None:
     source = frozen(tmp_path / "source", "+strategy=single")
     run_ranks(1, save_made_up, str(source.path))

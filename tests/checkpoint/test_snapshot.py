@@ -328,6 +328,7 @@ def save_with_a_late_rank(rank: int, world_size: int, path: str) -> None:
     manager.wait()
 
 
+@pytest.mark.long_form(6)
 def test_a_rank_that_writes_slowly_does_not_end_the_training(tmp_path: Path) -> None:
     """The others wait for it longer than for a collective of the training."""
     run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.asynchronous=true")

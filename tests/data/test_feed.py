@@ -42,7 +42,7 @@ def real(batch: LocalBatch) -> list[int]:
     return targets[targets != IGNORED].tolist()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long_form(8))])
 def test_4_2_1_3_4_ranks_mid_epoch_go_on_in_the_same_order(workers: int) -> None:
     dataset = Numbers(100)
     one_rank = feed(dataset, loader_workers=0)
@@ -185,7 +185,8 @@ def test_loader_processes_compute_on_one_thread_and_ignore_stop_requests() -> No
     assert not Path(f"/proc/{first[0]}").exists()
 
 
-@pytest.mark.parametrize("end", ["kill", pytest.param("exit", marks=pytest.mark.long_form(8))])
+@pytest.mark.long_form(8)
+@pytest.mark.parametrize("end", ["kill", "exit"])
 def test_loader_processes_never_outlive_their_reader(end: str) -> None:
     code = (
         "import time, torch\n"

@@ -314,6 +314,7 @@ def growth(read: Callable[[int], str], indices: range) -> int:
     return grown
 
 
+@pytest.mark.long_form(6)
 def test_loader_processes_share_the_names_of_the_files(pictures: Path) -> None:
     for number in range(40_000):
         (pictures / "train" / "red" / f"n01440764_{number:07d}.JPEG").touch()

@@ -281,6 +281,7 @@ def train_part(rank: int, world_size: int, data: Any, steps: int, size: int) -> 
     return losses, {name: whole(value.detach()).numpy() for name, value in engine.named_parameters().items()}
 
 
+@pytest.mark.long_form(10)  # tests/parallel/test_packing.py has packed documents
 def test_packing_and_ranks_change_no_loss(tmp_path: Path, tokenizer: Any) -> None:
     write_jsonl(tmp_path / "chats.jsonl", chats(30))
     alone, packed = (sft(tmp_path, packing=each, sequence_length=256) for each in (False, True))

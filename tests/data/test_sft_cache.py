@@ -92,6 +92,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long_form(6)
 def test_a_waiting_process_looks_seldom_and_replaces_one_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def test_a_real_step_keeps_on_the_device_and_in_host_memory_what_the_formula_say
         assert left == 0, "the memory is freed without a garbage collection"
 
 
+@pytest.mark.long_form(8)
 def test_weights_stay_and_what_layers_share_is_moved_once() -> None:
     """Two norms with their inputs and results, queries, keys, values, attention, and of the feed-forward branch the
     gate before and after its activation, its factor and the product: 12 per layer.
@@ -217,6 +218,7 @@ def peaks(rank: int, world_size: int, configs: list[Config]) -> list[int]:
     return found
 
 
+@pytest.mark.long_form(8)
 def test_the_peak_of_a_step_falls_to_that_of_two_layers() -> None:
     configs = [config_of("none", "fp32", offload) for offload in ("none", "4KiB")]
     ((plain, moved),) = run_ranks(1, peaks, configs)

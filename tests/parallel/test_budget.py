@@ -30,6 +30,7 @@ from hpc_train.layout.validate import checked_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.precision.kept_casts import kept_by
+from tests.checkpoint.progress import LONG
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.parallel.oracle import check_cells
@@ -144,7 +145,7 @@ def _look(allocations: Allocations, alive: list[int], *_: Any) -> None:
     alive.append(allocations.alive)
 
 
-SHARES = (1.0, 0.8, 0.6, 0.4)
+SHARES = (1.0, 0.8, 0.6, 0.4) if LONG else (1.0, 0.6)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def graphs(rank: int, world_size: int, cell: Cell) -> int:
     return found
 
 
+@pytest.mark.long_form(10)
 def test_a_layer_is_one_graph_under_ddp() -> None:
     """A layer has 2.5 MiB of parameters, which torch would cut at buckets of 1 MiB."""
     ddp = {"dp": 2, "data_parallel": "ddp", "bucket_cap_mb": 1.0}
@@ -223,6 +224,7 @@ def settings_in_effect(rank: int, world_size: int) -> list[list[int]]:
 DEFAULTS = [getattr(inductor_config, name, 0) for name in CONCATENATION]
 
 
+@pytest.mark.long_form(8)
 def test_kernels_of_a_backward_write_the_parts_of_a_concatenation_apart() -> None:
     """The gradient of the joined queries, keys and values is one, which a GPU would compute element by element."""
     (found,) = run_ranks(1, settings_in_effect)
@@ -311,6 +313,7 @@ def attempts(rank: int, world_size: int, folder: Path) -> None:
     assert list(kept.parent.iterdir()) == [kept]
 
 
+@pytest.mark.long_form(15)
 def test_the_next_attempt_compiles_nothing_and_a_damaged_file_is_no_failure(tmp_path: Path) -> None:
     run_ranks(1, attempts, tmp_path)
 
@@ -365,6 +368,7 @@ def with_other_hashes(rank: int, world_size: int, cache: Path) -> list[tuple[int
     return found
 
 
+@pytest.mark.long_form(6)
 def test_a_graph_with_a_mesh_is_found_by_another_process(tmp_path: Path) -> None:
     ((first, second),) = run_ranks(1, with_other_hashes, tmp_path)
     assert first[0] > 0 and first[1] == 0 and second == (first[0], first[0])

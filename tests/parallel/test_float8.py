@@ -133,6 +133,7 @@ def recomputed(rank: int, world_size: int) -> list[bool]:
     return found
 
 
+@pytest.mark.long_form(10)
 def test_options_that_save_memory_keep_the_bits() -> None:
     assert run_on_world(1, recomputed) == [[True, True, True]]
 

@@ -163,9 +163,12 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
-def test_every_optimizer_leaves_the_bits_of_the_ordinary_step() -> None:
+@pytest.mark.parametrize(
+    "optimizers", [OPTIMIZERS[::4], pytest.param(OPTIMIZERS, marks=pytest.mark.long_form(12))], ids=["short", "every"]
+)
+def test_every_optimizer_leaves_the_bits_of_the_ordinary_step(optimizers: list[dict[str, Any]]) -> None:
     """Parameters, state, losses and norms."""
-    cells = [cell_of(1, "gpt-tied", each, precision="fp32") for each in OPTIMIZERS]
+    cells = [cell_of(1, "gpt-tied", each, precision="fp32") for each in optimizers]
     cells += [cell_of(1, precision="bf16"), cell_of(1, "gpt", precision="bf16", train={"loss_chunks": 2})]
     run_on_world(1, against_the_ordinary_step, cells)
 

@@ -110,6 +110,7 @@ def test_every_layout_has_the_metrics_of_one_process(form: Form) -> None:
                 assert found[name] == pytest.approx(metric.value(torch.cat(parts)), rel=1e-10), (str(cell), name)
 
 
+@pytest.mark.long_form(8)
 def test_metrics_of_torchmetrics() -> None:
     """Their states are added up over micro-batches as over ranks."""
     functional = pytest.importorskip("torchmetrics.functional.classification")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.parallel.build import build_engine
@@ -40,6 +41,7 @@ def collectives(rank: int, _: int, one: Cell, layers: int) -> dict[str, int]:
     return {name: counted.calls[name] // len(batch.micro_batches) for name in (GATHER, SCATTER)}
 
 
+@pytest.mark.long_form(6)
 def test_cheap_operations_repeat_the_collectives_of_a_layer_as_a_whole_layer_does() -> None:
     strategy = {"tp": 2, "data_parallel": "allreduce"}
     of_layer = {}

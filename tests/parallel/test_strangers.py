@@ -116,8 +116,9 @@ def replicated() -> list[tuple[str, Cell, list[str] | None]]:
     return [*found, ("Branch", cell_of({"dp": 2, "static_graph": True}, micro_batches=2), None)]
 
 
-def test_replicas_leave_them_as_one_process_does() -> None:
-    check(2, replicated())
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long_form(12))], ids=["short", "every"])
+def test_replicas_leave_them_as_one_process_does(step: int) -> None:
+    check(2, replicated()[::step])
     check(1, [("Experts", cell_of({}, micro_batches=2), None), ("Tasks", cell_of({}), None)])
 
 

@@ -29,7 +29,7 @@ OPEN = "# @package _global_\nstrategy:\n  pp: 2\n  bucket_cap_mb: 3\n"  # an exp
             "strategy.pp_split=[1,3] strategy.bucket_cap_mb=3 +cluster.env.A=1", marks=pytest.mark.long_form(5)
         ),
         pytest.param("+experiment=hybrid_8gpu", marks=LATER),
-        "+experiment=open -cd",
+        pytest.param("+experiment=open -cd", marks=LATER),
         pytest.param("strategy.pp=2 optim.warmup_steps=${strategy.pp}", marks=LATER),
         pytest.param("batch.global_size=64 ++strategy.offload=optimizer", marks=LATER),
     ],

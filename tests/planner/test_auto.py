@@ -76,6 +76,7 @@ def test_the_layouts_for_all_numbers_of_nodes_are_those_of_the_table(tmp_path: P
     assert again is choice, "the jobs of a sweep over other keys share it"
 
 
+@pytest.mark.long_form(8)
 def test_too_few_nodes_have_no_layout() -> None:
     config = config_of(*SEVEN)
     small = with_figures("a100-40", memory_bytes=14e9)

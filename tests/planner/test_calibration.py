@@ -110,6 +110,7 @@ def test_what_other_runs_and_damaged_lines_say_does_not_count(tmp_path: Path) ->
     assert found.as_json()["corrected"] is False
 
 
+@pytest.mark.long_form(6)
 def test_plan_corrects_its_rows_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*SEVEN, "train.steps=100", "strategy.tp=1", f"run.root={tmp_path}", "--gpus", "8", "--rows", "2"]
     assert plan.main([*asked, "--json"]) == 0

@@ -134,6 +134,7 @@ def test_the_printed_command_trains_with_the_predicted_layout(capsys: pytest.Cap
     assert rows == sorted(rows, key=lambda row: row["step_s"])
 
 
+@pytest.mark.long_form(6)
 def test_ranks_on_cpus_share_a_node_and_their_number_is_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*TINY, "train.steps=10", "--gpus", "2,4", "--machine", "cpu", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -215,6 +216,7 @@ def test_an_experiment_that_chooses_a_strategy_is_planned(capsys: pytest.Capture
     assert str(resolve_layout(typed(compose(words)), 1, 4)) == first["layout"]
 
 
+@pytest.mark.long_form(8)
 def test_a_site_of_the_users_own_has_a_machine_and_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster").mkdir()
     site = "defaults: [local, _self_]\nmachine: v100\nprice: {per_gpu_hour: 2.0, currency: CHF}\n"

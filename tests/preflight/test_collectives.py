@@ -96,6 +96,7 @@ def test_what_a_fabric_should_give(tmp_path: Path) -> None:
     assert expected_bandwidths([], 8) == ExpectedBandwidths()
 
 
+@pytest.mark.long_form(8)
 def test_the_command(tmp_path: Path) -> None:
     call = ["bench", "collectives", *HERE, "--sizes", "1K,64K", "--csv", "rates.csv", "--plot", "rates.svg", "--json"]
     done = hpc_train(*call, cwd=tmp_path)
@@ -120,6 +121,7 @@ def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done
 
 
+@pytest.mark.long_form(6)
 def test_the_doctor_measures_this_machine(tmp_path: Path) -> None:
     done = hpc_train("doctor", "--measure", *HERE, "cluster.preflight=off", cwd=tmp_path)
     assert "GB/s (bus bandwidth)" in done.stdout and "TFLOP/s per rank" in done.stdout, done.stdout + done.stderr

@@ -139,6 +139,7 @@ SET_ASIDE = {
 }
 
 
+@pytest.mark.long_form(6)
 def test_what_is_comparable_of_the_sources_that_were_set_aside() -> None:
     found = [each for row in rows("published") if row["held_out"] == "1" and (each := compared(row))]
     assert Counter(each.row["source"] for each in found) == SET_ASIDE
