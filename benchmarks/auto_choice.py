@@ -24,8 +24,9 @@ from hpc_train.config.compose import compose, typed
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
+from hpc_train.layout.shape import JobShape
 from hpc_train.layout.validate import validate
-from hpc_train.planner.auto import Devices, choose
+from hpc_train.planner.auto import choose
 from hpc_train.planner.gpu_types import machine_of_job
 from hpc_train.run.files import append_line, write_text
 
@@ -126,7 +127,7 @@ def layout_of(model: str, overrides: Sequence[str]) -> tuple[Layout, int]:
 def chosen_by_planner(model: str, machine: str) -> tuple[str, ...]:
     """Returns the choice as overrides of a strategy with fixed values."""
     config = typed(compose(["+strategy=auto", *MODELS[model], *HERE]))
-    choice = choose(config, Devices(1, 1, WORKERS), machine_of_job(machine, 0, ()))
+    choice = choose(config, JobShape(1, 1, 0, WORKERS), machine_of_job(machine, 0, ()))
     return ("+strategy=dp", *(f"{key}={value}" for key, value in choice.content["settings"].items()))
 
 

@@ -23,15 +23,15 @@ from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
 from hpc_train.commands.submitted import cancel_runs
-from hpc_train.config.arguments import expand, override_value, refuse_search, wants_dry_run, with_right_plus
-from hpc_train.config.command_line import CommandLine
+from hpc_train.config.arguments import expand, override_value, refuse_search, wants_dry_run
+from hpc_train.config.mistakes import own_files_checked
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
 from hpc_train.launch import lookup
-from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher, tell_without_effect
-from hpc_train.run.imported import with_imported_model
+from hpc_train.launch.launcher import enqueue, prepare_all, tell_without_effect
+from hpc_train.launch.request import parse_line
 from hpc_train.runs.job_status import SlurmStatuses, time_left
 from hpc_train.telemetry.progress import final_result
 from hpc_train.telemetry.terminal import Terminal
@@ -273,13 +273,11 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
         raise UserError(
             "submit has no dry run", where="launch.dry_run", fix="python -m hpc_train ... launch.dry_run=true -m"
         )
-    register_launcher()
     directory = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
-    arguments = with_right_plus([*overrides, "--multirun", *directory])
-    line = CommandLine.parse(with_imported_model(arguments))
+    line = parse_line([*overrides, "--multirun", *directory])
     refuse_search(line, "submit")
     listed = expand(line.overrides)
-    with line.composer() as compose:
+    with own_files_checked(line), line.composer() as compose:
         run = compose(listed[0]).run
         sweep = Path(run_directory(run.root, run.name, run.fork))
         jobs = prepare_all(compose, listed, 0, len(listed), sweep, console, trust_owner)

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_here, config_of, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
     if options.plot is not None:
         check_plot(options.plot, "--plot")
     config = config_of(rest)
-    gpus, workers = workers_per_node(config.cluster)
-    layout = validate(config, 1, workers)
+    gpus, _ = workers_per_node(config.cluster)
+    layout = check_here(config)
     if config.train.reproducible is not None:
         raise UserError(
             "bench batch varies the micro-batch size, which train.reproducible fixes",

@@ -7,11 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_here, config_of, run_benchmark
 from hpc_train.bench.request import CheckpointRequest
 from hpc_train.errors import UserError
-from hpc_train.layout.validate import validate
-from hpc_train.machine.allocation import workers_per_node
 from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.checkpoint_worker:measure"
@@ -25,7 +23,7 @@ def main(arguments: list[str]) -> int:
     if options.against:
         raise UserError("bench checkpoint always compares with plain DCP", where="--against", fix="drop --against")
     config = config_of(rest)
-    validate(config, 1, workers_per_node(config.cluster)[1])
+    check_here(config)
     code, result = run_benchmark(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))
     if result is not None:
         print(json.dumps(result) if options.json else checkpoint_report(result))

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_here, config_of, run_benchmark
 from hpc_train.bench.request import CollectivesRequest
 from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.validate import validate
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.report.plots import check_plot
 
@@ -45,7 +44,7 @@ def main(arguments: list[str]) -> int:
     nodes = current_allocation().nodes
     gpus, workers = workers_per_node(config.cluster)
     config = _all_workers(config, nodes * workers)
-    layout = validate(config, nodes, workers)
+    layout = check_here(config)
     if layout.world_size == 1:
         raise UserError(
             "bench collectives needs at least 2 ranks, got 1",

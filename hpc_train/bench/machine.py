@@ -22,7 +22,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.submission import prepare
+from hpc_train.launch.request import check_job
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.planner.machine import Machine, parse_machine
 from hpc_train.run.directory import RunDirectory
@@ -135,9 +135,9 @@ def report(machine: Machine, path: Path) -> str:
 def _submit(options: argparse.Namespace, rest: list[str]) -> int:
     """Runs the same command in a Slurm job, which writes the file, and waits for it."""
     config, executor = config_of(rest), SlurmJobExecutor()
-    nodes, _, workers = executor.shape(config.cluster)
+    shape = executor.shape(config)
     folder = Path(config.run.root).absolute() / f"machine-{secrets.token_hex(3)}"
-    job = prepare(with_all_workers(config, nodes * workers), RunDirectory(folder))
+    job = check_job(with_all_workers(config, shape.nodes * shape.workers), RunDirectory(folder))
     folder.mkdir(parents=True)
     out = options.out.absolute()
     words = ["machine", *rest, "--out", str(out), "--seconds", str(options.seconds), "--json"]

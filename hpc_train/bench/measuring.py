@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.bench.request import REQUEST, read_progress, read_result
-from hpc_train.config.arguments import expand, with_right_plus
-from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
-from hpc_train.launch.launcher import register_launcher
-from hpc_train.machine.allocation import Allocation, current_allocation
+from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
+from hpc_train.launch.request import check_config, compose_job, parse_line
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.shape import JobShape
+from hpc_train.machine.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.machine.temporary import BENCH, TemporaryDirectory
 from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
@@ -46,16 +46,19 @@ def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
             where="srun --nodes",
             fix="srun --nodes=1 python -m hpc_train bench …",
         )
-    register_launcher()
-    line = CommandLine.parse(with_right_plus(arguments))
-    if line.multirun or len(expand(line.overrides)) > 1:
-        raise UserError(
-            "bench measures one job, but the overrides describe a sweep",
-            where="the command line",
-            fix="give each key one value and drop -m",
-        )
-    with line.composer() as compose:
-        return typed(compose(line.overrides))
+    return compose_job(parse_line(arguments), "bench measures one job").config
+
+
+def check_here(config: Config) -> Layout:
+    """Checks that ``config`` can run on the nodes of this Slurm step, or on this machine; returns its layout.
+
+    Raises:
+        UserError: as ``check_config``.
+    """
+    nodes = current_allocation().nodes
+    gpus, workers = workers_per_node(config.cluster)
+    types = gpu_types_here(config.cluster) if depends_on_gpu_types(config, gpus) else frozenset()
+    return check_config(config, JobShape(nodes, nodes, gpus, workers, gpu_types=types))
 
 
 def run_benchmark(

@@ -18,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.bench.job import submit, wait
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_here, config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
-from hpc_train.config.arguments import with_right_plus
-from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import typed
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.submission import prepare
-from hpc_train.layout.validate import validate
+from hpc_train.launch.job import Job
+from hpc_train.launch.request import check_job, compose_job, parse_line
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.report.plots import check_plot
 from hpc_train.run.directory import RunDirectory
@@ -149,7 +145,7 @@ def _measure_locally(points: Sequence[Sequence[str]], options: argparse.Namespac
     results = []
     for overrides in points:
         config = config_of([*overrides])
-        validate(config, 1, workers_per_node(config.cluster)[1])
+        check_here(config)
         _, result = run_benchmark(config, StepRequest(options.steps, options.pairs, WARMUP, None), ENTRY)
         if result is None:
             return None
@@ -309,7 +305,5 @@ def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> li
 
 
 def _job(words: Sequence[str]) -> Job:
-    overrides = [word for word in words if "=" in word]
-    line = CommandLine.parse(with_right_plus(overrides))
-    with line.composer() as compose:
-        return prepare(typed(compose(line.overrides)), RunDirectory(Path("scaling")))
+    composed = compose_job(parse_line([word for word in words if "=" in word]), "bench measures one job")
+    return check_job(composed.config, RunDirectory(Path("scaling")), overrides=composed.overrides)

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_here, config_of, run_benchmark
 from hpc_train.bench.request import StepRequest, bare_loop
 from hpc_train.errors import UserError
-from hpc_train.layout.validate import validate
-from hpc_train.machine.allocation import current_allocation, workers_per_node
+from hpc_train.machine.allocation import current_allocation
 from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"
@@ -36,7 +35,7 @@ def main(arguments: list[str]) -> int:
         )
     config = config_of(rest, several_nodes=True)
     nodes = current_allocation().nodes
-    layout = validate(config, nodes, workers_per_node(config.cluster)[1])
+    layout = check_here(config)
     raw = bare_loop(config, layout) if options.against else None
     request = StepRequest(options.steps, options.pairs, WARMUP, raw, options.profile_gap)
     code, result = run_benchmark(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)

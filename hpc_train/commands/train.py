@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from hpc_train.config.arguments import wants_dry_run, with_right_plus
+from hpc_train.config.arguments import wants_dry_run
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
 from hpc_train.config.groups import config_directory
@@ -23,27 +23,21 @@ from hpc_train.config.own_files import with_file
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.elastic.warm_parent.head_start import HeadStart
-from hpc_train.errors import UserError, check_all
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import local_shape
-from hpc_train.launch.executors.select import check_shell, in_allocation, uses_slurm
-from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job
-from hpc_train.launch.launcher import Ended, collect_garbage, register_launcher
+from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.launcher import Ended, collect_garbage
+from hpc_train.launch.request import check_job, complete_arguments, freeze_job, print_notices
 from hpc_train.launch.search import JobFailed
-from hpc_train.launch.submission import with_layout
-from hpc_train.layout.compilation import check_compiler_device
-from hpc_train.layout.user_keys import user_keys
-from hpc_train.layout.validate import validate
-from hpc_train.layout.without_effect import Place, notices, without_effect
+from hpc_train.layout.shape import Place
 from hpc_train.machine.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import check_freeze, freeze
-from hpc_train.run.imported import with_imported_model
-from hpc_train.run.owner import TRUST, warn_if_open
+from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import record_stop_request
-from hpc_train.run.snapshot import snapshot_code
 from hpc_train.run.streams import stdout_for_results
 from hpc_train.runs.job_status import outcome, view_at_end
+from hpc_train.schedulers.slurm.here import check_shell, in_allocation, uses_slurm
 
 JSON = "--json"
 
@@ -84,8 +78,7 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
 
 def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_owner: bool) -> int:
     """Passes the command line to Hydra; ``ended`` gets its runs."""
-    register_launcher()
-    arguments = with_imported_model(with_right_plus(arguments))
+    arguments = complete_arguments(arguments)
     line = CommandLine.parse(arguments)
     if line.runs:
         refuse_several_nodes()
@@ -165,17 +158,15 @@ def task(
 ) -> int:
     """Trains in the foreground; returns the exit code. Raises SystemExit if the run is refused."""
     try:
-        config = asked = typed(node)
+        config = typed(node)
         _check_foreground(config)
         overrides = list(HydraConfig.get().overrides.task)
-        config, choice = with_layout(config, run, lambda: local_shape(asked.cluster), gpu_types_here)
-        check_all(lambda: _check_layout(config, line, overrides), lambda: check_freeze(config, run, trust_owner))
-        plan = None if choice is None else choice.text
-        code = snapshot_code([config], run.code)
-        freeze(config, run, claim=True, code=code, overrides=overrides, plan=plan, trust_owner=trust_owner)
-        if choice is not None:
-            print(f"{choice.lines[0]}; table: {run.plan}")
-        warn_if_open(run, config)
+        shape = local_shape(config, Place.FOREGROUND)
+        job = check_job(config, run, shape, overrides=overrides, trust_owner=trust_owner)
+        print_notices(job, line)
+        freeze_job(job, run.code, claim=True)
+        if job.choice is not None:
+            print(f"{job.choice.lines[0]}; table: {run.plan}")
     except (UserError, OSError) as error:
         if (found := translate(error)) is None:
             raise
@@ -225,13 +216,3 @@ def _check_shell(config: Config) -> None:
             where="cluster.kind",
             fix="add -m to train on the nodes of the job, or cluster=local to train here anyway",
         )
-
-
-def _check_layout(config: Config, line: CommandLine, overrides: Sequence[str]) -> None:
-    """Checks the whole config and prints a line about the keys that the user sets without an effect."""
-    nodes, gpus, workers = local_shape(config.cluster)
-    layout = validate(config, nodes, workers)
-    check_compiler_device(config, gpus)
-    place = Place(launched=False, submitted=False, in_job=in_allocation(), gpus=gpus)
-    for text in notices({0: without_effect(config, layout, place, user_keys(line, overrides))}):
-        print(text, file=sys.stderr)

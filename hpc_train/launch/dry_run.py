@@ -18,10 +18,10 @@ from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.memory import MemoryNeed, memory_need
-from hpc_train.launch.submission import notices_of, prepare
+from hpc_train.launch.job import Job
+from hpc_train.launch.memory import MemoryNeed, memory_need, with_memory_note
+from hpc_train.launch.request import check_job, notices_of
 from hpc_train.layout.activation_offload import node_bytes
 from hpc_train.layout.memory import host_copy_bytes
 from hpc_train.layout.optimizers import describe_values
@@ -57,7 +57,8 @@ def dry_run(line: CommandLine, trust_owner: bool = False) -> int:
             if isinstance(config, Exception):
                 raise translate(config) or config
             run = RunDirectory(job_directory(directory, number, len(jobs)))
-            job = prepare(typed(config), run, number, overrides, trust_owner)
+            job = check_job(typed(config), run, number=number, overrides=overrides, trust_owner=trust_owner)
+            job = with_memory_note(job)
             text = _shortened(_plan(job), number, plans)
             accepted.append(job)
         except UserError as error:
@@ -152,7 +153,7 @@ def _batch(job: Job) -> str:
 
 
 def _need(job: Job) -> MemoryNeed | None:
-    return memory_need(job.config, job.layout, select_executor(job.config.cluster), job.gpus)
+    return memory_need(job.config, job.layout, job.shape)
 
 
 def _memory(job: Job) -> list[str]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
+from hpc_train.layout.open_keys import open_keys
 from hpc_train.machine.gpus import gpu_memory, gpu_names
 from hpc_train.schedulers.slurm.client import own_job, show_job
 from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, gpus_of, other_clusters
@@ -238,6 +239,11 @@ def _asked_types(cluster: ClusterConfig, site: Site) -> set[str]:
         return types
     partition = cluster.partition or preset("partition")
     return {name for kind in _kinds(cluster, partition, site) for name in kind.gpus}
+
+
+def depends_on_gpu_types(config: Config, gpus: int) -> bool:
+    """Returns whether the layout or the checks of ``config`` depend on the types of the ``gpus`` GPUs of a node."""
+    return gpus > 0 and (config.precision.fp8 is not None or bool(open_keys(config)))
 
 
 def gpu_types_here(cluster: ClusterConfig) -> frozenset[str]:

@@ -4,7 +4,6 @@ watches them or leaves."""
 from __future__ import annotations
 
 import gc
-import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -23,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import LAUNCHER, SWEEPER, register
+from hpc_train.config.compose import SWEEPER
 from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.jobs import JobComposer, JobConfigs
 from hpc_train.config.run_path import job_directory
@@ -31,11 +29,13 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
-from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.job import Job
+from hpc_train.launch.memory import with_memory_note
 from hpc_train.launch.monitor import Display, hand_over, report, wait
-from hpc_train.launch.search import Trials, exit_code, result_of, tolerate_failed_trials
-from hpc_train.launch.submission import JobQueue, notices_of, prepare
+from hpc_train.launch.request import check_job, notices_of
+from hpc_train.launch.search import Trials, exit_code, result_of
+from hpc_train.launch.submission import JobQueue
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import share_one, write_text
@@ -57,15 +57,6 @@ class Ended:
 
 
 MANY = 20  # show a progress bar from this number of jobs on
-
-
-def register_launcher() -> None:
-    """Registers schema, launcher and sweeper with Hydra, whose search for plugins misses some editable installs."""
-    register()
-    for target in (LAUNCHER, SWEEPER):
-        module, _, name = target.rpartition(".")
-        Plugins.instance().register(getattr(importlib.import_module(module), name))
-    tolerate_failed_trials()
 
 
 class HpcTrainLauncher(Launcher):
@@ -212,7 +203,8 @@ def prepare_all(
         own = filter_overrides(list(overrides))
         run = RunDirectory(job_directory(sweep, number, count))
         try:
-            jobs.append(prepare(config_of(overrides), run, number, own, trust_owner))
+            job = check_job(config_of(overrides), run, number=number, overrides=own, trust_owner=trust_owner)
+            jobs.append(with_memory_note(job))
         except Exception as error:
             mistake = translate(error)
             if count == 1 or mistake is None:

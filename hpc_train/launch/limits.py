@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import cores, memory
 from hpc_train.schedulers.slurm.site import (
     MIG,

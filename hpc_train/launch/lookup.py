@@ -17,8 +17,8 @@ from typing import Any
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.job import Job
 from hpc_train.layout.open_keys import NAME as AUTO
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.access import open_run
@@ -115,10 +115,9 @@ class RunHandle:
             UserError: the cluster or machine here cannot run it.
         """
         config = self.config
-        executor = select_executor(config.cluster)
-        nodes, gpus, workers = executor.shape(config.cluster)
-        layout = resolve_layout(config, nodes, workers, executor.device_bytes(config.cluster))
-        return Job(self.number, (), config, layout, gpus, workers, self.run, self.trusts_owner)
+        shape = select_executor(config.cluster).shape(config)
+        layout = resolve_layout(config, shape.nodes, shape.workers, shape.device_bytes)
+        return Job(self.number, (), config, layout, shape, self.run, self.trusts_owner)
 
 
 def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadable: bool = False) -> list[RunHandle]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hpc_train.config.schema import Config
-from hpc_train.launch.executors.executor import Executor
+from hpc_train.launch.job import Job
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import Memory, estimate, needed_bytes
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.gpus import gpu_memory
 from hpc_train.units import format_bytes
 
@@ -44,18 +45,26 @@ class MemoryNeed:
         )
 
 
-def memory_need(config: Config, layout: Layout, executor: Executor, gpus: int) -> MemoryNeed | None:
-    """Returns the memory of a job with ``gpus`` GPUs per node; None if the sizes of the model are unknown."""
+def memory_need(config: Config, layout: Layout, shape: JobShape) -> MemoryNeed | None:
+    """Returns the memory of a job; None if the sizes of the model are unknown."""
     rank = estimate(config, layout)
     if rank is None:
         return None
-    here = executor.name == "this machine"
-    if not gpus:
+    here = shape.place is Place.MACHINE
+    if not shape.gpus:
         return MemoryNeed(rank, rank.total * layout.world_size, _of_this_machine() if here else None, "this machine")
-    available = executor.device_bytes(config.cluster)
+    available = shape.device_bytes
     if available is None and (config.cluster.gpu_type is not None or here):
         available = _of_gpu(config.cluster.gpu_type)
     return MemoryNeed(rank, needed_bytes(rank.total), available, "a GPU")
+
+
+def with_memory_note(job: Job) -> Job:
+    """Returns ``job`` with a note in its layout if it will probably run out of memory."""
+    need = memory_need(job.config, job.layout, job.shape)
+    if need is None or not need.exceeds:
+        return job
+    return replace(job, layout=replace(job.layout, notes=(*job.layout.notes, need.note)))
 
 
 @lru_cache(maxsize=8)

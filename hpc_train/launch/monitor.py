@@ -14,7 +14,7 @@ from typing import Protocol
 from rich.console import Console
 
 from hpc_train.launch.executors.cost import can_ask
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.submission import JobQueue
 from hpc_train.registration import RUN_WAITED_FOR, SWEEP_WAITED_FOR, registered
 from hpc_train.run.exits import Exit, worst_exit

@@ -19,7 +19,7 @@ from hpc_train.checkpoint.space import StopTime, stop_time
 from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.run.requests import ANNOUNCING
 from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site, gpus_of, other_clusters, seconds
 from hpc_train.schedulers.slurm.variables import preset

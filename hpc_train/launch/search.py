@@ -21,7 +21,7 @@ from rich.status import Status
 
 from hpc_train.config.evaluation import best_metric
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.monitor import Display
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.exits import Exit, worst_exit

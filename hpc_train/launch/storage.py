@@ -17,7 +17,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_save_every
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.layout.memory import state_bytes
 from hpc_train.machine.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.schedulers.slurm.client import show_nodes

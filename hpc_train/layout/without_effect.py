@@ -16,32 +16,16 @@ from hpc_train.config.schema import Config
 from hpc_train.config.schema.condition import FACTS
 from hpc_train.config.schema.key import KeyInfo, info
 from hpc_train.config.services import URL
-from hpc_train.config.values import asked_nodes, runs_own_code
+from hpc_train.config.values import runs_own_code
 from hpc_train.layout.activation_offload import kept_if_less
 from hpc_train.layout.layout import Layout
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.units import format_bytes
 
 # groups whose keys custom code reads as it likes; ``plan.own_code`` says what applies
 READ_BY_OWN_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
 OFFLOAD = "train.activation_offload"
 SHOWN_JOBS = 5
-
-
-@dataclass(frozen=True)
-class Place:
-    """Says where a job runs.
-
-    Attributes:
-        launched: ``-m`` submits it; otherwise it trains in the foreground.
-        submitted: it becomes a job of Slurm.
-        in_job: it becomes one, or runs inside one.
-        gpus: GPUs per node.
-    """
-
-    launched: bool
-    submitted: bool
-    in_job: bool
-    gpus: int
 
 
 @dataclass(frozen=True)
@@ -61,13 +45,13 @@ class WithoutEffect:
     fix: str
 
 
-def without_effect(config: Config, layout: Layout, place: Place, own: Mapping[str, str]) -> list[WithoutEffect]:
+def without_effect(config: Config, layout: Layout, shape: JobShape, own: Mapping[str, str]) -> list[WithoutEffect]:
     """Returns the keys among ``own`` that this job does not read.
 
     Args:
         own: the keys that the user sets, by dotted name, as messages show them.
     """
-    facts = facts_of(config, layout, place)
+    facts = facts_of(config, layout, shape)
 
     def value_of(subject: str) -> Any:
         return facts[subject] if subject in FACTS else _value(config, subject)
@@ -89,19 +73,20 @@ def _belongs_to_own_code(config: Config, name: str) -> bool:
     return runs_own_code(config) and name.partition(".")[0] in READ_BY_OWN_CODE
 
 
-def facts_of(config: Config, layout: Layout, place: Place) -> dict[str, bool]:
+def facts_of(config: Config, layout: Layout, shape: JobShape) -> dict[str, bool]:
     """Returns the value of each of ``FACTS`` for a job."""
     path = getattr(config.data, "path", None)
     hub = getattr(config.model, "name_or_path", None)
     several = layout.dp_cp > 1
+    launched = shape.place is not Place.FOREGROUND
     return {
-        "launched": place.launched,
-        "submitted": place.submitted,
-        "step": place.launched and place.in_job,
-        "in_job": place.in_job,
-        "gpus": place.gpus > 0,
-        "cpus": place.gpus == 0,
-        "nodes": asked_nodes(config)[1] > 1,
+        "launched": launched,
+        "submitted": shape.place is Place.SLURM,
+        "step": launched and shape.in_job,
+        "in_job": shape.in_job,
+        "gpus": shape.gpus > 0,
+        "cpus": shape.gpus == 0,
+        "nodes": shape.nodes + config.elastic.spares > 1,
         "replicas": several,
         "buckets": several and not layout.kind.shards and not layout.logical_micro_batches,
         "shards": layout.shards_state,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
@@ -18,10 +18,10 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
-from hpc_train.config.values import fewest_nodes
 from hpc_train.errors import UserError
 from hpc_train.layout.compilation import compiler_mode
 from hpc_train.layout.open_keys import SIMPLEST, open_keys
+from hpc_train.layout.shape import JobShape
 from hpc_train.layout.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
 from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, nested, refusal, with_values
@@ -47,21 +47,6 @@ _TRAINING = (
     "debug",
     "reproducible",
 )
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices of a job of ``nodes`` nodes, which goes on with ``fewest`` if it loses some."""
-
-    nodes: int
-    fewest: int
-    per_node: int
-
-    @property
-    def other_counts(self) -> list[int]:
-        """Returns the other numbers of nodes: all, or some of them with ``fewest`` if there are very many."""
-        counts = range(self.fewest, self.nodes)
-        return [*counts[:: max(1, -(-len(counts) // MOST_COUNTS))]]
 
 
 @dataclass(frozen=True)
@@ -100,7 +85,7 @@ class Choice:
         return replace(chosen, strategy=replace(chosen.strategy, for_nodes=others))
 
 
-def question(config: Config, devices: Devices, machine: str) -> str:
+def question(config: Config, shape: JobShape, machine: str) -> str:
     """Returns a hash of what a choice depends on.
 
     It leaves out the numbers of the machine file, so that a resumed run keeps its layout after a new calibration.
@@ -112,7 +97,7 @@ def question(config: Config, devices: Devices, machine: str) -> str:
         "train": {name: getattr(config.train, name) for name in _TRAINING},
         "compiler": compiler_mode(config),
         "hooks": {name: asdict(hook) for name, hook in config.hooks.items()},
-        "devices": asdict(devices),
+        "devices": {"nodes": shape.nodes, "fewest": shape.fewest_nodes, "per_node": shape.workers},
         "machine": machine,
     }
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
@@ -127,30 +112,21 @@ def earlier_choice(text: str, asked: str) -> Choice | None:
     return Choice(content) if isinstance(content, dict) and content.get("asked") == asked else None
 
 
-def choice_of_job(
-    config: Config, run: RunDirectory, nodes: int, gpus: int, workers: int, types: Collection[str]
-) -> Choice:
+def choice_of_job(config: Config, run: RunDirectory, shape: JobShape) -> Choice:
     """Returns the choice for a job; that of an earlier submission of ``run`` while the question is the same.
-
-    Args:
-        nodes: without spares.
-        gpus: per node.
-        workers: per node.
-        types: the types of GPUs that the job may get.
 
     Raises:
         UserError: the machine or the size of the model is unknown, or no layout is possible or fits.
     """
-    devices = Devices(nodes, min(fewest_nodes(config), nodes), workers)
-    machine = machine_of_job(config.cluster.machine, gpus, types)
+    machine = machine_of_job(config.cluster.machine, shape.gpus, shape.gpu_types)
     if is_present(run.plan):
-        earlier = earlier_choice(run.read(run.plan).decode(), question(config, devices, machine.name))
+        earlier = earlier_choice(run.read(run.plan).decode(), question(config, shape, machine.name))
         if earlier is not None:
             return earlier
-    return choose(config, devices, machine)
+    return choose(config, shape, machine)
 
 
-def choose(config: Config, devices: Devices, machine: Machine) -> Choice:
+def choose(config: Config, shape: JobShape, machine: Machine) -> Choice:
     """Returns the choice for the open keys of ``config``. Jobs of a sweep that ask the same share it.
 
     Raises:
@@ -164,7 +140,7 @@ def choose(config: Config, devices: Devices, machine: Machine) -> Choice:
         what, fix = f"strategy=auto cannot choose a layout: {error.what}", f"{error.fix}; or +strategy=dp"
         raise UserError(what, where=error.where, fix=fix) from error
     learned = read_calibration(Path(config.run.root), config, machine)
-    return _shared(_Question(question(config, devices, machine.name), config, devices, machine, learned))
+    return _shared(_Question(question(config, shape, machine.name), config, shape, machine, learned))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +149,7 @@ class _Question:
 
     asked: str
     config: Config
-    devices: Devices
+    shape: JobShape
     machine: Machine
     learned: Calibration
 
@@ -190,16 +166,16 @@ class _Question:
 
 @lru_cache(maxsize=64)
 def _shared(which: _Question) -> Choice:
-    devices, machine, names = which.devices, which.machine, open_keys(which.config)
-    main = _chosen(which, devices.nodes)
-    others = {str(count): _or_none(which, count) for count in devices.other_counts}
+    shape, machine, names = which.shape, which.machine, open_keys(which.config)
+    main = _chosen(which, shape.nodes)
+    others = {str(count): _or_none(which, count) for count in _other_counts(shape)}
     kept = {name: value for name, value, _ in keys(which.config) if name in (*SIMPLEST, "batch.micro_size")}
     content = {
         **main,
         "asked": which.asked,
-        "nodes": devices.nodes,
-        "fewest_nodes": devices.fewest,
-        "workers_per_node": devices.per_node,
+        "nodes": shape.nodes,
+        "fewest_nodes": shape.fewest_nodes,
+        "workers_per_node": shape.workers,
         "error": ERROR,
         "kept": {name: value for name, value in kept.items() if name not in names},
         "other_nodes": others,
@@ -207,6 +183,12 @@ def _shared(which: _Question) -> Choice:
         "calibration": which.learned.as_json(),
     }
     return Choice(content)
+
+
+def _other_counts(shape: JobShape) -> list[int]:
+    """Returns the other numbers of nodes: all, or some of them with the fewest if there are very many."""
+    counts = range(shape.fewest_nodes, shape.nodes)
+    return [*counts[:: max(1, -(-len(counts) // MOST_COUNTS))]]
 
 
 def _or_none(which: _Question, nodes: int) -> dict[str, Any]:
@@ -224,15 +206,15 @@ def _chosen(which: _Question, nodes: int) -> dict[str, Any]:
         UserError: no layout is possible or fits.
     """
     config, names = which.config, open_keys(which.config)
-    machine = which.machine.with_devices(which.devices.per_node)
+    machine = which.machine.with_devices(which.shape.workers)
     kept = {name for name, _, _ in keys(config)} - {*names}
     found = [
         replace(each, prediction=which.learned.corrected(each.prediction))
-        for each in candidates(config, machine, nodes * which.devices.per_node, kept)
+        for each in candidates(config, machine, nodes * which.shape.workers, kept)
     ]
     close, others = close_and_others(found, ERROR)
     if not close:
-        raise _no_layout(config, nodes, which.devices.per_node, found, machine)
+        raise _no_layout(config, nodes, which.shape.workers, found, machine)
     best = close[0]
     settings = {name: best.values[name] for name in names} | (
         {"strategy.schedule": best.layout.schedule} if "strategy.schedule" in names else {}

@@ -22,7 +22,8 @@ from hpc_train.config import schema
 from hpc_train.config.extensions import SOURCES, load_source
 from hpc_train.config.schema.key import info
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.without_effect import Place, without_effect
+from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.without_effect import without_effect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from tests.data.chats import chats, write_jsonl, write_tokenizer
@@ -214,9 +215,10 @@ def read_despite_condition(record: Path, run: RunDirectory, launched: bool) -> l
     """Returns the keys that a run on this machine has read and used, although its config does not meet a condition."""
     config = load(run)
     keys = dict(conditional(config))
-    place = Place(launched=launched, submitted=False, in_job=False, gpus=0)
+    place = Place.MACHINE if launched else Place.FOREGROUND
+    shape = JobShape(1, 1, 0, config.cluster.cpu_workers, place)
     layout = resolve_layout(config, 1, config.cluster.cpu_workers)
-    unread = {keys[each.key] for each in without_effect(config, layout, place, dict.fromkeys(keys, ""))}
+    unread = {keys[each.key] for each in without_effect(config, layout, shape, dict.fromkeys(keys, ""))}
     assert len(unread) > 40, "most conditions are about Slurm, GPUs, or a technique that a run does not use"
     read = {tuple(line.split()) for file in record.iterdir() for line in file.read_text().splitlines()}
     return [

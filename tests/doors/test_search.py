@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.monitor import Display
 from hpc_train.launch.search import JobFailed, Trials
 from hpc_train.runs.job_status import View

@@ -16,8 +16,9 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.config.values import node_range
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.run.directory import RunDirectory
 
 TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)
@@ -47,5 +48,7 @@ def make_job(
     workers = gpus or cluster.cpu_workers
     run = RunDirectory(sweep / str(number))
     run.create()
-    layout = resolve_layout(config, node_range(cluster)[1], workers)
-    return Job(number, ("+strategy=dp",), config, layout, gpus, workers, run)
+    nodes = node_range(cluster)[1]
+    layout = resolve_layout(config, nodes, workers)
+    shape = JobShape(nodes, nodes, gpus, workers, Place.MACHINE)
+    return Job(number, ("+strategy=dp",), config, layout, shape, run)

@@ -21,7 +21,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import command_job
 from hpc_train.launch.container import container_of
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import arguments, identity, options
 from hpc_train.launch.script import Script, freezing, one_run, python_lines, render, run_of_task
 from hpc_train.launch.shell import comment, setup_lines, shell_word

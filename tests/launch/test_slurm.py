@@ -46,8 +46,9 @@ def calls(tmp_path: Path) -> list[str]:
 def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> None:
     executor = select_executor(SITE)
     assert isinstance(executor, SlurmJobExecutor)
-    assert executor.shape(SITE) == (2, 4, 4)
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
+    shape = executor.shape(job.config)
+    assert (shape.nodes, shape.gpus, shape.workers) == (2, 4, 4)
     assert executor.submit([job], tmp_path / "sweep", 1) == ["41"]
     (call,) = calls(tmp_path)
     for option in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "partition=gpu", "account=lab", "time=02:00:00"):
@@ -294,7 +295,7 @@ def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match="sbatch is not on the PATH"):
         select_executor(SITE)
     with pytest.raises(UserError, match="on this machine only"):
-        select_executor(ClusterConfig()).shape(ClusterConfig(nodes=2))
+        select_executor(ClusterConfig()).shape(make_job(tmp_path / "sweep", cluster=ClusterConfig(nodes=2)).config)
 
 
 @pytest.mark.parametrize(("chain", "jobs"), [(1, 1), (1, 3), (3, 1)])

@@ -16,7 +16,7 @@ from rich.console import Console
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import monitor, resubmission
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.events import EventLog
 from hpc_train.run.freeze import freeze

@@ -13,31 +13,32 @@ from hpc_train.config.schema import Config
 from hpc_train.config.schema.condition import FACTS, AnyOf
 from hpc_train.config.schema.key import keys
 from hpc_train.config.values import for_debugging
-from hpc_train.launch.submission import notices_of, prepare
+from hpc_train.launch.request import check_job, notices_of
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.layout.user_keys import user_keys
-from hpc_train.layout.without_effect import Place, WithoutEffect, facts_of, notices, without_effect
+from hpc_train.layout.without_effect import WithoutEffect, facts_of, notices, without_effect
 from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
 
-HERE = Place(launched=True, submitted=False, in_job=False, gpus=0)
-ON_SLURM = Place(launched=True, submitted=True, in_job=True, gpus=4)
+HERE = JobShape(1, 1, 0, 1, Place.MACHINE)
+ON_SLURM = JobShape(1, 1, 4, 4, Place.SLURM, in_job=True)
 
 
-def unread(arguments: list[str], place: Place = HERE) -> list[list[WithoutEffect]]:
+def unread(arguments: list[str], shape: JobShape = HERE) -> list[list[WithoutEffect]]:
     """What ``arguments`` set without effect, for each job."""
     line = CommandLine.parse(with_right_plus(arguments))
     found = []
     for overrides in expand(line.overrides):
         own = [] if line.config_directory is None else ["-cd", str(line.config_directory)]
         config = config_of(*overrides, *own)
-        layout = resolve_layout(config, 1, max(1, place.gpus))
-        found.append(without_effect(config, layout, place, user_keys(line, overrides)))
+        layout = resolve_layout(config, 1, shape.workers)
+        found.append(without_effect(config, layout, shape, user_keys(line, overrides)))
     return found
 
 
-def told(*arguments: str, place: Place = HERE) -> list[str]:
-    return notices(dict(enumerate(unread([*arguments], place))))
+def told(*arguments: str, shape: JobShape = HERE) -> list[str]:
+    return notices(dict(enumerate(unread([*arguments], shape))))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_keys_with_an_effect_values_that_set_nothing_and_presets_are_not_told() 
     assert told("optim.betas=[0.9,0.99]", "precision=fp16", "precision.loss_scale_init=8", "train.seed=3") == []
     assert told("cluster.partition=null", "train.debug=true", "train.compile=false") == []
     assert told("strategy=hybrid3d", "strategy.dp=1", "strategy.pp=1", "strategy.tp=1", "optim=muon") == []
-    assert told("cluster=local", "cluster.gpu_type=a100", "precision.tf32=true", place=ON_SLURM) == []
+    assert told("cluster=local", "cluster.gpu_type=a100", "precision.tf32=true", shape=ON_SLURM) == []
 
 
 def test_a_sweep_is_told_once_with_its_jobs() -> None:
@@ -104,7 +105,7 @@ def test_a_sweep_is_told_once_with_its_jobs() -> None:
 def test_later_batches_of_a_sweep_tell_only_what_is_new(tmp_path: Path) -> None:
     line = CommandLine.parse(["optim=sgd,adamw", "optim.momentum=0.5", "optim.betas=[0,0]", "cluster=local", "-m"])
     jobs = [
-        prepare(config_of(*overrides), RunDirectory(tmp_path / str(number)), number, overrides)
+        check_job(config_of(*overrides), RunDirectory(tmp_path / str(number)), number=number, overrides=overrides)
         for number, overrides in enumerate(2 * expand(line.overrides))
     ]
     told: set[tuple[str, str]] = set()

@@ -12,12 +12,13 @@ import yaml
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.submission import prepare
+from hpc_train.launch.request import check_job
 from hpc_train.layout.open_keys import check_chosen, for_nodes, open_keys
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.shape import JobShape
 from hpc_train.layout.validate import validate
 from hpc_train.planner import auto
-from hpc_train.planner.auto import ERROR, Devices, choose
+from hpc_train.planner.auto import ERROR, choose
 from hpc_train.planner.gpu_types import files_of, machine_of_job
 from hpc_train.planner.machine import Machine, read_machine
 from hpc_train.run.directory import RunDirectory
@@ -30,7 +31,7 @@ SEVEN = [
     "+strategy=auto", "model=llama_7b", "data=synthetic", "data.sequence_length=4096", "precision=bf16",
     "batch.global_size=64", "strategy.stages_per_rank=1", "strategy.shard=fill",
 ]  # fmt: skip
-FOUR = Devices(nodes=4, fewest=1, per_node=4)
+FOUR = JobShape(nodes=4, fewest_nodes=1, gpus=4, workers=4)
 
 
 def with_figures(name: str, **values: float) -> Machine:
@@ -86,7 +87,7 @@ def test_too_few_nodes_have_no_layout() -> None:
     with pytest.raises(UserError, match="found no layout for 1 nodes"):
         validate(chosen, 1, 4)
     with pytest.raises(UserError, match=r"no layout that fits on 1 x 4 devices.*needs the least memory"):
-        choose(config, Devices(1, 1, 4), small)
+        choose(config, JobShape(1, 1, 4, 4), small)
 
 
 def test_keys_that_are_set_are_kept() -> None:
@@ -101,18 +102,18 @@ def test_keys_that_are_set_are_kept() -> None:
         assert layout.micro_size == micro or (micro is None and layout.micro_batches == 8)
         assert choice.content["kept"]["strategy.tp"] == 2 and "strategy.tp" not in choice.content["settings"]
     same = config_of(*GPT, "train.reproducible=any_world_size")
-    found = choose(same, Devices(1, 1, 2), read_machine("h100")).apply(same)
+    found = choose(same, JobShape(1, 1, 2, 2), read_machine("h100")).apply(same)
     assert resolve_layout(found, 1, 2).logical_micro_batches == 8
 
 
 def test_of_equally_fast_layouts_the_simplest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("model=llama_7b", "data=synthetic", "precision=bf16", "batch.global_size=64")
     config, machine = config_of("+strategy=auto", *sizes), read_machine("a100-40")
-    rows = choose(config, Devices(1, 1, 8), machine).content["rows"]
+    rows = choose(config, JobShape(1, 1, 8, 8), machine).content["rows"]
     assert "tp 1 (zero1)" in rows[0]["layout"] and min(row["step_s"] for row in rows) < rows[0]["step_s"]
     monkeypatch.setattr(auto, "ERROR", 0.0)
     auto._shared.cache_clear()
-    exact = choose(config, Devices(1, 1, 8), machine).content["rows"]
+    exact = choose(config, JobShape(1, 1, 8, 8), machine).content["rows"]
     auto._shared.cache_clear()
     assert min(row["step_s"] for row in exact) == exact[0]["step_s"]
 
@@ -128,7 +129,7 @@ def test_of_equally_fast_layouts_the_simplest_is_taken(monkeypatch: pytest.Monke
 )
 def test_what_cannot_be_chosen_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        choose(config_of("+strategy=auto", *overrides), Devices(1, 1, 2), read_machine("h100"))
+        choose(config_of("+strategy=auto", *overrides), JobShape(1, 1, 2, 2), read_machine("h100"))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_open_keys_elsewhere_are_refused(tmp_path: Path, overrides: list[str], m
             check(config)
     if config.run.entry is not None:
         with pytest.raises(UserError, match=message):
-            prepare(config, RunDirectory(tmp_path / "own"))
+            check_job(config, RunDirectory(tmp_path / "own"))
 
 
 @pytest.mark.parametrize(
@@ -213,12 +214,12 @@ def test_a_run_trains_with_the_choice_and_keeps_it(tmp_path: Path) -> None:
         *overrides, "train.steps=3", "model.dim=16,32", "run.name=two", "launch.dry_run=true", "-m", cwd=tmp_path
     )
     assert other.stdout.count("strategy=auto: ") == 2, other.stdout + other.stderr
-    same = prepare(config_of(*overrides, "train.steps=3"), run)
+    same = check_job(config_of(*overrides, "train.steps=3"), run)
     assert same.plan == run.plan.read_text() and _layout(same.config) == _layout_of(frozen)
-    again = prepare(config_of(*overrides, "cluster.cpu_workers=1"), run)
+    again = check_job(config_of(*overrides, "cluster.cpu_workers=1"), run)
     assert again.plan != same.plan, "other workers are another question"
     run.plan.unlink()
-    assert prepare(config_of(*overrides), run).choice != same.choice
+    assert check_job(config_of(*overrides), run).choice != same.choice
 
 
 def _layout(config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.submission import prepare
+from hpc_train.launch.request import check_job
 from hpc_train.layout.counted import counted, read_counts
 from hpc_train.layout.peak.sizes import sizes_of
 from hpc_train.layout.resolve import resolve_layout
@@ -202,9 +202,9 @@ def test_gpus_that_cannot_compute_a_recipe_are_refused_before_the_submission(
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
     run, config = RunDirectory(folder / "run"), job_of("precision=fp8", *words)
-    assert prepare(job_of("precision=bf16"), run).gpus == 4
+    assert check_job(job_of("precision=bf16"), run).gpus == 4
     if refusal is None:
-        assert prepare(config, run).gpus == 4
+        assert check_job(config, run).gpus == 4
         return
     with pytest.raises(UserError, match=refusal):
-        prepare(config, run)
+        check_job(config, run)

@@ -18,7 +18,7 @@ from hpc_train.commands import compare, status, submitted, why
 from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.dry_run import _shortened
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.lookup import find_run
 from hpc_train.launch.resubmission import notes_on_changed_code, take_code_again
 from hpc_train.run.code import FrozenCode, frozen_code

@@ -6,29 +6,30 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.bench.doctor.disk import check_sharing
-from hpc_train.config.arguments import STRATEGY, with_right_plus
+from hpc_train.config.arguments import STRATEGY
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import typed
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import node_range, with_all_workers
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.executors.select import controller_answers, select_executor
+from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.gpus import asked_gpus
+from hpc_train.launch.job import Job
 from hpc_train.launch.limits import check_limits
+from hpc_train.launch.request import choose_and_check, compose_job, parse_line
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
-from hpc_train.launch.submission import with_layout
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.validate import check_values, validate
+from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.validate import check_values
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.run.directory import RunDirectory
+from hpc_train.schedulers.slurm.here import controller_answers
 from hpc_train.schedulers.slurm.site import Partition, Site, read_site
 
 NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time-min", "dependency", "begin", "no-kill")
@@ -54,11 +55,9 @@ def composed(overrides: Sequence[str]) -> Asked:
     Raises:
         UserError: a value is wrong on any machine.
     """
-    line = CommandLine.parse(with_right_plus(list(overrides)))
-    with line.composer() as compose:
-        config = typed(compose(list(line.overrides)))
-    check_values(config)
-    return Asked(config, line)
+    job = compose_job(parse_line(overrides), "doctor checks one job")
+    check_values(job.config)
+    return Asked(job.config, job.line)
 
 
 def check_slurm_and_job(asked: Asked, submits: bool) -> Iterator[Finding]:
@@ -92,9 +91,10 @@ def resources(asked: Asked) -> list[str]:
     site = read_site() if controller_answers() else NO_SITE
     gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site).count)
     nodes = node_range(cluster)[1]
+    shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
     config = with_all_workers(asked.config, nodes * workers)
     layout = resolve_layout(config, nodes, workers)
-    wanted = options(Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config)), site)
+    wanted = options(Job(0, asked.line.overrides, config, layout, shape, _directory(config)), site)
     return arguments({name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK})
 
 
@@ -103,16 +103,15 @@ def _job(asked: Asked) -> tuple[Job, str]:
     nodes.
     """
     config = asked.config
-    executor = select_executor(config.cluster)
-    nodes, gpus, workers = executor.shape(config.cluster)
-    unknown = nodes > 1 and not asked.has_strategy
+    shape = select_executor(config.cluster).shape(config)
+    unknown = shape.nodes > 1 and not asked.has_strategy
     if unknown:
-        config = with_all_workers(config, nodes * workers)
+        config = with_all_workers(config, shape.nodes * shape.workers)
+        shape = replace(shape, fewest_nodes=shape.nodes)
     directory = _directory(config)
-    config, choice = with_layout(config, directory, lambda: (nodes, gpus, workers), executor.gpu_types)
-    layout = validate(config, nodes, workers, executor.device_bytes(config.cluster))
-    described = f"{nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
-    return Job(0, asked.line.overrides, config, layout, gpus, workers, directory, choice=choice), described
+    config, layout, choice = choose_and_check(config, directory, shape)
+    described = f"{shape.nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
+    return Job(0, asked.line.overrides, config, layout, shape, directory, choice=choice), described
 
 
 def _directory(config: Config) -> RunDirectory:

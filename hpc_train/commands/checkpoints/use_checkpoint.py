@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import BenchRequest, run_benchmark
+from hpc_train.bench.measuring import BenchRequest, check_here, run_benchmark
 from hpc_train.checkpoint.listing import NEWEST, choose_by_name, find_run
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.evaluation import LOWEST_LOSS, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.launch.command_job import follow, submit, without_submission
-from hpc_train.launch.launcher import register_launcher
-from hpc_train.layout.validate import validate
-from hpc_train.machine.allocation import current_allocation, workers_per_node
+from hpc_train.launch.request import register_launcher
+from hpc_train.machine.allocation import current_allocation
 from hpc_train.run.code import frozen_code
 from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
@@ -85,13 +84,12 @@ class UsedCheckpoint:
         Raises:
             UserError: ``config`` is invalid.
         """
-        nodes = current_allocation().nodes
-        validate(config, nodes, workers_per_node(config.cluster)[1])
+        check_here(config)
         code = None
         if self.options.code == "run":
             check_copy(self.run)
             code = frozen_code(self.run)
-        root = Path(config.run.root) if nodes > 1 else None
+        root = Path(config.run.root) if current_allocation().nodes > 1 else None
         exit_code, result = run_benchmark(config, request, entry, root, code=code, trust_owner=self.options.trust_owner)
         if result is None:
             return exit_code, None

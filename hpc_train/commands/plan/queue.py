@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hpc_train.commands.plan.rows import Row
 from hpc_train.config.schema import Config
-from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import arguments, options
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.planner.candidates import with_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.client import SlurmError
@@ -44,8 +45,10 @@ def _shape(row: Row, config: Config, site: Site) -> tuple[str, ...]:
     chosen = with_values(config, {**row.candidate.values, "cluster.nodes": row.candidate.nodes})
     workers = row.candidate.devices // row.candidate.nodes
     gpus = 0 if config.cluster.gpus_per_node == 0 else workers
+    nodes = row.candidate.nodes
+    shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
     run = RunDirectory(Path(config.run.root, "plan"))  # is not created
-    asked = options(Job(0, (), chosen, row.candidate.layout, gpus, workers, run), site)
+    asked = options(Job(0, (), chosen, row.candidate.layout, shape, run), site)
     return tuple(arguments({name: value for name, value in asked.items() if name not in WITHOUT_EFFECT}))
 
 

@@ -8,19 +8,21 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.config.schema import ClusterConfig
-from hpc_train.config.values import node_range
+from hpc_train.config.schema import Config
+from hpc_train.config.values import fewest_nodes, node_range
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
-from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
-from hpc_train.launch.gpus import gpu_types_here, gpus_of_this_job, has_several_tasks
+from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here, gpus_of_this_job, has_several_tasks
+from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python
 from hpc_train.launch.storage import check_room
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.opening import open_to_append
@@ -49,7 +51,8 @@ class AllocationExecutor(ProcessExecutor):
     def __init__(self) -> None:
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
 
-    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+    def shape(self, config: Config) -> JobShape:
+        cluster = config.cluster
         fewest, most = node_range(cluster)
         here = _nodes_here()
         if fewest > here:
@@ -58,17 +61,10 @@ class AllocationExecutor(ProcessExecutor):
                 where="cluster.nodes",
                 fix=f"cluster.nodes={here}; cluster=slurm submits a separate job instead",
             )
-        return (min(most, here), *workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus()))
-
-    def device_bytes(self, cluster: ClusterConfig) -> float | None:
-        several = min(node_range(cluster)[1], _nodes_here()) > 1
-        return gpu_memory(cluster.gpu_type) if several and cluster.gpus_per_node != 0 else None
-
-    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
-        return gpu_types_here(cluster)
+        return shape_in_job(config, min(most, here), Place.ALLOCATION)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        nodes = max(self.shape(job.config.cluster)[0] for job in jobs)
+        nodes = max(job.shape.nodes for job in jobs)
         cap = 1 if is_in_step() else jobs[0].config.launch.array_parallelism  # overlapping steps would share nodes
         return min(max(1, _nodes_here() // nodes), cap if isinstance(cap, int) else len(jobs))
 
@@ -104,7 +100,7 @@ class AllocationExecutor(ProcessExecutor):
 
     def _command(self, job: Job) -> list[str]:
         cluster = job.config.cluster
-        nodes = min(self.shape(cluster)[0] + job.config.elastic.spares, _nodes_here())
+        nodes = min(job.shape.nodes + job.config.elastic.spares, _nodes_here())
         goes_on = survives_node_loss(job.config.elastic)
         own = [
             *node_loss_options(goes_on),
@@ -132,6 +128,43 @@ def _core_options(job: Job) -> list[str]:
     takes_all = bool(inside) or has_several_tasks()
     of_nodes = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if takes_all else []
     return [*([f"--cpus-per-task={min(map(int, of_nodes))}"] if of_nodes else []), *inside]
+
+
+def shape_in_job(config: Config, nodes: int, place: Place) -> JobShape:
+    """Returns the shape of a job on ``nodes`` nodes of the Slurm job around this process.
+
+    Raises:
+        UserError: a node has fewer GPUs than are requested, or ``elastic.min_nodes`` is larger than ``cluster.nodes``.
+    """
+    cluster = config.cluster
+    # Slurm counts the GPUs that it has allocated; the agents check later whether the nodes can use them
+    gpus, workers = workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus())
+    return JobShape(
+        nodes=nodes,
+        fewest_nodes=min(fewest_nodes(config), nodes),
+        gpus=gpus,
+        workers=workers,
+        place=place,
+        in_job=True,
+        device_bytes=gpu_memory(cluster.gpu_type) if nodes > 1 and gpus else None,
+        gpu_types=gpu_types_here(cluster) if depends_on_gpu_types(config, gpus) else frozenset(),
+    )
+
+
+def shape_in_script(config: Config) -> JobShape:
+    """Returns the shape of a run that the batch script around this process trains on the nodes of its job.
+
+    The script requests the nodes, so their number replaces that of ``cluster.nodes``, unless this is a range: Slurm may
+    then start the script again on fewer of them.
+
+    Raises:
+        UserError: as ``shape_in_job``.
+    """
+    nodes = max(1, _nodes_here() - config.elastic.spares)
+    fewest, most = node_range(config.cluster)
+    if fewest == most:
+        config = replace(config, cluster=replace(config.cluster, nodes=nodes))
+    return shape_in_job(config, nodes, Place.SLURM)
 
 
 def _nodes_here() -> int:

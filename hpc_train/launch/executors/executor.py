@@ -22,10 +22,12 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from hpc_train.config.schema import ClusterConfig, Config
-from hpc_train.config.values import node_range, runs_own_code
+from hpc_train.config.schema import Config
+from hpc_train.config.values import fewest_nodes, node_range, runs_own_code
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import Layout
+from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
+from hpc_train.launch.job import Job
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.amd_gpus import restrict_to
 from hpc_train.machine.gpus import Machine, visible_devices
@@ -34,27 +36,9 @@ from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
 from hpc_train.runs.job_status import JobStatus, View, view_of
-
-
-class Choice(Protocol):
-    """The layout that ``strategy=auto`` has chosen for a job.
-
-    Attributes:
-        text: of ``plan.json``.
-        lines: the choice in one line, and a line for each other number of nodes.
-    """
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def lines(self) -> list[str]: ...
-
-    def apply(self, config: Config) -> Config:
-        """Returns ``config`` with the layout."""
+from hpc_train.schedulers.slurm.here import in_allocation
 
 
 class Executor(Protocol):
@@ -62,18 +46,12 @@ class Executor(Protocol):
 
     name: str
 
-    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """Returns nodes (the maximum of a range), GPUs per node and workers per node of a job.
+    def shape(self, config: Config) -> JobShape:
+        """Returns the shape of a job with this config, with the maximum of a range of nodes.
 
         Raises:
-            UserError: the requested resources do not exist here.
+            UserError: the requested resources do not exist here, or ``elastic.min_nodes`` is larger than their number.
         """
-
-    def device_bytes(self, cluster: ClusterConfig) -> float | None:
-        """Returns the memory of the smallest GPU of a job on several nodes; None if unknown or without GPUs."""
-
-    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
-        """Returns the types of GPUs that a job may get; empty if they are unknown."""
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         """Returns how many of ``jobs`` are submitted at the same time."""
@@ -120,60 +98,29 @@ class Executor(Protocol):
         """Returns the file with the output of the agent of the job."""
 
 
-def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
-    """Returns nodes, GPUs and workers of a job on this machine.
+def local_shape(config: Config, place: Place) -> JobShape:
+    """Returns the shape of a job on this machine.
 
     Raises:
         UserError: more nodes or GPUs are requested than this machine has.
     """
+    cluster = config.cluster
     if node_range(cluster) != (1, 1):
         raise UserError(
             f"{cluster.nodes} nodes are requested, but jobs here run on this machine only",
             where="cluster.nodes",
             fix="cluster.nodes=1, or submit to Slurm from a login node",
         )
-    return (1, *workers_per_node(cluster))
-
-
-@dataclass(frozen=True)
-class Job:
-    """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node.
-
-    ``trust_owner``: its agents continue the run although it belongs to another user. ``choice``: of ``strategy=auto``.
-    """
-
-    number: int
-    overrides: tuple[str, ...]
-    config: Config
-    layout: Layout
-    gpus: int
-    workers: int
-    run: RunDirectory
-    trust_owner: bool = False
-    choice: Choice | None = None
-
-    @property
-    def agent_options(self) -> tuple[str, ...]:
-        """The options of ``python -m hpc_train agent``."""
-        return (TRUST,) if self.trust_owner else ()
-
-    @property
-    def strategy(self) -> str:
-        return self.config.strategy.name
-
-    @property
-    def asked_nodes(self) -> int | str:
-        return self.config.cluster.nodes
-
-    @property
-    def plan(self) -> str | None:
-        """Returns the text of ``plan.json``."""
-        return None if self.choice is None else self.choice.text
-
-    @property
-    def submitit_folder(self) -> Path:
-        """Returns the directory of submitit's pickle and of the output of the agent."""
-        return self.run.logs / "submitit"
+    gpus, workers = workers_per_node(cluster)
+    return JobShape(
+        nodes=1,
+        fewest_nodes=fewest_nodes(config),
+        gpus=gpus,
+        workers=workers,
+        place=place,
+        in_job=in_allocation(),
+        gpu_types=gpu_types_here(cluster) if depends_on_gpu_types(config, gpus) else frozenset(),
+    )
 
 
 @dataclass(frozen=True)

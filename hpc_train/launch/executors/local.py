@@ -19,10 +19,11 @@ from typing import Any
 from rich.console import Console
 from submitit.local.local import LocalExecutor, LocalJob
 
-from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.executors.executor import Job, RunAgent, Share, local_shape
-from hpc_train.launch.gpus import gpu_types_here
+from hpc_train.config.schema import Config
+from hpc_train.launch.executors.executor import RunAgent, Share, local_shape
+from hpc_train.launch.job import Job
 from hpc_train.launch.storage import check_room
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.gpus import visible_gpus
 from hpc_train.opening import open_to_append
 from hpc_train.run.code import frozen_code
@@ -113,14 +114,8 @@ class LocalJobExecutor(ProcessExecutor):
     def __init__(self) -> None:
         self._jobs: dict[str, LocalJob[Any]] = {}
 
-    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        return local_shape(cluster)
-
-    def device_bytes(self, cluster: ClusterConfig) -> float | None:
-        return None  # one node
-
-    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
-        return gpu_types_here(cluster)
+    def shape(self, config: Config) -> JobShape:
+        return local_shape(config, Place.MACHINE)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())

@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
@@ -23,16 +23,16 @@ from rich.console import Console
 from submitit.core.utils import FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.secrets import file_mode
-from hpc_train.config.values import node_range
+from hpc_train.config.values import fewest_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.array_turns import Turn, divide, pass_on_lines
 from hpc_train.launch.executors.cost import confirm_cost, cost_lines
-from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
-from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus
+from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus, depends_on_gpu_types
+from hpc_train.launch.job import Job
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import (
     NO_SITE,
@@ -47,6 +47,7 @@ from hpc_train.launch.sbatch import (
 )
 from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_task, submit_chain
 from hpc_train.launch.storage import check_room, check_shared
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import append_line, write_text
@@ -122,17 +123,8 @@ class SlurmJobExecutor:
         """The limits and partitions of this cluster."""
         return _site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
 
-    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """Returns the maximum nodes, and the GPUs and workers per node."""
-        site = self.site if cluster.gpus_per_node == "auto" else NO_SITE
-        return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked_gpus(cluster, site).count))
-
-    def device_bytes(self, cluster: ClusterConfig) -> float | None:
-        several = node_range(cluster)[1] > 1 and cluster.gpus_per_node != 0
-        return asked_gpu_memory(cluster, self.site) if several else None
-
-    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
-        return asked_gpu_types(cluster, self.site)
+    def shape(self, config: Config) -> JobShape:
+        return slurm_shape(config, lambda: self.site)
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         """Returns the number of jobs: Slurm queues them, and limits how many run."""
@@ -344,6 +336,31 @@ class SlurmJobExecutor:
     def _folder(same: Sequence[Job], sweep: Path) -> Path:
         """Returns the directory of scripts and their output, in the logs of a single run or in the sweep directory."""
         return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
+
+
+def slurm_shape(config: Config, site: Callable[[], Site]) -> JobShape:
+    """Returns the shape of a job that is submitted to Slurm.
+
+    Args:
+        site: returns the limits and partitions of the cluster, which are only read where the shape depends on them.
+
+    Raises:
+        UserError: the nodes do not have the requested GPUs, or ``elastic.min_nodes`` is larger than ``cluster.nodes``.
+    """
+    cluster = config.cluster
+    nodes = node_range(cluster)[1]
+    known = site() if cluster.gpus_per_node == "auto" else NO_SITE
+    gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, known).count)
+    return JobShape(
+        nodes=nodes,
+        fewest_nodes=fewest_nodes(config),
+        gpus=gpus,
+        workers=workers,
+        place=Place.SLURM,
+        in_job=True,
+        device_bytes=asked_gpu_memory(cluster, site()) if nodes > 1 and gpus else None,
+        gpu_types=asked_gpu_types(cluster, site()) if depends_on_gpu_types(config, gpus) else frozenset(),
+    )
 
 
 @cache

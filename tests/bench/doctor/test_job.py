@@ -11,8 +11,9 @@ import pytest
 from hpc_train.bench.doctor import job
 from hpc_train.bench.doctor.job import check_slurm_and_job, composed, resources
 from hpc_train.commands import doctor
-from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.schema import Config
 from hpc_train.launch import command_job
+from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.health.finding import ERROR, OK
 
 
@@ -20,14 +21,8 @@ from hpc_train.machine.health.finding import ERROR, OK
 class TwoNodes:
     """Stands for the executor of an allocation of two nodes without GPUs."""
 
-    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        return 2, 0, cluster.cpu_workers
-
-    def device_bytes(self, cluster: ClusterConfig) -> float | None:
-        return None
-
-    def gpu_types(self, cluster: ClusterConfig) -> frozenset[str]:
-        return frozenset()
+    def shape(self, config: Config) -> JobShape:
+        return JobShape(2, 2, 0, config.cluster.cpu_workers, Place.ALLOCATION, in_job=True)
 
 
 @pytest.fixture

@@ -1,0 +1,244 @@
+"""The path from a command line to a frozen run, which all commands take: compose, check, freeze.
+
+``compose_job`` makes a typed config of the command line of one job. ``check_job`` chooses the layout of
+``strategy=auto`` and refuses what cannot run, with all independent mistakes in one message. ``freeze_job`` writes the
+run directory. ``notices_of`` names the keys that a user sets without an effect.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hydra.core.plugins import Plugins
+
+from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.command_line import CommandLine
+from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
+from hpc_train.config.mistakes import own_files_checked
+from hpc_train.config.run_path import run_directory
+from hpc_train.config.schema import Config
+from hpc_train.config.values import runs_own_code
+from hpc_train.errors import Mistakes, UserError
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.job import Choice, Job
+from hpc_train.launch.search import tolerate_failed_trials
+from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.float8_gpus import check_gpus
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.open_keys import check_chosen, open_keys
+from hpc_train.layout.shape import JobShape
+from hpc_train.layout.user_keys import user_keys
+from hpc_train.layout.validate import validate
+from hpc_train.layout.without_effect import notices, without_effect
+from hpc_train.registration import CHOOSE_LAYOUT, MACHINE_OF_JOB, registered
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import check_freeze, freeze
+from hpc_train.run.imported import with_imported_model
+from hpc_train.run.owner import warn_if_open
+from hpc_train.run.snapshot import snapshot_code
+
+
+@dataclass(frozen=True)
+class ComposedJob:
+    """The typed config of one job, and the command line from which it was composed.
+
+    Attributes:
+        overrides: those of this job.
+        count: the number of jobs of the command line.
+    """
+
+    line: CommandLine
+    overrides: tuple[str, ...]
+    config: Config
+    count: int = 1
+
+    @cached_property
+    def directory(self) -> Path:
+        """The directory of the run, or of the sweep that the job belongs to; without ``run.name`` a new one."""
+        run = self.config.run
+        return Path(run_directory(run.root, run.name, run.fork))
+
+
+def register_launcher() -> None:
+    """Registers schema, launcher and sweeper with Hydra, whose search for plugins misses some editable installs."""
+    register()
+    for target in (LAUNCHER, SWEEPER):
+        module, _, name = target.rpartition(".")
+        Plugins.instance().register(getattr(importlib.import_module(module), name))
+    tolerate_failed_trials()
+
+
+def complete_arguments(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of a training as Hydra requires them, with the overrides of an imported model.
+
+    Raises:
+        UserError: an option or override is wrong; see ``with_right_plus``.
+    """
+    register_launcher()
+    return with_imported_model(with_right_plus(arguments))
+
+
+def parse_line(arguments: Sequence[str]) -> CommandLine:
+    """Parses the arguments of a training.
+
+    Raises:
+        UserError: as ``complete_arguments``.
+    """
+    return CommandLine.parse(complete_arguments(arguments))
+
+
+def compose_job(line: CommandLine, what: str, instead: str = "", task: int | None = None) -> ComposedJob:
+    """Composes the job of ``line``, or job ``task`` of the sweep that it describes.
+
+    Args:
+        what: what the command does with the job, for the refusal of a sweep: ``script prints one job``.
+        instead: how the command does it for a sweep.
+
+    Raises:
+        UserError: the config is wrong, or ``line`` describes several jobs and no ``task`` is given.
+    """
+    jobs = expand(line.overrides)
+    if task is None and (line.multirun or len(jobs) > 1):
+        raise UserError(
+            f"{what}, but the overrides describe a sweep of {len(jobs)}",
+            where="the command line",
+            fix=f"give each key one value and drop -m{instead}",
+        )
+    if task is not None and not 0 <= task < len(jobs):
+        raise UserError(
+            f"the sweep has {len(jobs)} jobs, so there is no job {task}",
+            where="--task",
+            fix=f"use 0 to {len(jobs) - 1}, e.g. with sbatch --array=0-{len(jobs) - 1}",
+        )
+    overrides = jobs[task or 0]
+    with own_files_checked(line), line.composer() as compose:
+        return ComposedJob(line, tuple(overrides), typed(compose(overrides)), len(jobs))
+
+
+def check_job(
+    config: Config,
+    run: RunDirectory,
+    shape: JobShape | None = None,
+    *,
+    number: int = 0,
+    overrides: Sequence[str] = (),
+    trust_owner: bool = False,
+) -> Job:
+    """Checks ``config`` and returns its job, which ``freeze_job`` can freeze; writes nothing.
+
+    Args:
+        shape: of the job; None takes that of the executor to which ``-m`` submits it.
+        trust_owner: whether the run, or the run to fork, may have files of other users.
+
+    Raises:
+        UserError: a value is wrong, the job cannot run in ``shape``, or the run cannot be frozen. The message reports
+            all independent mistakes.
+    """
+    shape = shape or select_executor(config.cluster).shape(config)
+    mistakes = Mistakes()
+    with mistakes.collected():
+        config, layout, choice = choose_and_check(config, run, shape)
+    with mistakes.collected():
+        is_foreign = check_freeze(config, run, trust_owner)
+    mistakes.report()
+    return Job(number, tuple(overrides), config, layout, shape, run, is_foreign, choice)
+
+
+def choose_and_check(config: Config, run: RunDirectory, shape: JobShape) -> tuple[Config, Layout, Choice | None]:
+    """Returns ``config`` with the layout that ``strategy=auto`` chooses, the layout, and the choice.
+
+    A run that continues keeps its choice while the question is the same. With another strategy the choice is None.
+
+    Raises:
+        UserError: as ``check_config``; or the machine or the size of the model is unknown to ``strategy=auto``, or no
+            layout is possible or fits.
+    """
+    if runs_own_code(config):
+        check_chosen(config)
+    if not open_keys(config) or runs_own_code(config):
+        return config, check_config(config, shape), None
+    choice: Choice = registered(CHOOSE_LAYOUT)(config, run, shape)
+    config = choice.apply(config)
+    return config, check_config(config, shape), choice
+
+
+def check_config(config: Config, shape: JobShape) -> Layout:
+    """Checks that ``config`` can run in ``shape``, and returns the layout on the most nodes.
+
+    Raises:
+        UserError: a value is wrong, there is no layout on the most or on the fewest nodes, or the GPUs do not support
+            what the config requests. The message reports all independent mistakes.
+    """
+    mistakes = Mistakes()
+    with mistakes.collected():
+        layout = validate(config, shape.nodes, shape.workers, shape.device_bytes)
+        if shape.fewest_nodes < shape.nodes:
+            validate(config, shape.fewest_nodes, shape.workers, shape.device_bytes)
+    with mistakes.collected():
+        check_compiler_device(config, shape.gpus)
+    with mistakes.collected():
+        _check_float8(config, shape)
+    mistakes.report()
+    return layout
+
+
+def _check_float8(config: Config, shape: JobShape) -> None:
+    """Checks that all types of GPUs that the job may get support ``precision.fp8``.
+
+    If the types are unknown, ``cluster.machine`` describes them.
+    """
+    if config.precision.fp8 is None or not shape.gpus:
+        return
+    types, machine = shape.gpu_types, config.cluster.machine
+    if not types and machine != "auto":
+        types = frozenset({registered(MACHINE_OF_JOB)(machine, shape.gpus, types).device})
+    check_gpus(config, types)
+
+
+def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
+    """Writes the run directory of ``job``, with a snapshot of the code in ``code_directory``.
+
+    Args:
+        claim: whether this process trains the run now, so that no other command may.
+    """
+    code = snapshot_code([job.config], code_directory)
+    freeze(
+        job.config,
+        job.run,
+        claim=claim,
+        code=code,
+        overrides=job.overrides,
+        plan=job.plan,
+        trust_owner=job.trust_owner,
+    )
+    warn_if_open(job.run, job.config)
+
+
+def notices_of(jobs: Sequence[Job], line: CommandLine, shown: set[tuple[str, str]] | None = None) -> list[str]:
+    """Returns the lines about keys that the user sets without an effect in some of ``jobs``.
+
+    Args:
+        shown: the keys and reasons of earlier batches of the sweep, which are left out; gets those of ``jobs``.
+    """
+    shown = set() if shown is None else shown
+    unread = {
+        job.number: [
+            key
+            for key in without_effect(job.config, job.layout, job.shape, user_keys(line, job.overrides))
+            if (key.key, key.reason) not in shown
+        ]
+        for job in jobs
+    }
+    shown.update((key.key, key.reason) for keys in unread.values() for key in keys)
+    return notices(unread)
+
+
+def print_notices(job: Job, line: CommandLine) -> None:
+    """Prints the lines of ``notices_of`` to standard error, since standard output may be for a program."""
+    for text in notices_of([job], line):
+        print(text, file=sys.stderr)
