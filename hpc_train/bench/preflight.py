@@ -15,7 +15,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
 from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.script import python
+from hpc_train.launch.script import python, step_on_nodes
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -63,8 +63,8 @@ def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
     )
     gpus = gpus_of_this_job()
     options = [*gpus.srun_options(gpus.per_node), *inside, python(config.cluster, container), "-m", "hpc_train"]
-    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--unbuffered"]
-    return subprocess.run([*step, *options, *words], env=environment_for(Receiver.INNER_STEP), check=False).returncode
+    step = step_on_nodes(nodes, "--overlap", "--unbuffered", *options, *words)
+    return subprocess.run(step, env=environment_for(Receiver.INNER_STEP), check=False).returncode
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:

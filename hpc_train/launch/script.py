@@ -181,6 +181,19 @@ def freezing(cluster: ClusterConfig, overrides: Sequence[str], container: Contai
     ]
 
 
+NODES_OF_JOB = '"$SLURM_JOB_NUM_NODES"'  # in a batch script
+
+
+def step_on_nodes(nodes: int | str, *words: str) -> list[str]:
+    """Returns the command that starts a step with one task on each of ``nodes`` nodes of the job.
+
+    Args:
+        nodes: their number, or a shell word for it.
+        words: further options of srun, and the command of the task.
+    """
+    return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *words]
+
+
 def python(cluster: ClusterConfig, container: Container | None = None) -> str:
     """Returns the interpreter on the nodes, or in the container."""
     return cluster.python or (sys.executable if container is None else "python")
@@ -251,7 +264,7 @@ def _step(agent: Sequence[str], survives: bool) -> list[str]:
         'rm -f "$end".node-* # left by an earlier run in the same allocation',
         "trap : INT # srun handles Ctrl-C",
         "for step in 1 2 3; do",
-        '  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
+        f"  {' '.join(step_on_nodes(NODES_OF_JOB))} \\",
         f"      {' '.join(node_loss_options(survives))} --unbuffered \\",
         *(f"      {line}" for line in agent[:-1]),
         f"      {agent[-1]} &",

@@ -15,7 +15,7 @@ from hpc_train.bench.doctor.node import NodeReport
 from hpc_train.config.schema import Config
 from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.script import python
+from hpc_train.launch.script import python, step_on_nodes
 from hpc_train.machine.allocation import expand
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.machine.network.nccl_settings import merged, who_has_what
@@ -69,7 +69,7 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     words = [python(config.cluster, container), "-m", "hpc_train", "doctor", "--report-to", str(folder), *overrides]
     gpus = gpus_of_this_job()  # the GPUs that the agents of a run would have
     own = [*gpus.srun_options(gpus.per_node), *own]
-    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
+    step = step_on_nodes(nodes, "--overlap", *own, *words)
     try:
         client.run(step, environment=environment_for(Receiver.INNER_STEP), timeout_s=STEP_S)
     except SlurmError as error:

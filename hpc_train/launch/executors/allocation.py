@@ -20,7 +20,7 @@ from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here, gpus_of_this_job, has_several_tasks
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import survives_node_loss
-from hpc_train.launch.script import node_loss_options, python
+from hpc_train.launch.script import node_loss_options, python, step_on_nodes
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
@@ -113,7 +113,7 @@ class AllocationExecutor(ProcessExecutor):
         if container is not None:
             own += [*container.srun_options(container.seen()), *container.command(container.seen())]
         agent = [python(cluster, container), "-m", "hpc_train", "agent", *job.agent_options, str(job.run.path)]
-        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *own, *agent]
+        return step_on_nodes(nodes, *own, *agent)
 
 
 def _core_options(job: Job) -> list[str]:
