@@ -29,9 +29,9 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
-from hpc_train.launch import lookup
 from hpc_train.launch.launcher import enqueue, prepare_all, tell_without_effect
 from hpc_train.launch.request import parse_line
+from hpc_train.runs import lookup
 from hpc_train.runs.job_status import SlurmStatuses, time_left
 from hpc_train.telemetry.progress import final_result
 from hpc_train.telemetry.terminal import Terminal

@@ -20,7 +20,6 @@ from hpc_train.config.evaluation import BestMetric, highest_is_best
 from hpc_train.config.identity import flat
 from hpc_train.config.secrets import shown
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import read_ledger
 from hpc_train.runs.comparison import (
@@ -35,6 +34,7 @@ from hpc_train.runs.comparison import (
 )
 from hpc_train.runs.job_status import SlurmStatuses, View
 from hpc_train.runs.job_table import BEST, short_path
+from hpc_train.runs.lookup import RunHandle, find_run, find_runs, statuses_of
 from hpc_train.telemetry.progress import speed_column
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import text_table, wide

@@ -134,7 +134,7 @@ def _run_names(word: str) -> Iterator[str]:
     left out.
     """
     from hpc_train.config.run_path import NAME, default_root
-    from hpc_train.launch.lookup import run_directories
+    from hpc_train.runs.lookup import run_directories
 
     root = Path(default_root()).absolute()
     for path in run_directories(root):

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TextIO
 
 from hpc_train.errors import UserError
-from hpc_train.launch.diagnosis import find_cause
-from hpc_train.launch.lookup import RunHandle, find_run, statuses_of
 from hpc_train.opening import DamagedFile, open_file, tell_once
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import LINE_BYTES
 from hpc_train.run.streams import unescaped
+from hpc_train.runs.diagnosis import find_cause
 from hpc_train.runs.job_status import SlurmStatuses, attempt_end, failure_text
+from hpc_train.runs.lookup import RunHandle, find_run, statuses_of
 from hpc_train.telemetry.log_level import Level, Levels
 
 LINE = re.compile(r"(\S{23}) \[(\d{1,9})\] ")

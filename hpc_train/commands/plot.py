@@ -13,11 +13,11 @@ from typing import Any
 
 from hpc_train.config.evaluation import highest_is_best
 from hpc_train.errors import UserError, nearest
-from hpc_train.launch.lookup import RunHandle, find_runs
 from hpc_train.report.plots import Curves, Results, check_plot, draw
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
+from hpc_train.runs.lookup import RunHandle, find_runs
 from hpc_train.telemetry.progress import final_result
 
 OVER = ("step", "hours", "samples", "tokens")

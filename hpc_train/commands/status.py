@@ -17,15 +17,15 @@ from rich.table import Table
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.launch.diagnosis import excluded_nodes
-from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.runs.comparison import Comparison, best_metric_of, evaluated_parts
 from hpc_train.runs.cost import Prices
+from hpc_train.runs.diagnosis import excluded_nodes
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.runs.job_table import BEST, DIRECTORY, short_path
+from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.notices import failing, saves
 from hpc_train.telemetry.progress import speed_column, spent_line
 from hpc_train.telemetry.terminal import Terminal

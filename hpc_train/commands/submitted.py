@@ -15,7 +15,6 @@ from rich.console import Console
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
 from hpc_train.launch.monitor import worst
 from hpc_train.launch.proof import refuse_foreign_lease, refuse_unproven
@@ -29,6 +28,7 @@ from hpc_train.run.requests import record_stop_request, request_stacks, stacks_a
 from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import SlurmStatuses, View, outcome
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
+from hpc_train.runs.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
 from hpc_train.schedulers.slurm.client import cancel as cancel_jobs
 from hpc_train.telemetry.progress import is_done, train_longer
 from hpc_train.telemetry.terminal import Terminal

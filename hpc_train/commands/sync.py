@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import RunHandle, find_runs, run_directories, statuses_of
 from hpc_train.run.exits import Exit
 from hpc_train.run.owner import is_own, output_directory
 from hpc_train.runs.job_status import SlurmStatuses
+from hpc_train.runs.lookup import RunHandle, find_runs, run_directories, statuses_of
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.table import BACKENDS, Session
 from hpc_train.telemetry.terminal import Terminal

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import find_runs
 from hpc_train.report.live.snapshot import Runs
 from hpc_train.run.exits import Exit
+from hpc_train.runs.lookup import find_runs
 
 
 def main(arguments: list[str]) -> int:

@@ -10,13 +10,13 @@ from dataclasses import asdict
 
 from rich.text import Text
 
-from hpc_train.launch.diagnosis import diagnose, shown, sweep_failures
-from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.report.page.verdict import headline, sections
 from hpc_train.run.exits import Exit
 from hpc_train.runs.comparison import Comparison
+from hpc_train.runs.diagnosis import diagnose, shown, sweep_failures
 from hpc_train.runs.job_status import SlurmStatuses
 from hpc_train.runs.job_table import common_directory, retry_lines
+from hpc_train.runs.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.units import counted
 

@@ -19,6 +19,7 @@ from hpc_train.schedulers.slurm.site import (
     Partition,
     PartitionLimits,
     Site,
+    clock,
     other_clusters,
     seconds,
 )
@@ -308,10 +309,3 @@ def _first(limits: Sequence[NamedLimits], value: Callable[[PartitionLimits], int
     """Returns the first limit that is set, with the name of what sets it; empty if none is."""
     values = [(whose, value(found)) for whose, found in limits]
     return [(whose, limit) for whose, limit in values if limit is not None][:1]
-
-
-def clock(span_s: int) -> str:
-    """Formats seconds as Slurm prints for time limits: 2-12:00:00."""
-    days, rest = divmod(span_s, 86400)
-    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}-{text}" if days else text

@@ -11,12 +11,12 @@ import stat
 from pathlib import Path
 
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import COMMENT, RunHandle
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import LockOwner, newest_lock
 from hpc_train.run.owner import files_below, foreign_files, user_name
 from hpc_train.run.processes import started
 from hpc_train.runs.job_status import ask, status_of
+from hpc_train.runs.lookup import COMMENT, RunHandle
 from hpc_train.schedulers.slurm.client import on_clusters
 
 JOB_ID = re.compile(r"\d+(_\d+)?")

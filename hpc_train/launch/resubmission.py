@@ -14,9 +14,10 @@ from rich.console import Console
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.lookup import RunHandle
+from hpc_train.launch.job import Job
 from hpc_train.launch.monitor import hand_over, report, wait, worst
 from hpc_train.launch.submission import JobQueue
+from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
@@ -30,6 +31,7 @@ from hpc_train.run.requests import stop_was_requested
 from hpc_train.run.snapshot import has_changed, snapshot_code
 from hpc_train.runs.comparison import Comparison
 from hpc_train.runs.job_status import attempt_end, outcome
+from hpc_train.runs.lookup import RunHandle
 from hpc_train.telemetry.terminal import Terminal
 
 
@@ -60,7 +62,7 @@ def resubmit(
     until = time.monotonic() + ENDING_JOB_WAIT_S
     for item in found:
         refuse_live(item.run, is_ending=_is_ending, until=until, tell=partial(_tell, console))
-    jobs = [item.job() for item in found]
+    jobs = [_job(item) for item in found]
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -79,6 +81,17 @@ def resubmit(
         print("\n".join(outcome(job.run, view) for job, view in zip(queue.jobs, queue.views, strict=True)))
         return Exit.DONE if detach else worst(queue.views)
     return Exit.DONE if detach else report(queue, console, comparison)
+
+
+def _job(item: RunHandle) -> Job:
+    """Returns the job of a frozen run.
+
+    Raises:
+        UserError: the cluster or machine here cannot run it.
+    """
+    shape = select_executor(item.config.cluster).shape(item.config)
+    layout = resolve_layout(item.config, shape.nodes, shape.workers, shape.device_bytes)
+    return Job(item.number, (), item.config, layout, shape, item.run, item.trusts_owner)
 
 
 def _tell(console: Console, text: str) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from hpc_train.elastic.killed_step import KILLED, find_killed_step, more_memory, refuse_third_kill
 from hpc_train.errors import UserError
-from hpc_train.launch.diagnosis import find_cause
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure, advice_for
 from hpc_train.run.files import write_json
+from hpc_train.runs.diagnosis import find_cause
 
 OVER = "slurmstepd: error: StepId=7.0 exceeded memory limit (2147483648 > 1073741824), being killed"
 CGROUP = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed."

@@ -221,9 +221,9 @@ def test_of_two_commands_that_resume_a_run_at_once_one_is_refused(
     def claim(jobs: Sequence[Job], console: Console) -> None:
         job.run.update_record(claimed_by=process(other.pid))
 
-    executor = SimpleNamespace(check=lambda jobs: [], confirm=claim)
+    executor = SimpleNamespace(shape=lambda config: job.shape, check=lambda jobs: [], confirm=claim)
     monkeypatch.setattr(resubmission, "select_executor", lambda cluster: executor)
-    item: Any = SimpleNamespace(run=job.run, config=job.config, job=lambda: job)
+    item: Any = SimpleNamespace(run=job.run, config=job.config, number=0, trusts_owner=False)
     try:
         with pytest.raises(UserError, match=f"is live: process {other.pid}"):
             resubmission.resubmit([item], tmp_path / "sweep", detach=True)

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from hpc_train.commands import report, why
-from hpc_train.launch.lookup import find_runs
 from hpc_train.planner.calibration import read_calibration
 from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_after, write_at_end
@@ -30,6 +29,7 @@ from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure
 from hpc_train.run.files import append_line, read_lines, write_json
 from hpc_train.run.freeze import freeze, load
+from hpc_train.runs.lookup import find_runs
 from hpc_train.telemetry.pipeline_step import Chunk
 from tests.launch.jobs import make_job
 

@@ -9,7 +9,6 @@ from hpc_train.commands.plot import _curves, _results
 from hpc_train.elastic.killed_step import find_killed_step
 from hpc_train.elastic.nodes import NodeFailures, have_been_checked
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import find_run, find_runs
 from hpc_train.preflight.expected import read_fabric
 from hpc_train.report.live.app import _event
 from hpc_train.report.live.snapshot import Details, Row
@@ -18,6 +17,7 @@ from hpc_train.report.plots import _figure
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import stop_was_requested
+from hpc_train.runs.lookup import find_run, find_runs
 from hpc_train.telemetry.messages import Rate, _message
 from hpc_train.telemetry.notices import Notices
 from hpc_train.telemetry.progress import summary

@@ -14,10 +14,10 @@ from hpc_train.checkpoint.listing import list_checkpoints
 from hpc_train.checkpoint.manifest import FORMAT, METADATA, FileEntry, Manifest, decode
 from hpc_train.commands import status
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import find_runs
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 from hpc_train.run.freeze import freeze, load
+from hpc_train.runs.lookup import find_runs
 from tests.launch.jobs import make_job
 
 MANIFEST = Manifest(step=3, files={METADATA: FileEntry(1, "0")})

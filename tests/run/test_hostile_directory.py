@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 import hpc_train
 from hpc_train import cli, opening
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
-from hpc_train.launch.lookup import run_directories
 from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, open_file, open_to_append
 from hpc_train.run import freeze as freezing
@@ -34,6 +33,7 @@ from hpc_train.run.record import with_digest
 from hpc_train.run.rows import config_sections, event_row, failure_row, metrics_row, record_of_run, text_row
 from hpc_train.run.streams import CONTROLS, escape_controls, escaped
 from hpc_train.runs import job_status
+from hpc_train.runs.lookup import run_directories
 from hpc_train.telemetry.terminal import Terminal
 from tests.other_user import OTHER, as_other, common, needs_root
 from tests.run.readers import READERS, UserError

@@ -23,7 +23,6 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch import launcher, proof, resubmission
 from hpc_train.launch.executors.executor import RunAgent
-from hpc_train.launch.lookup import find_runs
 from hpc_train.launch.script import Script, one_run, render
 from hpc_train.run import owner
 from hpc_train.run.access import ACCESS, Access
@@ -34,6 +33,7 @@ from hpc_train.run.freeze import freeze, load
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import check_owner, deciding_files, warn_if_open
 from hpc_train.runs.job_status import JobStatus
+from hpc_train.runs.lookup import find_runs
 from tests.config.composing import config_of
 from tests.launch.jobs import make_job
 from tests.other_user import OTHER, as_other, common, needs_root

@@ -19,7 +19,6 @@ from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.dry_run import _shortened
 from hpc_train.launch.job import Job
-from hpc_train.launch.lookup import find_run
 from hpc_train.launch.resubmission import notes_on_changed_code, take_code_again
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.events import EventLog
@@ -32,6 +31,7 @@ from hpc_train.run.snapshot import snapshot_code, unfrozen_note
 from hpc_train.runs.comparison import Comparison, metric_of
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import JobTable, print_messages, print_results
+from hpc_train.runs.lookup import find_run
 from tests.launch.jobs import make_job
 
 

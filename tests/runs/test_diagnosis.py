@@ -13,8 +13,6 @@ import pytest
 
 from hpc_train.commands import status, why
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.launch.diagnosis import diagnose, excluded_nodes, find_cause
-from hpc_train.launch.lookup import find_run
 from hpc_train.report.page.verdict import headline
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
@@ -23,7 +21,9 @@ from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.run.file_writer import Outage
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
+from hpc_train.runs.diagnosis import diagnose, excluded_nodes, find_cause
 from hpc_train.runs.job_status import JobStatus, view_of
+from hpc_train.runs.lookup import find_run
 from hpc_train.runs.nccl_messages import explain_nccl
 from tests.launch.jobs import make_job
 

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 
 from hpc_train.cli import run
-from hpc_train.launch import lookup
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.freeze import freeze
+from hpc_train.runs import lookup
 from tests.launch.jobs import make_job
 
 GONE = 2**22 + 1  # no process has this id: it is above the kernel's limit

@@ -15,17 +15,17 @@ import pytest
 from rich.console import Console
 
 from hpc_train.errors import UserError
-from hpc_train.launch.diagnosis import diagnose
 from hpc_train.launch.executors.executor import Submitted
-from hpc_train.launch.lookup import RunHandle
-from hpc_train.launch.reasons import JobFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
 from hpc_train.run.lease import add_submission, find_live, refuse_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested
+from hpc_train.runs.diagnosis import diagnose
 from hpc_train.runs.job_status import PRESENT, JobStatus, View, how_stopped, resume_command, time_left
 from hpc_train.runs.job_table import JobTable, plain_line
+from hpc_train.runs.lookup import RunHandle
+from hpc_train.schedulers.slurm.reasons import JobFacts
 from hpc_train.telemetry.progress import speed_column
 from tests.launch.jobs import make_job
 
@@ -98,7 +98,7 @@ def test_a_batch_script_that_was_killed_is_told(tmp_path: Path, monkeypatch: pyt
     item = submitted(tmp_path)
     item.job.run.claim_attempt()
     EventLog.open(item.job.run, "agent-n0", 0).write("stopped", exit_code=75, reason="SIGTERM")
-    monkeypatch.setattr("hpc_train.launch.diagnosis.read_facts", lambda job: JobFacts(job, "FAILED", exit_code="0:9"))
+    monkeypatch.setattr("hpc_train.runs.diagnosis.read_facts", lambda job: JobFacts(job, "FAILED", exit_code="0:9"))
     found = diagnose(RunHandle(item.job.run, 0, {"job_id": "1"}), {"1": JobStatus("FAILED")})
     assert found.advice[0].startswith("its batch script was killed by SIGKILL")
 

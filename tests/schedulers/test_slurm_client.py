@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.diagnosis import BY_STATE
+from hpc_train.runs.diagnosis import BY_STATE
 from hpc_train.runs.job_status import JobStatus
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import Controller, LostAnswer, Problem, SlurmError

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.run.files import NewLines
 from hpc_train.runs.job_status import SlurmStatuses, View, time_left
+from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import format_bytes, format_duration, milliseconds

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.errors import UserError
-from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.planner.machine import Machine
 from hpc_train.report.page.decisions import decisions
 from hpc_train.report.page.facts import RunFacts, secrets_of
@@ -39,6 +38,7 @@ from hpc_train.run.files import BackgroundCall, write_text
 from hpc_train.run.owner import is_own, output_directory
 from hpc_train.runs.comparison import Comparison, best_metric_of
 from hpc_train.runs.job_status import PRESENT, JobStatus, SlurmStatuses, View
+from hpc_train.runs.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.version import __version__
 
 HIDDEN = "(hidden)"

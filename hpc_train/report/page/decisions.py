@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpc_train.launch.diagnosis import FAILURES, STEPS
 from hpc_train.report.page.facts import Event, RunFacts
 from hpc_train.report.page.markup import Html, section, table, tag
 from hpc_train.report.page.verdict import clock
 from hpc_train.run.attempts import CLOSING
+from hpc_train.runs.diagnosis import FAILURES, STEPS
 from hpc_train.units import counted
 
 MARKS = ("started", "straggler", "warning", "step_skipped", "ended_early", "stream_ended", *CLOSING)

@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from hpc_train.config.secrets import ASSIGNMENT, SECRET_NAME, SHORTEST
-from hpc_train.launch.diagnosis import Diagnosis, diagnose
-from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.run.attempts import NUMBER, Attempt, attempts_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.ledger import Ledger, account_for, read_frozen
+from hpc_train.runs.diagnosis import Diagnosis, diagnose
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses
+from hpc_train.runs.lookup import RunHandle, statuses_of
 
 Event = dict[str, Any]
 Line = dict[str, Any]

@@ -10,13 +10,13 @@ from typing import Any
 
 from hpc_train.config.identity import flatten
 from hpc_train.config.secrets import shown
-from hpc_train.launch.diagnosis import shown as shown_path
-from hpc_train.launch.lookup import RunHandle
 from hpc_train.layout.memory import parameter_count
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, commands, facts, listed, section, table, tag
 from hpc_train.run.directory import RunDirectory
 from hpc_train.runs.comparison import UNCOMPARED
+from hpc_train.runs.diagnosis import shown as shown_path
+from hpc_train.runs.lookup import RunHandle
 
 SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "image_size", "patch_size", "sequence_length", "n_classes")
 

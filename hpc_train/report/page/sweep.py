@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_train.launch.diagnosis import SweepFailure, find_cause, shown, sweep_failures
-from hpc_train.launch.lookup import RunHandle
 from hpc_train.report.page.chart import Scale, short
 from hpc_train.report.page.markup import (
     Html,
@@ -28,8 +26,10 @@ from hpc_train.report.page.verdict import clock
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import Account, ledger, read_frozen
 from hpc_train.runs.comparison import DEFAULT, Comparison
+from hpc_train.runs.diagnosis import SweepFailure, find_cause, shown, sweep_failures
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import common_directory, is_unfinished, retry_lines, rows_of
+from hpc_train.runs.lookup import RunHandle
 from hpc_train.units import counted, format_duration, format_hours
 
 ROWS = 1000  # of the table

@@ -7,12 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.losses import evaluated
 from hpc_train.report.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.runs.cost import Prices
+from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
 from hpc_train.runs.job_status import TO_BE_REQUEUED
 from hpc_train.telemetry.progress import final_result, spent_line
 from hpc_train.telemetry.tracebacks import STACK, own_frames

@@ -315,6 +315,13 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
+def clock(span_s: int) -> str:
+    """Formats seconds as Slurm prints for time limits: 2-12:00:00."""
+    days, rest = divmod(span_s, 86400)
+    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
+
 def seconds(text: str | None) -> int | None:
     """Parses a time limit (minutes, minutes:seconds, hours:minutes:seconds, days-hours…); None if there is no limit."""
     if text is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):

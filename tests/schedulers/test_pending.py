@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.reasons import REASONS, explain, read_free, sooner, with_gpus
+from hpc_train.schedulers.slurm.reasons import REASONS, explain, read_free, sooner, with_gpus
 
 SINFO = """\
 batch|up|2/1/1/4|1-00:00:00|gpu:2|batch*

@@ -17,10 +17,7 @@ from typing import Any
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job import Job
 from hpc_train.layout.open_keys import NAME as AUTO
-from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
@@ -107,17 +104,6 @@ class RunHandle:
         output = Path(self.submission.get("output") or os.devnull)
         first = self.submission.get("first_attempt", 0)
         return view_of(self.run, first, status, output, self.run.record().get("total_steps"))
-
-    def job(self) -> Job:
-        """Returns the frozen job, for submitting it again.
-
-        Raises:
-            UserError: the cluster or machine here cannot run it.
-        """
-        config = self.config
-        shape = select_executor(config.cluster).shape(config)
-        layout = resolve_layout(config, shape.nodes, shape.workers, shape.device_bytes)
-        return Job(self.number, (), config, layout, shape, self.run, self.trusts_owner)
 
 
 def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadable: bool = False) -> list[RunHandle]:

@@ -13,14 +13,14 @@ from typing import Any
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.elastic.killed_step import KILLED, more_memory
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
-from hpc_train.launch.lookup import RunHandle, statuses_of
-from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatus, SlurmStatuses, View, time_left
+from hpc_train.runs.lookup import RunHandle, statuses_of
 from hpc_train.runs.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.schedulers.slurm.client import query
+from hpc_train.schedulers.slurm.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.telemetry.progress import ended_early
 from hpc_train.telemetry.tracebacks import own_place
 

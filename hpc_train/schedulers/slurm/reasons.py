@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
-from hpc_train.launch.limits import clock
 from hpc_train.schedulers.slurm.client import Query, query
 from hpc_train.schedulers.slurm.jobstats import describe_use
-from hpc_train.schedulers.slurm.site import seconds
+from hpc_train.schedulers.slurm.site import clock, seconds
 
 
 @dataclass(frozen=True)
