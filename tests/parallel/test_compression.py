@@ -42,7 +42,7 @@ def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcom
 
 
 @in_two_forms(25)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long_form(25))])
 def test_what_leaves_nothing_out_trains_as_one_process_does(
     world_size: int, form: Form, record: Callable[..., None]
 ) -> None:

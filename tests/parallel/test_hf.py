@@ -128,13 +128,16 @@ def _train(rank: int, model: str, cell: Cell, saved: Path) -> Any:
 
 
 def cases() -> dict[str, list[tuple[str, Cell]]]:
-    """In the short form each model has one or two layouts; the other pairs are in the long form."""
-    dp, _, _, zero3, hsdp, _ = SPLITS
+    """In the short form each model has one layout; the other pairs are in the long form."""
+    zero3, hsdp = SPLITS[3:5]
     zbv = PIPELINES[0]
-    short = {"llama": [zbv], "qwen3": [hsdp], "vit": [dp]}
+    short = {"llama": [zbv], "vit": [hsdp]}
     long = {"llama": [*SPLITS, *PIPELINES[1:]], "qwen3": [*SPLITS, *PIPELINES], "vit": SPLITS}
-    checkpointed = [(model, cell_of(model, zero3, train=CHECKPOINTED)) for model in TASKS]
-    return {"short": in_pairs(short) + checkpointed[:1], "more": in_pairs(long) + checkpointed[1:]}
+    checkpointed = {model: (model, cell_of(model, zero3, train=CHECKPOINTED)) for model in TASKS}
+    return {
+        "short": [*in_pairs(short), checkpointed["qwen3"]],
+        "more": [*in_pairs(long), checkpointed["llama"], checkpointed["vit"]],
+    }
 
 
 def in_pairs(splits: dict[str, list[dict[str, Any]]]) -> list[tuple[str, Cell]]:
@@ -161,13 +164,9 @@ def files_read(rank: int, world_size: int, cell: Cell, saved: Path, lora: int | 
     return read.call_count, weights
 
 
+@pytest.mark.long_form(15)
 @pytest.mark.parametrize(
-    ("strategy", "lora"),
-    [
-        pytest.param(SPLITS[0], None, id="dp", marks=pytest.mark.long_form(10)),
-        pytest.param(PIPELINES[0], None, id="stages"),
-        pytest.param(SPLITS[0], 2, id="adapters", marks=pytest.mark.long_form(15)),
-    ],
+    ("strategy", "lora"), [(SPLITS[0], None), (PIPELINES[0], None), (SPLITS[0], 2)], ids=["dp", "stages", "adapters"]
 )
 def test_one_replica_reads_the_files(strategy: dict[str, Any], lora: int | None, saved: Path) -> None:
     expected = transformers.AutoModelForCausalLM.from_pretrained(saved / "llama", dtype=torch.float32).state_dict()

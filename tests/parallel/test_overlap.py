@@ -81,7 +81,7 @@ def test_the_gradients_are_those_of_one_process(form: Form, record: Callable[...
     models = ("gpt-tied", "vit")
     chosen = [pipeline(*schedule, model) for schedule in schedules for model in models]
     chosen += [tensor_parallel("vit"), tensor_parallel("gpt-tied")]
-    record(check_cells(form(chosen, "tp", "stages_per_rank")), [])
+    record(check_cells(form(chosen, "tp", "pp")), [])
 
 
 def uses_less(rank: int, world_size: int) -> list[Any]:

@@ -161,7 +161,7 @@ def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(
         for split in (ends, ends[::-1])
         for model in ("gpt", "vit")
     ]
-    record(check_cells(form(chosen, "dp", "tp", "pp_split")), [])
+    record(check_cells(form(chosen, "tp", "pp_split")), [])
 
 
 def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:

@@ -116,7 +116,7 @@ def replicated() -> list[tuple[str, Cell, list[str] | None]]:
     return [*found, ("Branch", cell_of({"dp": 2, "static_graph": True}, micro_batches=2), None)]
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long_form(12))], ids=["short", "every"])
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long_form(12))], ids=["short", "every"])
 def test_replicas_leave_them_as_one_process_does(step: int) -> None:
     check(2, replicated()[::step])
     check(1, [("Experts", cell_of({}, micro_batches=2), None), ("Tasks", cell_of({}), None)])
@@ -148,7 +148,7 @@ def test_ddp_refuses_them_and_says_what_trains_such_a_model() -> None:
 ZERO = [{"dp": 2, "data_parallel": kind} for kind in ("zero1", "zero2", "zero3")]
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long_form(40))], ids=["short", "every"])
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.long_form(40))], ids=["short", "every"])
 def test_shards_leave_them_as_one_process_does(step: int) -> None:
     """With experts that only some ranks use, the model is one group; blocks that all ranks use may be separate."""
     wraps: dict[str, list[str] | None] = {"Experts": [], "CountedExperts": [], "Tasks": None, "Nested": None}
