@@ -80,9 +80,8 @@ def trained(rank: int, world_size: int, kind: str, strategy: dict[str, Any]) -> 
     return {name: [values(ours), values(theirs[name])] for name, ours in engine.named_parameters().items()}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("single", "pp") else pytest.param(n, marks=pytest.mark.long_form(5)) for n in STRATEGIES]
-)
+@pytest.mark.long_form(5, cases=[name for name in STRATEGIES if name not in ("single", "pp")])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_bare_loop_trains_as_the_engine_does(name: str) -> None:
     ranks, strategy = STRATEGIES[name]
     kind = bare_loop(config_of(strategy), validate(config_of(strategy), 1, ranks))

@@ -40,7 +40,8 @@ def fails_in_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = failing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("gone", ["checkpoints", pytest.param("checkpoints/step-*", marks=pytest.mark.long_form(8))])
+@pytest.mark.long_form(8, cases=["checkpoints/step-*"])
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step-*"])
 def test_every_rank_refuses_and_says_what_was_there(tmp_path: Path, gone: str) -> None:
     run = frozen(tmp_path / "run", *SHORT, "checkpoint.every=3", "train.steps=5")
     assert run_attempt(run, 2) == [0, 0]

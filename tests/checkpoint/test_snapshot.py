@@ -272,7 +272,8 @@ IMAGES = [
 ]
 
 
-@pytest.mark.parametrize("moments", ["fp32", pytest.param("8bit", marks=pytest.mark.long_form(10))])
+@pytest.mark.long_form(10, cases=["8bit"])
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_the_optimizer_waits_for_the_copies(tmp_path: Path, moments: str) -> None:
     """Moments in 8 bits are decoded by the copies, while training continues."""
     run = RunDirectory(tmp_path / "run")

@@ -38,7 +38,8 @@ def save(rank: int, world_size: int, path: str) -> None:
     make_manager(rank, world_size, path).save(7, {"tokens": 9, "loss_scale": None}, final=True)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=pytest.mark.long_form(5)), "zero3"])
+@pytest.mark.long_form(5, cases=["dp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero3"])
 def test_the_file_has_every_name_and_each_tensor_once(tmp_path: Path, strategy: str) -> None:
     run = RunDirectory(tmp_path / "run")
     model = ["model=custom", f"model._target_={Tied.__module__}.Tied", "model.class_dim=last"]

@@ -42,7 +42,8 @@ def real(batch: LocalBatch) -> list[int]:
     return targets[targets != IGNORED].tolist()
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long_form(8))])
+@pytest.mark.long_form(8, cases=["2"])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_4_2_1_3_4_ranks_mid_epoch_go_on_in_the_same_order(workers: int) -> None:
     dataset = Numbers(100)
     one_rank = feed(dataset, loader_workers=0)

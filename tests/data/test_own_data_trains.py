@@ -155,16 +155,8 @@ def one_process(name: str) -> tuple[list[float], Mapping[str, torch.Tensor]]:
     return train(name, [(1, 8)])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mixture", "stream"),
-        *(
-            pytest.param(name, marks=pytest.mark.long_form(5))
-            for name in ("stream that is read again", "stream that ends", "collate")
-        ),
-    ],
-)
+@pytest.mark.long_form(5, cases=["stream that is read again", "stream that ends", "collate"])
+@pytest.mark.parametrize("name", ["mixture", "stream", "stream that is read again", "stream that ends", "collate"])
 def test_ranks_and_stops_change_nothing(name: str) -> None:
     expected, weights = one_process(name)
     assert len(expected) == (6 if name == "stream that ends" else 8)

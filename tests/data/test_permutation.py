@@ -29,7 +29,8 @@ def test_any_order_of_asking_gives_the_same(size: int, seed: int, positions: lis
     assert ((together >= 0) & (together < size)).all()
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.long_form(8))])
+@pytest.mark.long_form(8, cases=["4"])
+@pytest.mark.parametrize("size", [3, 4])
 def test_all_orders_of_few_elements_are_equally_likely(size: int) -> None:
     draws, orders = 240, math.factorial(size)
     seen = Counter(tuple(Permutation(size, 7, epoch)(np.arange(size)).tolist()) for epoch in range(draws))

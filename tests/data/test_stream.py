@@ -105,17 +105,9 @@ def run(stream: StreamDataConfig, plan: Sequence[tuple[int, int]], **more: Any) 
 PLANS = {"1": [(1, 14)], "2, 4, 1, 3": [(2, 3), (4, 4), (1, 2), (3, 5)], "4": [(4, 14)], "1, 1": [(1, 5), (1, 9)]}
 
 
-@pytest.mark.parametrize(
-    ("name", "shards"),
-    [
-        ("Resumable", 6),
-        ("Numbered", 1),
-        *(
-            pytest.param(name, shards, marks=pytest.mark.long_form(3))
-            for name, shards in (("Resumable", 1), ("Resumable", 4), ("Numbered", 4), ("Numbered", 6))
-        ),
-    ],
-)
+@pytest.mark.long_form(3, cases=["1-Resumable", "4", "6-Numbered"])
+@pytest.mark.parametrize("name", ["Resumable", "Numbered"])
+@pytest.mark.parametrize("shards", [1, 4, 6])
 def test_any_number_of_ranks_goes_on_with_the_same_global_batches(name: str, shards: int) -> None:
     expected = run(config(name, shards), PLANS["1"])
     for plan in ("2, 4, 1, 3", "4", "1, 1"):

@@ -243,15 +243,10 @@ def _efficient_on_meta(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return EFFICIENT
 
 
+@pytest.mark.long_form(5, cases=["_varlen_on_meta-none", "_varlen_on_meta-full", "_efficient_on_meta"])
 @pytest.mark.parametrize(
     ("chosen", "checkpointing"),
-    [
-        (_varlen_on_meta, "ops"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long_form(5))
-            for case in ((_varlen_on_meta, "none"), (_varlen_on_meta, "full"), (_efficient_on_meta, "none"))
-        ),
-    ],
+    [(_varlen_on_meta, "none"), (_varlen_on_meta, "full"), (_varlen_on_meta, "ops"), (_efficient_on_meta, "none")],
 )
 def test_a_compiled_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, chosen: Any, checkpointing: str) -> None:
     monkeypatch.setattr(packed_attention, "has_kernels", lambda device: True)

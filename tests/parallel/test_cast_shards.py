@@ -77,7 +77,8 @@ def differences(rank: int, _: int, chosen: list[Cell]) -> list[tuple[float, floa
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long_form(10))])
+@pytest.mark.long_form(10, cases=["4"])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_the_sums_are_those_of_one_process_that_rounds_as_well(world_size: int) -> None:
     splits = [split for ranks, split in SPLITS.values() if ranks == world_size]
     chosen = [Cell(world_size, strategy=split | CAST, batch=THREE) for split in splits]

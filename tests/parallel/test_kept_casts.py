@@ -91,22 +91,9 @@ def compare(rank: int, _: int, chosen: list[Cell]) -> list[tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "precision"),
-    [
-        ("gpt", "bf16"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.long_form(10))
-            for pair in (
-                ("gpt", "fp16"),
-                ("gpt-options", "fp16"),
-                ("gpt-options", "bf16"),
-                ("vit", "bf16"),
-                ("vit", "fp16"),
-            )
-        ),
-    ],
-)
+@pytest.mark.long_form(10, cases=["gpt-fp16", "gpt-options", "vit"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", ["gpt", "gpt-options", "vit"])
 def test_gradients_have_the_same_bits_in_the_same_order(model: str, precision: str) -> None:
     splits = [split for name, split in SPLITS.items() if (model, name) != ("gpt-options", "tp")]
     chosen = [Cell(2, model, precision, split, ACCUMULATED) for split in splits]

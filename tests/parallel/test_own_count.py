@@ -129,7 +129,8 @@ def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcom
     return compare_cells(rank, world_size, chosen)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long_form(10))])
+@pytest.mark.long_form(10, cases=["4"])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_compressed_gradients_are_divided_too(world_size: int, record: Callable[..., None]) -> None:
     split: dict[str, Any] = {"dp": 2, "data_parallel": "allreduce", "bucket_cap_mb": 0.002}
     if world_size == 4:

@@ -92,14 +92,9 @@ def differences(rank: int, _: int, chosen: list[Cell], residual: str) -> list[tu
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "residual"),
-    [
-        ("gpt", "fp32"),
-        ("vit", "compute"),
-        *(pytest.param(*pair, marks=pytest.mark.long_form(10)) for pair in (("gpt", "compute"), ("vit", "fp32"))),
-    ],
-)
+@pytest.mark.long_form(10, cases=["gpt-compute", "vit-fp32"])
+@pytest.mark.parametrize("residual", ["compute", "fp32"])
+@pytest.mark.parametrize("model", ["gpt", "vit"])
 def test_bf16_is_the_same_under_every_strategy(model: str, residual: str) -> None:
     _compare([cell_of(model, split) for split in SPLITS.values()], residual)
 

@@ -80,7 +80,8 @@ def sockets_of(rank: int, world_size: int, layouts: Sequence[Layout]) -> list[tu
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.long_form(10))])
+@pytest.mark.long_form(10, cases=["8"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_the_sockets_of_a_rank(world_size: int) -> None:
     """Each gloo group takes one socket per peer and one to listen; docs/howto/network.md extrapolates this."""
     expected = [(world_size - 1, 1)]

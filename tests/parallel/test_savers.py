@@ -92,9 +92,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    "mode", [*(pytest.param(m, marks=pytest.mark.long_form(5)) for m in ("none", "ops")), "selective:3"]
-)
+@pytest.mark.long_form(5, cases=["none", "ops"])
+@pytest.mark.parametrize("mode", ["none", "ops", "selective:3"])
 def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
     def estimated(layers: int, options: dict[str, Any]) -> float:
         config = config_of(layers, options, activation_checkpointing=mode)

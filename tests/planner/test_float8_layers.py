@@ -119,14 +119,8 @@ def predicted(config: Config) -> set[str]:
     return {name for name in chosen if name}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "llama",
-        "Net",
-        *(pytest.param(m, marks=pytest.mark.long_form(5)) for m in ("classifier", "bert", "vit", "phi", "Flat")),
-    ],
-)
+@pytest.mark.long_form(5, cases=["classifier", "bert", "vit", "phi", "Flat"])
+@pytest.mark.parametrize("model", ["llama", "Net", "classifier", "bert", "vit", "phi", "Flat"])
 def test_the_layers_of_a_plan_are_those_that_are_converted(model: str, folder: Path) -> None:
     own = model[0].isupper()
     words = [*CUSTOM, f"model._target_=float8_net.{model}"] if own else hf_model(model, folder)

@@ -41,13 +41,8 @@ def total(counts: Counts, *names: str) -> float:
     return sum(getattr(block, name) for block in counts.blocks for name in names)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("gpt_tiny", "gemma2_9b", "vit_tiny") else pytest.param(name, marks=pytest.mark.long_form(5))
-        for name in BUILT_IN
-    ],
-)
+@pytest.mark.long_form(5, cases=[name for name in BUILT_IN if name not in ("gpt_tiny", "gemma2_9b", "vit_tiny")])
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_the_facts_of_a_family_are_what_its_model_computes_and_keeps(name: str) -> None:
     data = (
         [*IMAGES, "data.image_size=224"] if name.startswith("vit") else ["data=synthetic", "data.sequence_length=128"]

@@ -247,7 +247,8 @@ def test_a_job_on_the_cpus_of_one_node_has_no_preflight(tmp_path: Path) -> None:
     preflight(spec, Config(), run, None, EventLog.open(run, "rank-0000", 0, 0), None)
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.long_form(6)), 2])
+@pytest.mark.long_form(6, cases=["1"])
+@pytest.mark.parametrize("each", [1, 2])
 def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
     nodes = 4 if each == 1 else 3
     results = run_ranks(nodes * each, of_four_nodes, each)
