@@ -4,7 +4,8 @@
 
 Two ranks in two network namespaces, with a virtual link between them that ``tc`` slows. Each technique trains the same
 small GPT for some steps; bytes are the kernel's counters of the link. Predicted is, without overlap, the time of the
-technique's step on the fast link and its bytes at the rate of the slow one. ``auto`` is asked on both links.
+technique's step on the fast link and its bytes at the rate of the slow one. The advice of
+``bench step`` is measured on both links.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ def work(rank: int, address: str, device: str, steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from hpc_train.bench.advice import advised, compression_seconds
     from hpc_train.config.compose import compose, typed
     from hpc_train.layout.resolve import resolve_layout
-    from hpc_train.parallel.compression.build import choose
     from hpc_train.parallel.mesh import join_mesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29517", rank=rank, world_size=2)
     small = ["model.n_layers=2"] if device == "lo" else []
     sizes = ["model.dim=256", "model.ffn_dim=512", "batch.global_size=4", "data.sequence_length=32", *small]
-    config = typed(compose(["+strategy=dp", "strategy.compression=auto", *sizes]))
+    config = typed(compose(["+strategy=dp", *sizes]))
     mesh = join_mesh(resolve_layout(config, 1, 2), rank, torch.device("cpu"))
     found: dict[str, Any] = {}
     for technique in TECHNIQUES:
         chosen = replace(config, strategy=replace(config.strategy, compression=technique))
         found[technique] = _train(chosen, mesh, device, steps)
-    choice = choose(config, mesh)
-    found["auto"] = {"technique": choice.technique, "seconds": dict(choice.seconds)}
+    measured = compression_seconds(config, mesh)
+    assert measured is not None
+    found["advised"] = {"technique": advised(measured), "seconds": measured}
     dist.destroy_process_group()
     return found
 
@@ -176,8 +178,8 @@ def main() -> None:
         writer.writerows(table)
     for line in table:
         print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else value for key, value in line.items()))
-    print(f"auto takes {fast['auto']['technique']} on the fast link: {fast['auto']['seconds']}")
-    print(f"auto takes {slow['auto']['technique']} at {given.rate}: {slow['auto']['seconds']}")
+    print(f"advised on the fast link: {fast['advised']['technique']}, {fast['advised']['seconds']}")
+    print(f"advised at {given.rate}: {slow['advised']['technique']}, {slow['advised']['seconds']}")
 
 
 if __name__ == "__main__":

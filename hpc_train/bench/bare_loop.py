@@ -31,7 +31,6 @@ from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.feed import loader_workers
 from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.errors import UserError
-from hpc_train.layout.buckets import first_cap
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
@@ -156,7 +155,7 @@ def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     _initialize(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
-    replica = DistributedDataParallel(model, bucket_cap_mb=first_cap(config.strategy), gradient_as_bucket_view=True)
+    replica = DistributedDataParallel(model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True)
 
     def backward(batch: Batch, target_count: int) -> None:
         with autocast(config.precision.name, mesh.device):

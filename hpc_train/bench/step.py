@@ -16,6 +16,10 @@ from hpc_train.units import format_bytes
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps of each loop before the first block
 LISTED = 5  # losses
+MEASURED = {  # advised key -> what was measured with each value
+    "strategy.bucket_cap_mb": "forward, backward and reduction of a step",
+    "strategy.compression": "the sum of the gradients of a step",
+}
 
 _EPILOG = """\
 examples:
@@ -89,6 +93,7 @@ def report(result: dict[str, Any]) -> str:
     lines.append(f"MFU            {_utilization(result['mfu'])}")
     if result["gap"]:
         lines.append(f"gap            {_gap(result['gap'])}")
+    lines += [describe_advice(key, measured) for key, measured in result["advice"].items()]
     lines.append(f"measuring      {_measurement(result['measurement'])}")
     if result["against"]:
         against = result["against"]
@@ -124,6 +129,12 @@ def _gap(gap: dict[str, Any]) -> str:
         part = f"{1e3 * loss['seconds']:9.1f} ms {100 * loss['seconds'] / max(lost, 1e-9):5.1f} %"
         lines.append(f"{'':15}{part}  {loss['kind']}: {loss['advice']}")
     return "\n".join(lines)
+
+
+def describe_advice(key: str, measured: dict[str, Any]) -> str:
+    """Returns the line about one advised key."""
+    times = ", ".join(f"{value} {1e3 * seconds:.3g} ms" for value, seconds in measured["seconds"].items())
+    return f"advice         {key}={measured['best']} ({MEASURED[key]}: {times})"
 
 
 def _shares(shares: list[float]) -> str:

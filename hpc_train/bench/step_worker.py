@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpc_train.bench.advice import advice
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio, write_progress, write_result
 from hpc_train.config.schema import Config
@@ -27,9 +28,7 @@ from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.parallel.plain_objects import gather_plain
@@ -44,7 +43,7 @@ from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.step import Control, StepOutcome, TrainStep
 from hpc_train.train.watch.measures import Measures
-from hpc_train.train.watch.step_gap import advice, losses, mean_of_ranks, profiled
+from hpc_train.train.watch.step_gap import losses, mean_of_ranks, profiled
 from hpc_train.train.watch.time_breakdown import bubble_share, communication_share
 from hpc_train.train.watch.utilization import (
     count_flops,
@@ -64,10 +63,14 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), StepRequest.read(run)
     mesh = join(spec, config)
-    config = with_chosen_compression(config, run, mesh)
     bench = StepBench(config, mesh, stop)
     result = _measure(bench, request, run)
     bench.close()
+    if result is not None:
+        layers = bench.layers
+        example = bench.example
+        del bench  # the advice builds engines of its own, which need its memory
+        result["advice"] = advice(config, mesh, layers, example)
     if result is not None and mesh.rank == 0:
         write_result(run, result)
     leave(mesh)
@@ -141,7 +144,7 @@ def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[
     """Measures all blocks and returns the result; None if a stop was requested before the last block."""
     config, mesh = bench.config, bench.mesh
     loops: list[Loop] = [bench.step]
-    _repeat(bench.step, request.warmup + (MOST_STEPS if config.strategy.bucket_cap_mb == "auto" else 0))
+    _repeat(bench.step, request.warmup)
     memory = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
         bare = build_bare_loop(request.raw, config, mesh, bench.layers)

@@ -26,6 +26,35 @@ class Removed:
     same: tuple[Any, ...] | None = None
 
 
+@dataclass(frozen=True)
+class RemovedValue:
+    """Describes one removed value of a key.
+
+    Attributes:
+        fix: what replaces it.
+        recorded: the keys of ``run.json`` with which a frozen run says what it used instead.
+        value: with which a run is read that has no such record.
+    """
+
+    fix: str
+    recorded: tuple[str, ...]
+    value: Any
+
+
+REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
+    ("strategy.bucket_cap_mb", "auto"): RemovedValue(
+        "strategy.bucket_cap_mb=MB; `python -m hpc_train bench step` measures sizes and prints the fastest",
+        ("bucket_cap", "cap_mb"),
+        25.0,
+    ),
+    ("strategy.compression", "auto"): RemovedValue(
+        "strategy.compression=none, fp16, bf16, powersgd or topk; `python -m hpc_train bench step` measures them and "
+        "prints the one that pays",
+        ("compression", "technique"),
+        "none",
+    ),
+}
+
 REMOVED: dict[str, Removed] = {
     "train.gc_every": Removed("remove it; Python's garbage collections run every 100 steps on all ranks"),
 }
@@ -38,8 +67,17 @@ def replacement_of(key: str) -> str | None:
     return next((REMOVED[head].fix for head in heads if head in REMOVED), None)
 
 
-def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a frozen config without the removed keys.
+def removed_value(key: str, value: str) -> UserError | None:
+    """Returns the error for a value that ``key`` had in earlier versions; None for other values."""
+    removed = REMOVED_VALUES.get((key, value))
+    return removed and UserError(f"{key}={value} no longer exists", where=key, fix=removed.fix)
+
+
+def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a frozen config without the removed keys and values.
+
+    Args:
+        record: ``run.json`` of the run.
 
     Raises:
         UserError: the value of a removed key changed what the run computes.
@@ -47,7 +85,19 @@ def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(config)
     for key, removed in REMOVED.items():
         result = _without(result, key.split("."), key, removed)
+    for (key, value), instead in REMOVED_VALUES.items():
+        group, name = key.split(".")
+        values = result.get(group)
+        if isinstance(values, Mapping) and values.get(name) == value:
+            result[group] = {**values, name: _recorded(record, instead)}
     return result
+
+
+def _recorded(record: Mapping[str, Any], instead: RemovedValue) -> Any:
+    node: Any = record
+    for name in instead.recorded:
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return instead.value if node is None else node
 
 
 def _without(node: Mapping[str, Any], names: list[str], key: str, removed: Removed) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.config.other_launchers import instead_of, instead_of_key
-from hpc_train.config.removed import replacement_of
+from hpc_train.config.removed import removed_value, replacement_of
 from hpc_train.config.run_path import invalid_name
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
@@ -215,6 +215,8 @@ def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
 def _of_value(key: str, first: str) -> UserError | None:
     """Returns the error of a value of the wrong kind, or of a resolver; None for others."""
     wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
+    if wrong and (removed := removed_value(key, wrong[1])) is not None:
+        return removed
     if wrong and wrong[2] in _KINDS:
         value = wrong[1].removesuffix(".0") if re.fullmatch(r"-?\d+\.0", wrong[1]) else "VALUE"  # 1e3 is a float
         return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}={value}")

@@ -273,7 +273,7 @@ def _check_carried(config: Config, tp: int) -> None:
             fix=f"precision=bf16, or {_WHERE}=fp16",
         )
     sgd = config.optim._target_ is None and config.optim.name == "sgd"
-    twice = technique in ("topk", "auto") and sgd and config.optim.momentum
+    twice = technique == "topk" and sgd and config.optim.momentum
     if twice and strategy.compression_momentum:
         raise UserError(
             f"momentum would count twice: strategy.compression_momentum is {strategy.compression_momentum:g} and "

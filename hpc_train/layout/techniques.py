@@ -19,7 +19,6 @@ from hpc_train.layout.orders import Action, PipelineShape
 Placement = Literal["linear", "looped", "v"]
 MicroBatches = Literal["one", "any", "multiple_of_ranks"]
 State = Literal["parameters", "gradients", "optimizer"]
-BucketSearch = Literal["never", "without_pipeline", "always"]
 Row = TypeVar("Row", "PipelineSchedule", "DataParallelKind")
 
 
@@ -120,7 +119,7 @@ class DataParallelKind:
         debugged_as: the kind that replaces it under ``train.debug``; None if it is not replaced.
         offloads: the values of ``strategy.offload`` that it supports besides ``none``.
         reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
-        bucket_search: when it supports ``strategy.bucket_cap_mb=auto``: ``never``, ``without_pipeline``, ``always``.
+        buckets: whether it reduces gradients in buckets of ``strategy.bucket_cap_mb``.
         static_graph: whether it supports ``strategy.static_graph``.
         waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot time it.
     """
@@ -136,7 +135,7 @@ class DataParallelKind:
     debugged_as: str | None
     offloads: tuple[str, ...]
     reproducible: bool
-    bucket_search: BucketSearch
+    buckets: bool
     static_graph: bool
     waits_in_backward: bool
 
@@ -155,7 +154,6 @@ class DataParallelKind:
                 "compressed_as must be None or the kind itself if state is sharded": self.shards
                 and self.compressed_as not in (None, self.name),
                 "reproducible must be False if state is sharded": self.shards and self.reproducible,
-                f"bucket_search is {self.bucket_search!r}": self.bucket_search not in get_args(BucketSearch),
             },
         )
 
@@ -231,7 +229,8 @@ _ZBV = replace(
 )
 
 AUTO = "auto"
-CARRYING = ("powersgd", "topk", "auto")  # compressions that add the unsent part to the gradient of the next step
+IN_FLIGHT = 4  # buckets that are sent at once; they keep the network busy, and their copies need memory
+CARRYING = ("powersgd", "topk")  # compressions that add the unsent part to the gradient of the next step
 SCHEDULES: dict[str, PipelineSchedule] = {
     row.name: row
     for row in (
@@ -274,7 +273,7 @@ _DDP = DataParallelKind(
     debugged_as="allreduce",  # DDP of torch 2.13 crashes (SIGSEGV) when collectives are compared
     offloads=("optimizer",),
     reproducible=True,
-    bucket_search="without_pipeline",  # a schedule holds the DDP wrapper, so its buckets cannot change
+    buckets=True,
     static_graph=True,
     waits_in_backward=True,
 )
@@ -284,7 +283,6 @@ _ALLREDUCE = replace(  # reduces buckets during the last backward or after it (p
     replicas=f"{_REPLICAS}:AllReduceReplicas",
     tensor_parallel=True,
     debugged_as=None,
-    bucket_search="always",
     static_graph=False,
     waits_in_backward=False,
 )
@@ -297,7 +295,7 @@ _ZERO1 = replace(
     compressed_as="zero1",
     updated_as=None,  # FSDP reduces a block at once, and hands out its gradients only then
     reproducible=False,
-    bucket_search="never",
+    buckets=False,
 )
 _ZERO2 = replace(
     _ZERO1,
@@ -312,7 +310,7 @@ _ZERO3 = replace(
 
 KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
 # ``train.reproducible`` replaces the kind of the config by a sum over a tree.
-TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", bucket_search="never", updated_as=None)
+TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", buckets=False, updated_as=None)
 
 
 @cache

@@ -273,18 +273,6 @@ def _check_static_graph(config: Config, layout: Layout) -> None:
         )
 
 
-def _check_bucket_search(config: Config, layout: Layout) -> None:
-    kind = layout.kind
-    searches = config.strategy.bucket_cap_mb == "auto" and layout.dp_cp > 1
-    if searches and layout.pp > 1 and kind.bucket_search == "without_pipeline":
-        raise UserError(
-            f"strategy.bucket_cap_mb=auto cannot change the buckets of {kind.name} inside a pipeline schedule",
-            where="strategy.bucket_cap_mb",
-            fix=f"strategy.data_parallel={kinds_where(lambda row: row.bucket_search == 'always')}, or "
-            "strategy.bucket_cap_mb=25",
-        )
-
-
 def _check_samples(config: Config, layout: Layout) -> None:
     short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
     if short and config.batch.drop_last:
@@ -304,7 +292,6 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     _check_tensor_parallel,
     check_context_parallel,
     _check_static_graph,
-    _check_bucket_search,
     _check_samples,
     check_savers,
     check_z_loss,

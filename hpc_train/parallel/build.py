@@ -17,7 +17,6 @@ from hpc_train.models.model import Model
 from hpc_train.models.own_loss import Loss, place
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
@@ -27,14 +26,11 @@ from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 
 
-def build_engine(
-    config: Config, mesh: Mesh, layers: Sequence[range] | None = None, report_buckets: ReportBuckets | None = None
-) -> Engine:
+def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> Engine:
     """Builds the model on ``meta`` and the engine for ``mesh.layout``. Collective.
 
     Args:
         layers: the layers of each pipeline stage from ``balance.plan_split``; None follows ``strategy.pp_split``.
-        report_buckets: called on every rank with the choice of ``strategy.bucket_cap_mb=auto``.
 
     Raises:
         UserError: the model cannot be distributed as the layout requires.
@@ -66,13 +62,13 @@ def build_engine(
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
-        return ReplicaEngine(config, mesh, model, report_buckets)
+        return ReplicaEngine(config, mesh, model)
     whole = _check_parts(model, mesh)
     if mesh.layout.pp == 1:
-        return ReplicaEngine(config, mesh, whole, report_buckets)
+        return ReplicaEngine(config, mesh, whole)
     from hpc_train.parallel.pipeline.engine import PipelineEngine  # torch's pipelining takes a second to import
 
-    return PipelineEngine(config, mesh, whole, layers, report_buckets)
+    return PipelineEngine(config, mesh, whole, layers)
 
 
 def _check_z_loss(model: Model | WrappedModel) -> None:

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.hooks import RemovableHandle
 
-from hpc_train.layout.buckets import IN_FLIGHT
+from hpc_train.layout.techniques import IN_FLIGHT
 from hpc_train.parallel.exchange import Dense, Exchange
 from hpc_train.parallel.gradient_norm import sparse_gradient
 
@@ -50,29 +49,21 @@ class GradientReduction:
         send_order: SendOrder | None = None,
         reduced: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
-        self._parameters, self._send_order, self._reduced = list(parameters), send_order, reduced
+        self._send_order = send_order
+        self._reduced = reduced
         self._dense = Dense(group)
         self._exchange: Exchange = self._dense
         self._pending: deque[_Sent] = deque()
-        self._hooks: list[RemovableHandle] = []
-        self.rebucket(bucket_cap_mb)
-        if send_order is not None:
-            send_order.append(self)
-
-    def rebucket(self, cap_mb: float) -> None:
-        """Changes the size of the buckets. Call it between two steps."""
-        self._buckets = _plan(self._parameters, int(cap_mb * 2**20))
+        self._buckets = _plan(list(parameters), int(bucket_cap_mb * 2**20))
         # parameter -> backward passes that have not added yet
         self._missing: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]
         self._backwards = 0  # backward passes of the step that have not finished
         self.sent = 0
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._added, index))
-            for index, bucket in enumerate(self._buckets)
-            for parameter in (bucket if self._send_order is not None else ())
-        ]
+        if send_order is not None:
+            send_order.append(self)
+            for index, bucket in enumerate(self._buckets):
+                for parameter in bucket:
+                    parameter.register_post_accumulate_grad_hook(partial(self._added, index))
 
     def begin(self, backwards: int, exchange: Exchange | None = None) -> None:
         """Prepares a step of ``backwards`` backward passes that sums its buckets by ``exchange``, or densely without

@@ -16,7 +16,6 @@ from hpc_train.models.model import Model, aliases, named_buffers, named_paramete
 from hpc_train.models.modes import evaluating
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
-from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.buffers import SharedBuffers
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
@@ -36,12 +35,9 @@ class ReplicaEngine:
 
     Args:
         model: a model on ``meta``, or one with values, of which those of dp rank 0 are used.
-        report_buckets: called with the choice of ``strategy.bucket_cap_mb=auto``.
     """
 
-    def __init__(
-        self, config: Config, mesh: Mesh, model: Model | WrappedModel, report_buckets: ReportBuckets | None = None
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
         self._mesh = mesh
         self._precision = config.precision.name
         self._own_count = model.own_count
@@ -54,7 +50,7 @@ class ReplicaEngine:
         )
         self.updates = self._make_updates(config)
         self._replicas = make_replicas(
-            self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count, updates=self.updates
+            self._model, mesh, config.strategy, tied, own_count=self._own_count, updates=self.updates
         )
         self._statistics = batch_norm.RunningStatistics([self._model])
         self._buffers = SharedBuffers([self._model], config.train.buffers, mesh.group("dp_cp"))

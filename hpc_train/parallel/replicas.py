@@ -7,7 +7,6 @@ gradients by the ratio of the two counts, with one all-reduce of a scalar.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -22,12 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.buckets import first_cap
 from hpc_train.layout.layout import Layout
 from hpc_train.models.model import canonical_name
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import fsdp
-from hpc_train.parallel.bucket_search import ReportBuckets, SearchedReplicas
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.gradient_norm import multiply_
@@ -96,16 +93,12 @@ class AllReduceReplicas(LocalReplicas):
         group, compresses = mesh.group("dp_cp"), strategy.compression != "none"
         waits = compresses and own_count  # the division by the count precedes the compression
         order, reduced = None if waits else send_order, None if updates is None else updates.use
-        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), order, reduced)
+        self.reduction = GradientReduction(named.values(), group, strategy.bucket_cap_mb, order, reduced)
         if compresses:
             self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
         self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
-
-    def rebucket(self, cap_mb: float) -> None:
-        """Changes the size of the buckets. Call it between two steps."""
-        self.reduction.rebucket(cap_mb)
 
     def backward_done(self) -> None:
         self.reduction.backward_done()
@@ -120,23 +113,13 @@ class DDPReplicas:
     compression: Compression | None = None
 
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
-        self._bare, self._mesh, self._strategy = module, mesh, strategy
         self.loss_factor = mesh.layout.dp_cp
-        self._wrap(first_cap(strategy))
-
-    def _wrap(self, cap_mb: float) -> None:
-        trains = any(parameter.requires_grad for parameter in self._bare.parameters())
-        self._wrapped = replicate(self._bare, self._mesh, self._strategy, cap_mb) if trains else None
-        self.module: nn.Module = self._bare if self._wrapped is None else self._wrapped
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        self._wrapped = replicate(module, mesh, strategy) if trains else None
+        self.module: nn.Module = module if self._wrapped is None else self._wrapped
         # DDP records a static graph in the first backward pass, which fails inside no_sync (an assertion of torch's
         # reducer). Reducing after every micro-batch of the first step gives the same sums.
-        self._sync_always = self._strategy.static_graph
-
-    def rebucket(self, cap_mb: float) -> None:
-        """Changes the size of the buckets between two steps. The old wrapper is deleted first, or both would reduce."""
-        del self._wrapped, self.module
-        gc.collect()
-        self._wrap(cap_mb)
+        self._sync_always = strategy.static_graph
 
     def begin(self, step: int, backwards: int) -> None:
         pass
@@ -169,7 +152,7 @@ class Sharded:
         self._kind = mesh.layout.kind
         self._modules = fsdp.sharded_modules(module)
         self._whole = [each for each in module.parameters() if each.requires_grad and fsdp.is_replicated(each)]
-        self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), first_cap(strategy))
+        self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), strategy.bucket_cap_mb)
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # for which micro-batches they are configured
         self._warmup_steps = strategy.compression_warmup_steps if strategy.compression != "none" else 0
@@ -208,7 +191,6 @@ def make_replicas(
     mesh: Mesh,
     strategy: StrategyConfig,
     tied: Mapping[str, str],
-    report_buckets: ReportBuckets | None = None,
     send_order: SendOrder | None = None,
     own_count: bool = False,
     updates: UpdatesInBackward | None = None,
@@ -217,19 +199,16 @@ def make_replicas(
 
     Args:
         tied: alias -> canonical name.
-        report_buckets: called with the bucket size that the search chooses.
         send_order: the reductions of this rank's other stages, whose gradients are final earlier.
         own_count: whether the loss has its own count; compressed gradients are then sent by ``finish``.
         updates: uses each gradient as soon as it is that of the global batch; only for kinds that support it.
     """
     layout = mesh.layout
-    kind = layout.kind
     served = replica_class(layout) if layout.dp_cp > 1 else LocalReplicas
     order = [] if send_order is None else send_order
     used: dict[str, Any] = {} if updates is None else {"updates": updates}
-    replicas: Any = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count, **used)
-    searches = strategy.bucket_cap_mb == "auto" and layout.dp_cp > 1 and kind.bucket_search != "never"
-    return SearchedReplicas(replicas, mesh, report_buckets) if searches else replicas
+    replicas: Replicas = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count, **used)
+    return replicas
 
 
 def replica_class(layout: Layout) -> Any:
@@ -240,13 +219,12 @@ def replica_class(layout: Layout) -> Any:
     """
     kind, where = layout.kind, f"strategy.data_parallel={layout.data_parallel}"
     found = locate(kind.replicas, where)
-    methods = [*_METHODS, *(["rebucket"] if kind.bucket_search != "never" else [])]
-    missing = [name for name in methods if not callable(getattr(found, name, None))]
+    missing = [name for name in _METHODS if not callable(getattr(found, name, None))]
     if missing:
         raise UserError(
             f"{kind.replicas} has no method {' and no method '.join(missing)}",
             where=where,
-            fix="implement the methods of hpc_train.parallel.engine.Replicas, and rebucket for a bucket search",
+            fix="implement the methods of hpc_train.parallel.engine.Replicas",
         )
     return found
 
@@ -259,7 +237,7 @@ _RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__)
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
-def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap_mb: float) -> DistributedDataParallel:
+def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> DistributedDataParallel:
     """Wraps ``model``, which has its values already, in DDP for the ``dp_cp`` ranks.
 
     The gradients are averaged over these ranks, so scale the loss by their number for a sum. Buffers are not
@@ -268,7 +246,7 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap
     return DistributedDataParallel(
         model,
         process_group=mesh.group("dp_cp"),
-        bucket_cap_mb=bucket_cap_mb,
+        bucket_cap_mb=strategy.bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=strategy.static_graph,
         **_KEEP_BUFFERS,

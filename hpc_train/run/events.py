@@ -61,7 +61,6 @@ EVENTS = (
     "stream_ended",  # the data ended before train.steps
     "first_step",  # of a restarted attempt or one that compiles: its seconds, and whether artifacts were loaded
     "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time
-    "compression_chosen",  # chosen by strategy.compression=auto, with the measurements
     "pipeline_balance",  # measured balance of the stages in the first steps
     "pipeline_step",  # when each stage computed in one of the first steps, for the report
     "warning",
@@ -69,7 +68,6 @@ EVENTS = (
     "gpu_idle",  # for telemetry.gpu_idle_minutes
     "message_not_sent",  # to a webhook; with its text, which a waiting command sends
     "profiled",
-    "bucket_size_chosen",
     "loop",  # one of the user's own loop (run.entry), with its name
 )
 

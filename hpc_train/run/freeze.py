@@ -196,7 +196,7 @@ def load(run: RunDirectory) -> Config:
     data = _unchanged(run)
     try:
         values = parsed_config(data.decode())
-        node = OmegaConf.create(escaped(without_removed(values) if isinstance(values, dict) else values))
+        node = OmegaConf.create(escaped(without_removed(values, run.record()) if isinstance(values, dict) else values))
     except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise _damaged(run, f"{run.config} cannot be read: {error}") from error
     if not isinstance(node, DictConfig) or not node:

@@ -143,8 +143,6 @@ OF_EVENT: dict[str, dict[str, Check]] = {  # fields that have another type in on
     "hang_detected": {"gpus": list_of(text)},
     "failed": {"gpus": list_of(text)},
     "shrunk": {"nodes": count},
-    "bucket_size_chosen": {"seconds": dict_of(number)},
-    "compression_chosen": {"seconds": dict_of(number)},
     "pipeline_step": {
         "ranks": list_of(record_of(rank=count, chunks=list_of(_chunk))),
         "seconds": lambda value: seconds(value) and value > 0,

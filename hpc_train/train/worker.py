@@ -29,10 +29,8 @@ from hpc_train.layout.compilation import check_compiler_device
 from hpc_train.layout.notices import long_warmup
 from hpc_train.layout.open_keys import for_nodes
 from hpc_train.models.modes import parts_in_evaluation
-from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
-from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.pipeline.balance import SplitPlan, plan_split
@@ -149,7 +147,6 @@ def _build(
     spec: WorkerSpec,
     heartbeat: Heartbeat,
 ) -> Trainer:
-    config = with_chosen_compression(config, run, mesh, events)
     training = _training_data(config, mesh)
     evaluation = build_evaluation(config, mesh, spec.ranks_on_cores)
     hooks = Hooks(config.hooks)
@@ -264,8 +261,7 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
     """Builds the engine with the choices of earlier attempts and wraps it for balance reports and debugging."""
     check_compiler_device(config, int(mesh.device.type == "cuda"))
     plan = plan_split(config, mesh, training, run)
-    known = with_known_buckets(config, run, mesh)
-    engine = build_engine(known, mesh, None if plan is None else plan.layers, bucket_choice_recorder(run, mesh, events))
+    engine = build_engine(config, mesh, None if plan is None else plan.layers)
     if mesh.layout.pp > 1:
         engine = _watch_pipeline(engine, mesh, plan, events)
     if config.train.debug:

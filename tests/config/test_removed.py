@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from hpc_train.config.compose import typed
-from hpc_train.config.removed import REMOVED, replacement_of, without_removed
+from hpc_train.config.removed import REMOVED, REMOVED_VALUES, replacement_of, without_removed
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
+from hpc_train.layout.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.config.composing import compose, config_of
@@ -71,4 +72,18 @@ def test_a_removed_key_that_changed_the_computation_is_refused(key: str) -> None
         node = node.setdefault(group, {})
     node[name] = "another"
     with pytest.raises(UserError, match=f"frozen with {re.escape(key)}=another"):
-        without_removed(config)
+        without_removed(config, {})
+
+
+@pytest.mark.parametrize(("key", "value"), sorted(REMOVED_VALUES))
+def test_a_removed_value_is_refused_with_its_replacement(key: str, value: str) -> None:
+    with pytest.raises(UserError) as raised:
+        validate(config_of("+strategy=dp", f"{key}={value}"), 1, 2)
+    assert raised.value.where == key and raised.value.fix == REMOVED_VALUES[key, value].fix
+
+
+def test_a_run_that_was_frozen_with_a_removed_value_has_what_its_record_says(tmp_path: Path) -> None:
+    run = frozen_with(tmp_path, dict(REMOVED_VALUES))
+    assert (load(run).strategy.bucket_cap_mb, load(run).strategy.compression) == (25.0, "none")
+    run.update_record(bucket_cap={"layout": "dp 2", "cap_mb": 5.0}, compression={"technique": "topk"})
+    assert (load(run).strategy.bucket_cap_mb, load(run).strategy.compression) == (5.0, "topk")

@@ -194,7 +194,6 @@ def test_a_kind_whose_class_lacks_a_method_is_refused_before_training(monkeypatc
     for facts, message in (
         ({"replicas": "tests.extensions.package.replicas:Nothing"}, "cannot be imported"),
         ({"replicas": "torch.nn:Linear"}, "no method begin and no method micro_batch"),
-        ({"bucket_search": "always"}, "has no method rebucket"),
     ):
         changed = replace(kinds.KIND, **facts)  # type: ignore[arg-type]
         monkeypatch.setattr(Layout, "kind", property(lambda _, row=changed: row))

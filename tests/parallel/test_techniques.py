@@ -140,6 +140,6 @@ def test_a_missing_fact_is_a_type_error() -> None:
 def test_facts_that_contradict_each_other_are_refused(facts: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SCHEDULES["1f1b"], **facts)  # type: ignore[arg-type]
-    for wrong in ({"shards": frozenset({"optimizer"})}, {"offloads": ("all",)}, {"bucket_search": "sometimes"}):
+    for wrong in ({"shards": frozenset({"optimizer"})}, {"offloads": ("all",)}):
         with pytest.raises(ValueError, match=r"row 'ddp'"):
             replace(KINDS["ddp"], **wrong)  # type: ignore[arg-type]

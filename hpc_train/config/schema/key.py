@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from hpc_train.config.removed import removed_value
 from hpc_train.config.schema.condition import Condition
 from hpc_train.errors import Mistakes, UserError, nearest
 
@@ -129,6 +130,9 @@ def _accepts(info: KeyInfo, value: Any) -> bool:
 
 def _not_accepted(name: str, value: Any, info: KeyInfo) -> UserError:
     if isinstance(value, str):
+        removed = removed_value(name, value)
+        if removed is not None:
+            return removed
         numbers = f"a number {info.range}, or " if info.range else ""
         return UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, info.choices)}")
     if not info.holds(value):

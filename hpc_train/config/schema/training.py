@@ -80,18 +80,17 @@ class StrategyConfig:
         choices=("even", "flops", "measured"),
         when=when("pipeline"),
     )
-    bucket_cap_mb: float | int | str = key(
+    bucket_cap_mb: float = key(
         25.0,
-        "The size of a gradient bucket of ddp and allreduce. auto measures sizes in the first steps.",
-        choices=("auto",),
+        "The size of a gradient bucket of ddp and allreduce. `bench step` measures sizes.",
         above=0,
         unit="MB",
         when=when("buckets"),
     )
     compression: str = key(
         "none",
-        "How ddp and allreduce compress gradients; ZeRO has bf16. auto measures the techniques and uses the fastest.",
-        choices=("none", "fp16", "bf16", "powersgd", "topk", "auto"),
+        "How ddp and allreduce compress gradients; ZeRO has bf16. `bench step` measures the techniques.",
+        choices=("none", "fp16", "bf16", "powersgd", "topk"),
         when=when("replicas"),
     )
     compression_share: float = key(
@@ -99,20 +98,20 @@ class StrategyConfig:
         "topk: the share of each gradient's elements that is sent.",
         above=0,
         at_most=1,
-        when=(when("strategy.compression", "topk", "auto"), when("replicas")),
+        when=(when("strategy.compression", "topk"), when("replicas")),
     )
     compression_momentum: float = key(
         0.0,
         "topk: the momentum correction, which replaces the optimizer's momentum.",
         at_least=0,
         below=1,
-        when=(when("strategy.compression", "topk", "auto"), when("replicas")),
+        when=(when("strategy.compression", "topk"), when("replicas")),
     )
     compression_rank: int = key(
         4,
         "powersgd: the rank of the approximation.",
         at_least=1,
-        when=(when("strategy.compression", "powersgd", "auto"), when("replicas")),
+        when=(when("strategy.compression", "powersgd"), when("replicas")),
     )
     compression_warmup_steps: int = key(
         0,

@@ -22,11 +22,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hpc_train.config.values import LayerMode
-from hpc_train.layout.buckets import IN_FLIGHT
 from hpc_train.layout.orders import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Work
 from hpc_train.layout.peak.ranks import Rank, Stage
 from hpc_train.layout.peak.replay import Change, Memory, Part, Passage, exceeds, passage, replay
 from hpc_train.layout.peak.sizes import Sizes
+from hpc_train.layout.techniques import IN_FLIGHT
 
 WIDENED_BYTES = 2.0**28  # of the gradients that the optimizer has in fp32 at once (train/optimizers/optimizer.py)
 

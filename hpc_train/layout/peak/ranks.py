@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
-from hpc_train.layout.buckets import bucket_bytes
 from hpc_train.layout.compilation import CompilerMode, compiler_mode
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.orders import (
@@ -103,10 +102,11 @@ def ranks_of(config: Config, layout: Layout) -> Iterator[Rank]:
         if own not in seen or layout.pipeline.placement == "v":
             seen.add(own)
             found = rank_of(layout, rank, stages)
-            sends = layout.dp_cp > 1 and layout.kind.bucket_search != "never" and not found.keeps_gradients
+            sends = layout.dp_cp > 1 and layout.kind.buckets and not found.keeps_gradients
             if found.reduces == "after" and sends:
-                bucket, compressed = bucket_bytes(config.strategy), config.strategy.compression in ("bf16", "fp16")
-                found = replace(found, bucket=bucket, copied=0.5 if compressed else 1.0)
+                bucket = config.strategy.bucket_cap_mb * 2**20
+                copied = 0.5 if config.strategy.compression in ("bf16", "fp16") else 1.0
+                found = replace(found, bucket=bucket, copied=copied)
             found = replace(found, captured=compiler_mode(config) == CompilerMode.CUDA_GRAPHS)
             yield replace(found, reduces="inside") if config.optim.in_backward else found
 

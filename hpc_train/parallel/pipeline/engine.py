@@ -28,7 +28,6 @@ from hpc_train.models.model import Model, named_buffers, named_parameters, refus
 from hpc_train.models.modes import evaluating
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
-from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.buffers import SharedBuffers
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.context import own_tokens
@@ -75,7 +74,6 @@ class PipelineEngine:
     Args:
         model: the whole model on ``meta``; it is not changed.
         layers: the layers of each stage from a profile; None follows ``strategy.pp_split``.
-        report_buckets: called with the choice of ``strategy.bucket_cap_mb=auto``.
 
     Raises:
         UserError: the model cannot be cut into the stages of ``mesh.layout``.
@@ -89,7 +87,6 @@ class PipelineEngine:
         mesh: Mesh,
         model: Model,
         layers: Sequence[range] | None = None,
-        report_buckets: ReportBuckets | None = None,
     ) -> None:
         layout = mesh.layout
         check_extension(layout)
@@ -109,7 +106,6 @@ class PipelineEngine:
                 mesh,
                 config.strategy,
                 model.tied,
-                report_buckets if stage == held[0] else None,
                 send_order,
                 self._own_count,
             )

@@ -139,7 +139,8 @@ def advice(kind: str, config: Config) -> str:
         COPIES: casts,
         LOSS: "train.loss_chunks=auto",
         OPTIMIZER: "more micro-batches per step, or sharding (strategy=zero1)",
-        COMMUNICATION: "strategy.bucket_cap_mb=auto, strategy.shard=node, or a smaller strategy.tp or strategy.cp",
+        COMMUNICATION: "the strategy.bucket_cap_mb that `bench step` advises, strategy.shard=node, or a smaller "
+        "strategy.tp or strategy.cp",
         TRANSFERS: "a larger train.activation_offload, or strategy.offload=none",
         BUBBLE: "more micro-batches per step, or a schedule with a smaller bubble",
         WAITING: f"{'' if compiled else 'train.compile=true, or '}a larger batch.micro_size with fewer micro-batches",

@@ -155,8 +155,6 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
             yield Suggestion({"strategy.data_parallel": kind.name}, "parameters stay gathered; needs more memory")
     if shards and setting.nodes > 1 and layout.shard == layout.dp_cp:
         yield Suggestion({"strategy.shard": "node"}, "state is sharded only within a node; needs more memory")
-    if layout.kind.bucket_search != "never":
-        yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "finds the fastest size of gradient buckets")
     if layout.kind.compressed_as is not None and setting.config.strategy.compression == "none":
         less = "" if shards else "; powersgd and topk send far less"
         yield Suggestion({"strategy.compression": "bf16"}, f"halves the bytes of gradients{less}")

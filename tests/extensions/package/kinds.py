@@ -14,7 +14,7 @@ KIND = DataParallelKind(
     debugged_as=None,
     offloads=("optimizer",),
     reproducible=False,
-    bucket_search="never",
+    buckets=False,
     static_graph=False,
     waits_in_backward=False,
 )
