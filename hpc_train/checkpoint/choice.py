@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run loads: its newest valid one, or that of its archive, or that of the forked run."""
+"""Chooses the checkpoint that a run loads: its newest valid one, or that of the forked run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hpc_train.checkpoint.agreement import on_first
-from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, furthest_saved, purged_error, wait_for_checkpoint
-from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_network
+from hpc_train.checkpoint.verified import VerifiedCheckpoint, VerifiedSearch, on_network
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.owner import check_owner, deciding_weights
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class CheckpointChoice:
     config: Config
     store: CheckpointStore
     group: dist.ProcessGroup
-    rank: int
     events: EventLog
 
     def newest(self) -> tuple[VerifiedCheckpoint | None, bool]:
@@ -41,9 +38,9 @@ class CheckpointChoice:
         Raises:
             UserError: all checkpoints are damaged, the saved ones have disappeared, or the source has none.
         """
-        found = self._newest_of_run()
+        found = self._search(self.store, own=True)
         if found is None and on_first(self._is_late, self.group):
-            found = self._newest_of_run()
+            found = self._search(self.store, own=True)
         source = self.run.record().get("forked_from")
         if found is not None or source is None:
             return found, False
@@ -55,28 +52,6 @@ class CheckpointChoice:
                 fix="restore a checkpoint there, or choose another run.name to start at step 0",
             )
         return found, True
-
-    def _newest_of_run(self) -> VerifiedCheckpoint | None:
-        """Returns the run's newest valid checkpoint, or that of the archive if the run has none."""
-        archive = Archive.of(self.run, self.config)
-        archived = archive is not None and on_first(lambda: _has_own(archive), self.group)
-        try:
-            found = self._search(self.store, own=True)
-        except AllDamaged as error:
-            if not archived:
-                raise
-            found = None
-            if self.rank == 0:
-                print(error, flush=True)
-        if found is not None or archive is None or not archived:
-            return found
-        found = self._search(archive.store, own=False)
-        if self.rank == 0 and found is not None:
-            message = f"the run directory has no valid checkpoint; loading the archived one: {found.checkpoint.path}"
-            print(message, flush=True)
-            self.events.write("warning", step=found.checkpoint.step, message=message)
-            archive.adopt()
-        return found
 
     def _is_late(self) -> bool:
         """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
@@ -91,8 +66,7 @@ class CheckpointChoice:
             self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0
         ):
             return True
-        archive = Archive.of(self.run, self.config)
-        raise purged_error(self.run, saved, None if archive is None else archive.copy.checkpoints)
+        raise purged_error(self.run, saved)
 
     def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint
@@ -107,15 +81,3 @@ class CheckpointChoice:
         moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
         print(f"skipping the damaged checkpoint of step {checkpoint.step} in {moved}: {problem}", flush=True)
         self.events.write("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)
-
-
-def _has_own(archive: Archive) -> bool:
-    """Returns whether an archive has checkpoints.
-
-    Raises:
-        UserError: they belong to a user whom the caller does not trust. The directory may have been made in advance.
-    """
-    if not archive.store.committed():
-        return False
-    check_owner(deciding_weights(archive.copy), archive.copy.path)
-    return True

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
 from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
@@ -16,7 +15,6 @@ from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
 from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
-from hpc_train.run.freeze import load
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
 
@@ -28,14 +26,12 @@ class Listed:
     Attributes:
         manifest: None if it could not be read.
         problem: what is wrong with the checkpoint; None if no problem was found.
-        archived: whether it is a copy in ``checkpoint.archive``.
         foreign: files in its directory that do not belong to it and are never read.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest | None
     problem: str | None
-    archived: bool = False
     foreign: tuple[str, ...] = ()
 
 
@@ -66,14 +62,6 @@ def list_set_aside(run: RunDirectory) -> list[Listed]:
         manifest = inspect_checkpoint(Checkpoint(step, path), full=False).manifest
         found.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
     return found
-
-
-def list_archived(run: RunDirectory) -> list[Listed]:
-    """Returns the copies in the archive of ``run``, oldest first."""
-    archive = Archive.of(run, load(run)) if run.config.exists() else None
-    if archive is None:
-        return []
-    return [replace(inspect_checkpoint(found, full=False), archived=True) for found in archive.store.committed()]
 
 
 def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:

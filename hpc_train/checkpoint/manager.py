@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.agreement import from_rank, lowest, on_first
-from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.extra_state import check_extra_state, digests, extra_state
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot, is_on_host
@@ -101,7 +100,6 @@ class CheckpointManager:
     _saved_step: int | None = field(default=None, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _error: Exception | None = field(default=None, init=False)
-    _archiver: Archiver = field(init=False)
     _asynchronous: bool = field(init=False)
     _copies: HostCopies = field(init=False)
     _has_extra: bool | None = field(default=None, init=False)  # whether any rank has extra state; None before a save
@@ -114,8 +112,6 @@ class CheckpointManager:
     _whole: dict[Checkpoint, Manifest] = field(default_factory=dict, init=False)  # on rank 0; see ``prune``
 
     def __post_init__(self) -> None:
-        updates_archive = self.config.checkpoint.archive is not None and self.mesh.rank == 0
-        self._archiver = Archiver(self.run, self.events.attempt, updates_archive)
         self._group = self.mesh.control
         on_gpu = self.mesh.device.type == "cuda"
         self._asynchronous = saves_asynchronously(self.config.checkpoint, on_gpu)
@@ -259,14 +255,12 @@ class CheckpointManager:
         """Reports a failed background save, without blocking; called at step boundaries."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
-        self._archiver.poll()
 
     def close(self, give_up: Callable[[], bool]) -> None:
-        """Waits until the archive is complete and old checkpoints are removed, or ``give_up`` returns True.
+        """Waits until old checkpoints are removed, or ``give_up`` returns True.
 
         Each rank calls it independently.
         """
-        self._archiver.finish(give_up)
         self._removals.wait(give_up)
 
     def wait(self) -> None:
@@ -284,7 +278,7 @@ class CheckpointManager:
         """
         on_first(self._revoke, self._group)
         self._check_extra_state()
-        choice = CheckpointChoice(self.run, self.config, self.store, self._group, self.mesh.rank, self.events)
+        choice = CheckpointChoice(self.run, self.config, self.store, self._group, self.events)
         found, forked = choice.newest()
         if found is None:
             return None
@@ -300,7 +294,6 @@ class CheckpointManager:
         if restored.path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
-            self._archiver.wake()
         return restored
 
     def _check_extra_state(self) -> None:
@@ -380,7 +373,6 @@ class CheckpointManager:
             self._error = error
         else:
             self._saved_step = save.step
-            self._archiver.wake()
             self.durable_s = time.monotonic() - save.began
 
     def _host_tensors(self, save: _Save) -> Mapping[str, Tensor] | None:

@@ -325,23 +325,19 @@ def wait_for_checkpoint(store: CheckpointStore, wait_s: float) -> bool:
     return True
 
 
-def purged_error(run: RunDirectory, saved: int, archive: Path | None) -> Purged:
+def purged_error(run: RunDirectory, saved: int) -> Purged:
     """Returns the error for a run whose checkpoints have disappeared.
 
     Args:
         saved: the highest step with a committed checkpoint.
-        archive: the directory with copies of the checkpoints; None if ``checkpoint.archive`` is not set.
     """
     reached = max((line["step"] for line in run.read_all_metrics()), default=0)
     trained = f" and had trained to step {reached}" if reached > saved else ""
-    copies = "" if archive is None else f"\n  the archive has no copy either: {archive}"
-    restore = "restore the checkpoints or mount their file system, and run the same command again"
-    if archive is None:
-        restore += "; checkpoint.archive=DIR loads them from an archive that has copies"
     return Purged(
-        f"this run had saved a checkpoint of step {saved}{trained}, but none of its checkpoints is left{copies}\n"
+        f"this run had saved a checkpoint of step {saved}{trained}, but none of its checkpoints is left\n"
         "  likely causes: a purge of old files on scratch, or a file system that is not mounted here",
         where=f"{run.checkpoints}, where its checkpoints are expected",
-        fix=f"{restore}\n          to start over at step 0, choose another run.name, or remove this run first: "
+        fix="restore the checkpoints or mount their file system, and run the same command again\n"
+        "          to start over at step 0, choose another run.name, or remove this run first: "
         f"rm -r {shlex.quote(str(run.path))}",
     )

@@ -56,6 +56,9 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
 }
 
 REMOVED: dict[str, Removed] = {
+    "checkpoint.archive": Removed(
+        "copy checkpoints/step-* of the run to another file system, such as with rsync; after a purge copy them back"
+    ),
     "train.gc_every": Removed("remove it; Python's garbage collections run every 100 steps on all ranks"),
 }
 

@@ -371,8 +371,6 @@ def absolute(config: Config) -> Config:
         config.run.command = [_absolute_script(word) for word in command_words(config)]
     if config.run.progress_dir is not None:
         config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
-    if config.checkpoint.archive is not None:
-        config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
     webhook, prometheus = config.telemetry.messages, config.telemetry.prometheus
     if webhook.webhook_file is not None:
         webhook.webhook_file = str(Path(webhook.webhook_file).expanduser().absolute())

@@ -24,8 +24,6 @@ EVENTS = (
     "checkpoint_failed",
     "save_deferred",  # the final save waits for free disk space
     "checkpoint_set_aside",
-    "checkpoint_archived",
-    "archive_failed",
     "stop_requested",
     "worker_failed",
     "node_lost",
@@ -70,8 +68,6 @@ EVENTS = (
     "profiled",
     "loop",  # one of the user's own loop (run.entry), with its name
 )
-
-ARCHIVE = "archive"  # the writer that copies checkpoints to checkpoint.archive: one at a time, on the node of rank 0
 
 
 def _writer() -> FileWriter:

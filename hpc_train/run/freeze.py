@@ -304,7 +304,7 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
                 fix=f"another run.name, such as run.name={run.path.name}/NAME",
             )
         recorded = run.record().get("config_hash")
-        if _has_trained(run) and recorded is not None and recorded != _hash(text_of(config).encode()):
+        if has_begun(run) and recorded is not None and recorded != _hash(text_of(config).encode()):
             raise _damaged(run, f"{run.config} is missing, and the run was started with another config than this one")
         return
     if source is not None and run.record().get("forked_from") != str(source.path):
@@ -318,13 +318,8 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
 def has_begun(run: RunDirectory) -> bool:
     """Returns whether a checkpoint or the metrics of a step exist, which only a config of equal identity continues.
 
-    Otherwise a first start that was refused may be corrected under the same name. A run with an archive counts as
-    begun, since its checkpoints may be only there.
+    Otherwise a first start that was refused may be corrected under the same name.
     """
-    return _has_trained(run) or load(run).checkpoint.archive is not None
-
-
-def _has_trained(run: RunDirectory) -> bool:
     saved = is_present(run.checkpoints) and run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
     return saved or any(True for _ in run.read_all_metrics())
 

@@ -165,7 +165,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "warning": ("message",),
     "advice": ("message",),
     "checkpoint_failed": ("message",),
-    "archive_failed": ("message",),
     "save_deferred": ("message", "path", "seconds"),
     "checkpoint_set_aside": ("message", "path"),
 }

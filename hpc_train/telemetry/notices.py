@@ -14,20 +14,17 @@ _KIND_OF_ERROR = re.compile(r"(OSError: )?\[Errno \d+\] ")
 
 @dataclass
 class Notices:
-    """Follows the events of rank 0 and of the archive process. Of failed saves, and of failed copies to the archive, it
-    reports the first of a series; it counts the saves.
+    """Follows the events of rank 0. Of failed saves it reports the first of a series; it counts the saves.
 
     Attributes:
         kept: the step of the newest checkpoint; 0 before the first.
         failed: number of consecutive failed saves up to now.
         evaluating: the step of the newest evaluation that has begun.
-        archive_fails: whether the last copy to ``checkpoint.archive`` has failed.
     """
 
     kept: int = 0
     failed: int = 0
     evaluating: int | None = None
-    archive_fails: bool = False
 
     def message(self, event: Event) -> str | None:
         """Returns the line that the console shows for ``event``; None for most kinds of event."""
@@ -41,8 +38,6 @@ class Notices:
             return self._of_save(step)
         elif name in ("checkpoint_failed", "save_deferred"):
             return self._of_failed_save(event, step)
-        elif name in ("checkpoint_archived", "archive_failed"):
-            return self._of_archive(event, step)
         return _of_other(event, step)
 
     def _of_restore(self, event: Event, step: int) -> str:
@@ -72,17 +67,6 @@ class Notices:
         return (
             f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
             f"lose {self._at_stake}"
-        )
-
-    def _of_archive(self, event: Event, step: int) -> str | None:
-        before, self.archive_fails = self.archive_fails, event["event"] == "archive_failed"
-        if before == self.archive_fails:
-            return None
-        if before:
-            return f"checkpoint.archive can be written again: it has the checkpoint of step {step}"
-        return (
-            f"no copy in checkpoint.archive: {reason(event)}; training continues, and the copy is tried again after "
-            "each checkpoint"
         )
 
     @property

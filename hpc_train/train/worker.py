@@ -130,7 +130,7 @@ def _train_joined(
     leave(mesh)
 
     def give_up() -> bool:
-        heartbeat.enter(Phase.STOPPING, trainer.step)  # completing the archive may take long
+        heartbeat.enter(Phase.STOPPING, trainer.step)  # removing checkpoints may take long
         return stop.requested or code is not Exit.DONE
 
     trainer.checkpoints.close(give_up)

@@ -134,20 +134,6 @@ def test_a_fork_starts_from_its_source_once_and_not_again_after_a_purge(tmp_path
         run_attempt(run, 2)
 
 
-def test_the_archive_is_taken_and_where_it_has_none_it_is_named(tmp_path: Path) -> None:
-    settings = (*SHORT, f"run.root={tmp_path}", f"checkpoint.archive={tmp_path}/elsewhere")
-    run = frozen(tmp_path / "run", *settings)
-    assert run_attempt(run, 2) == [0, 0]
-    shutil.rmtree(run.checkpoints)
-    frozen(run.path, *settings, "train.steps=5")
-    assert run_attempt(run, 2) == [0, 0]
-    assert resumed_at(run) == [4]
-    shutil.rmtree(run.checkpoints)
-    shutil.rmtree(tmp_path / "elsewhere")
-    with pytest.raises(AssertionError, match=f"the archive has no copy either: {tmp_path}/elsewhere/run/checkpoints"):
-        run_attempt(run, 2)
-
-
 @pytest.mark.long_form(10)
 def test_a_run_that_was_removed_starts_over(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", *SHORT)

@@ -70,7 +70,6 @@ RANK_0 = (
         _event(60, "resumed", 1, 0, step=2, path="checkpoints/step-2", with_optimizer=True),
         _event(63, "rolled_back", 1, 0, step=4, to_step=2, reason="loss is nan", bad_steps=[3, 4]),
         _event(64, "checkpoint_set_aside", 1, 0, step=2, path="bad", message="damaged"),
-        _event(64.5, "archive_failed", 1, 0, step=2, message="no route"),
         _event(
             65, "pipeline_step", 1, 0, schedule="1f1b", micro_batches=2, seconds=0.5,
             ranks=[{"rank": 0, "chunks": CHUNKS}, {"rank": 1, "chunks": [["forward", 1, 0.1, 0.2]]}],

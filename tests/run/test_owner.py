@@ -17,7 +17,6 @@ import pytest
 
 from hpc_train import api, cli
 from hpc_train.bench import measuring
-from hpc_train.checkpoint.choice import _has_own
 from hpc_train.commands import COMMANDS, agent, checkpoints, submitted
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -350,7 +349,7 @@ def test_a_file_server_that_shows_one_owner_for_all_is_no_reason(
 def test_a_directory_made_in_advance_is_refused_at_each_door(
     common: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a run, of the nodes of a step, of a job on this machine, of the run to fork, and of an archive."""
+    """That of a run, of the nodes of a step, of a job on this machine, and of the run to fork."""
     made = RunDirectory(common / "made")
     made.create()
     (made.checkpoints / "step-00000002").mkdir()
@@ -371,9 +370,6 @@ def test_a_directory_made_in_advance_is_refused_at_each_door(
     freeze(fork, RunDirectory(common / "new"), trust_owner=True)
     with pytest.raises(UserError, match="step-00000002 belongs to nobody"):
         find_runs(str(common / "new"), "agent")
-    archive: Any = SimpleNamespace(copy=made, store=SimpleNamespace(committed=lambda: [2]))
-    with pytest.raises(UserError, match="belongs to nobody"):
-        _has_own(archive)
     monkeypatch.setattr(measuring, "current_allocation", lambda: SimpleNamespace(node_rank=1, launch_id="7", nodes=2))
     monkeypatch.setattr(measuring, "_wait_for", lambda path, seconds: None)
     (common / f"{measuring.BENCH}7").mkdir()

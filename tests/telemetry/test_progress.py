@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import ARCHIVE, EventLog
+from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.telemetry import progress
 from hpc_train.telemetry.loss_chart import loss_chart
@@ -149,24 +149,6 @@ def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatc
     ends = [line.split(" · ")[-1] for line in lines if line.startswith("step")]
     assert ends[1:4] == ["1 save failed", "2 saves failed", "3 saves failed"]
     assert "failed" not in ends[0] and "failed" not in ends[-1]
-
-
-def test_an_archive_that_cannot_be_written_is_told_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
-    output = io.StringIO()
-    shown = Progress(run, Console(file=output, width=200))
-    events = EventLog.open(run, ARCHIVE, run.claim_attempt())
-    for step in (None, None, 6, 8):
-        if step is None:
-            events.write("archive_failed", message=str(NotADirectoryError(20, "Not a directory", "/tape/run")))
-        else:
-            events.write("checkpoint_archived", step=step, path="/tape/run")
-        shown.tick()
-    assert [line for line in output.getvalue().splitlines() if not line.startswith("starting")] == [
-        "no copy in checkpoint.archive: Not a directory: '/tape/run'; training continues, and the copy is tried again "
-        "after each checkpoint",
-        "checkpoint.archive can be written again: it has the checkpoint of step 6",
-    ]
 
 
 def test_events_are_told_in_a_line_each(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from hpc_train.checkpoint.listing import (
     choose_by_name,
     find_run,
     inspect_present,
-    list_archived,
     list_checkpoints,
     list_set_aside,
 )
@@ -167,7 +166,7 @@ def _root() -> Path:
 
 def _list(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), f"checkpoint {options.action}")
-    found = list_checkpoints(run) + list_set_aside(run) + list_archived(run)
+    found = list_checkpoints(run) + list_set_aside(run)
     _show(found, "sizes", options.json, _ranking_metric(run))
     return Exit.DONE
 
@@ -348,7 +347,6 @@ def _as_json(item: Listed, compared: str) -> dict[str, Any]:
         "metrics": {} if manifest is None else dict(manifest.metrics),
         "compared": compared,
         "problem": item.problem,
-        "archived": item.archived,
         "foreign": list(item.foreign),
     }
 
@@ -365,7 +363,6 @@ def _table(found: list[Listed], compared: str, metric: BestMetric) -> Table:
         mark = " (best)" if item.checkpoint.step == best and len(found) > 1 else ""
         result = [] if not known else ["" if value is None else f"{value:.4f}{mark}"]
         state = f"intact ({compared} checked)" if item.problem is None else item.problem
-        state = f"in the archive, {state}" if item.archived else state
         state += f"; files that do not belong to it: {', '.join(item.foreign)}" if item.foreign else ""
         if manifest is None:
             rows.append((str(item.checkpoint.step), "", "", *result, "", state))

@@ -62,7 +62,6 @@ class CheckpointConfig:
         at_least=0,
         unit="seconds",
     )
-    archive: str | None = key(None, "A second directory that gets copies of the best and the last checkpoint.")
     commit: str = key(
         "auto",
         "How a save is committed: rename of its directory, or a marker file COMMITTED for mounted buckets. auto "

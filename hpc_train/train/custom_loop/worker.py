@@ -70,7 +70,7 @@ def _call(
     leave(mesh)
 
     def give_up() -> bool:
-        heartbeat.enter(Phase.STOPPING, context.step)  # completing the archive may take long
+        heartbeat.enter(Phase.STOPPING, context.step)  # removing checkpoints may take long
         return stop.requested or stopped
 
     context._checkpoints.close(give_up)
