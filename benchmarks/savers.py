@@ -41,7 +41,6 @@ ROWS: dict[str, tuple[str, ...]] = {  # in the order of what one wants to know f
     "fp8, one scale per row": ("precision.fp8=rowwise",),
     "logits whole": ("train.loss_chunks=1",),
     "moments in bf16": ("optim.moments=bf16",),
-    "moments in 8 bits": ("optim.moments=8bit",),
     "checkpointing: ops": ("train.activation_checkpointing=ops",),
     "checkpointing: full": ("train.activation_checkpointing=full",),
     "activations by a budget": ("train.activation_checkpointing=16GiB",),

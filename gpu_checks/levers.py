@@ -45,7 +45,7 @@ LEAST_S, MOST_S = 25.0, 90.0  # a row is started with so much time left; one tha
 END_S = 3.0  # from the limit of a row to the end of its process
 # what must take less memory than the experiment as it stands
 SMALLER = (
-    "moments in bf16", "moments in 8 bits", "weights in bf16", "checkpointing: ops", "checkpointing: full",
+    "moments in bf16", "weights in bf16", "checkpointing: ops", "checkpointing: full",
     "checkpointing: every third layer", "half the micro-batch", "optimizer on the host", "activations on the host",
     "inputs of layers on the host",
 )  # fmt: skip

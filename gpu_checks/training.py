@@ -31,14 +31,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "inputs of layers on the host": ("train.activation_offload=1KiB", "train.activation_checkpointing=full"),
     "activations by a budget": ("train.activation_checkpointing=512KiB",),
     "moments in bf16": ("optim.moments=bf16",),
-    "moments in 8 bits": ("optim.moments=8bit",),
 }
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what both have, and what must not change the losses
     "updates inside the backward": (("optim.clip_norm=0",), ("optim.in_backward=true",)),
     "z-loss in chunks": (("train.z_loss=1e-2", "train.loss_chunks=1"), ("train.loss_chunks=4",)),
 }
 IMAGES = "micro-batches of images"
-APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
+APPROXIMATE = {"moments in bf16": 2e-2}
 
 
 def numbers(probe: Probe) -> None:

@@ -3,7 +3,6 @@
 All copies are in one pinned arena of exactly their size. torch's allocator of pinned memory would round each tensor up
 to a power of two (``CachingHostAllocator``) and never give it back. From a GPU the copies run on a separate stream;
 only what changes a tensor waits for its copy, which for parameters and optimizer state is the optimizer's next update.
-The copies of coded tensors (``parallel/precision/block_codes.py``) contain their values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_train.machine.host_memory import free_memory
-from hpc_train.parallel.precision.block_codes import copy_values, is_coded
 from hpc_train.units import format_bytes
 
 HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may take
@@ -33,15 +31,13 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this proces
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns the part of the tensor that this rank holds."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # detach of a coded tensor copies its codebook, which would be freed before a copy on another stream has read it
-    return local if is_coded(local) else local.detach()
+    return local.detach()
 
 
 @torch.no_grad()
 def is_on_host(tensor: Tensor) -> bool:
-    """Returns whether the tensor is in host memory and not coded, so that its values can be written as they are."""
-    local = local_shard(tensor)
-    return local.is_cpu and not is_coded(local)
+    """Returns whether the tensor is in host memory."""
+    return local_shard(tensor).is_cpu
 
 
 class HostArena:
@@ -131,7 +127,7 @@ class SideStream:
         self._event(self._current).wait(self._stream)
         with self._cuda.stream(self._stream):
             for target, source in copies:
-                copy_values(target, source, non_blocking=True)
+                target.copy_(source, non_blocking=True)
         return self._event(self._stream)
 
     def hold(self, copied: Any) -> None:
@@ -219,7 +215,7 @@ class HostCopies:
         tensors = {name: target for name, target, _ in places}
         if self._side is None:
             for _, target, source in places:
-                copy_values(target, source)
+                target.copy_(source)
             return Snapshot(tensors)
         side = self._side
         side.hold(side.copy([copy for name, *copy in places if name not in until_update]))
@@ -261,11 +257,11 @@ class _Streamed(Mapping[str, Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         local = local_shard(self._state[name])
-        if local.device.type != self._device.type and not is_coded(local):
+        if local.device.type != self._device.type:
             return local
         self._arena.reserve(self._largest)
         self._arena.pin()
-        return copy_values(self._arena.view(0, local), local)
+        return self._arena.view(0, local).copy_(local)
 
     @cached_property
     def _largest(self) -> int:

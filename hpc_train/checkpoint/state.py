@@ -59,9 +59,6 @@ class OptimizerState(Protocol):
     def named_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns canonical parameter name -> key -> tensor; a load writes into these tensors."""
 
-    def stored_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns the same without copies: tensors that may be coded (``parallel/precision/block_codes.py``)."""
-
     def loaded(self) -> None:
         """Takes over loaded values; called after a load into the parameters and possibly into ``named_state``."""
 
@@ -86,7 +83,7 @@ def _optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Ten
 
 def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
     """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
-    state = model_state(engine) | _optimizer_state(optimizer.stored_state()) | compression_state(engine)
+    state = training_state(engine, optimizer) | compression_state(engine)
     if mesh.dp_cp_rank == 0 and mesh.tp_rank == 0:
         return state
     buffers = {f"model.{name}" for name in engine.named_buffers()}

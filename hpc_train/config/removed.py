@@ -47,6 +47,11 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
         ("bucket_cap", "cap_mb"),
         25.0,
     ),
+    ("optim.moments", "8bit"): RemovedValue(
+        "optim.moments=bf16, or torchao's optimizer: optim=custom optim._target_=torchao.optim.AdamW8bit",
+        (),
+        "bf16",
+    ),
     ("strategy.compression", "auto"): RemovedValue(
         "strategy.compression=none, fp16, bf16, powersgd or topk; `python -m hpc_train bench step` measures them and "
         "prints the one that pays",
@@ -97,7 +102,7 @@ def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dic
 
 
 def _recorded(record: Mapping[str, Any], instead: RemovedValue) -> Any:
-    node: Any = record
+    node: Any = record if instead.recorded else None
     for name in instead.recorded:
         node = node.get(name) if isinstance(node, Mapping) else None
     return instead.value if node is None else node

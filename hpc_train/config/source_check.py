@@ -22,7 +22,7 @@ _EXTRAS = {  # module -> the extra of hpc_train that installs it
     "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow",
     "opentelemetry.exporter.otlp.proto.http": "otlp", "opentelemetry.sdk.metrics": "otlp", "peft": "lora",
     "prometheus_client": "prometheus", "safetensors": "hf", "tensorboard": "tensorboard",
-    "tokenizers": "tokenizers", "torchao": "8bit", "torchmetrics": "metrics", "transformers": "hf",
+    "tokenizers": "tokenizers", "torchao": "fp8", "torchmetrics": "metrics", "transformers": "hf",
 }  # fmt: skip
 
 

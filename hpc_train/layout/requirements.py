@@ -108,8 +108,6 @@ def _needed(config: Config) -> Iterator[tuple[str, ...]]:
             yield package, "telemetry.otlp=true", "telemetry.otlp=false"
     if config.telemetry.mlflow.uri is not None:
         yield "mlflow", f"telemetry.mlflow.uri={config.telemetry.mlflow.uri}", "telemetry.mlflow.uri=null"
-    if config.optim.moments == "8bit":
-        yield "torchao", "optim.moments=8bit", "optim.moments=bf16, which needs no extra package"
     if config.precision.fp8 is not None:
         yield "torchao", f"precision.fp8={config.precision.fp8}", "precision.fp8=null", "fp8"
     if isinstance(config.data, ImagesDataConfig | ShardsDataConfig):

@@ -189,7 +189,7 @@ def check_no_sparse(model: nn.Module) -> None:
 def make_contiguous(model: nn.Module) -> None:
     """Makes parameters contiguous that are not, such as weights in channels_last, with the same values.
 
-    FSDP refuses other memory formats, and moments in bf16 or 8 bits are those of flat parameters.
+    FSDP refuses other memory formats, and moments in bf16 are those of flat parameters.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()

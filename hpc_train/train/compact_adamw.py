@@ -1,15 +1,14 @@
-"""Implements AdamW with compact moments: bf16 (4 bytes per parameter instead of 8) or block-wise 8 bits (2 bytes).
+"""Implements AdamW with moments in bf16: 4 bytes per parameter instead of 8.
 
 The update is computed in fp32. With round-to-nearest, a bf16 second moment would never change under a large beta2,
 because the additions are smaller than half a unit in the last place. Moments in bf16 are therefore rounded
 stochastically. The random bits are a hash of the gradient and the step, so they are the same on replicas, under every
-layout, and after a resume. ``parallel/precision/block_codes.py`` describes the 8-bit format.
+layout, and after a resume.
 
 An update consists of about 40 elementwise operations. On nodes with GPUs torch.compile makes one kernel of them for
-each tensor, also for those that are offloaded to host memory: there bf16 moments took 7.1 s per 1e9 parameters instead
-of 80 s, and 8 bits 97 s instead of 227 s (2 threads, torch 2.13). Elsewhere the operations run one by one, in pieces of
-a few million elements, which bounds the temporary memory. Small tensors are concatenated and updated together in both
-cases, which gives the same bits.
+each tensor, also for those that are offloaded to host memory: there it took 7.1 s per 1e9 parameters instead of 80 s
+(2 threads, torch 2.13). Elsewhere the operations run one by one, in pieces of a few million elements, which bounds the
+temporary memory. Small tensors are concatenated and updated together in both cases, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,34 +23,21 @@ import torch
 from torch import Tensor
 
 from hpc_train.parallel.compile import compile_in_turns
-from hpc_train.parallel.precision.block_codes import (
-    BLOCK,
-    PIECE,
-    codebook,
-    coded_zeros,
-    decoded,
-    encoded,
-    is_coded,
-    parts,
-)
 
+PIECE = 2**22  # elements that an eager update changes at once, which bounds the temporary memory
 LARGE = 2**18  # elements; a compiled update of that size takes longer on a GPU than its launch
-MOST_GRAPHS = 64  # compiled updates, one for each size and format; dynamo's own limit is 8
+MOST_GRAPHS = 64  # compiled updates, one for each size; dynamo's own limit is 8
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """Runs AdamW with compact moments; like torch's fused optimizers it skips the update if ``found_inf`` is not zero.
+    """Runs AdamW with moments in bf16; like torch's fused optimizers it skips the update if ``found_inf`` is not zero.
 
     Args:
-        moments: ``bf16`` or ``8bit``.
         backend: the backend with which torch.compile compiles the update of a tensor; None runs it eagerly. By default
             the update of tensors on GPUs, and of those in pinned host memory, is compiled.
 
     Attributes:
         found_inf: a scalar on the parameters' device, set before each step.
-
-    Raises:
-        UserError: ``8bit`` is requested and torchao is not installed.
     """
 
     found_inf: Tensor
@@ -63,11 +49,9 @@ class CompactAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        moments: str,
         backend: Any = "default",
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._zeros = _zeros_of(moments)
         has_gpu = any(parameter.is_cuda or parameter.is_pinned() for group in groups for parameter in group["params"])
         chosen = (compile_in_turns if has_gpu else None) if backend == "default" else backend
         self._compiled = chosen is not None
@@ -75,7 +59,8 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step, "exp_avg": self._zeros(parameter, True), "exp_avg_sq": self._zeros(parameter, False)}
+        moments = {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": step, **moments}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -141,14 +126,11 @@ class _Slice:
     """Flat views of a parameter or of a part of it.
 
     Attributes:
-        moments: how the two moments are stored: one tensor each, or ``(codes, scale)`` each.
-        maps: the values of the 8-bit codes of both moments, else empty.
     """
 
     value: Tensor
     gradient: Tensor
-    moments: tuple[Tensor, ...]
-    maps: tuple[Tensor, ...]
+    moments: tuple[Tensor, Tensor]
     terms: _Terms
 
     @property
@@ -156,38 +138,27 @@ class _Slice:
         """The tensors that the update writes, and the gradient."""
         return (self.value, *self.moments, self.gradient)
 
-    @property
-    def format(self) -> tuple[torch.dtype, ...]:
-        return tuple(tensor.dtype for tensor in self.tensors)
-
 
 def _slices(parameter: Tensor, state: Mapping[str, Any], terms: _Terms, largest: int | None) -> Iterator[_Slice]:
-    """Splits a parameter and its state into slices of at most ``largest`` elements, a multiple of BLOCK."""
+    """Splits a parameter and its state into slices of at most ``largest`` elements."""
     assert parameter.grad is not None
-    both = state["exp_avg"], state["exp_avg_sq"]
-    coded = is_coded(both[0])
-    stored = [tensor for moment in both for tensor in (parts(moment) if coded else (moment,))]
-    maps = tuple(codebook(moment) for moment in both) if coded else ()
-    flat = [tensor.view(-1) for tensor in (parameter.detach(), parameter.grad, *stored)]
-    if largest is None or parameter.numel() <= largest:
-        yield _Slice(flat[0], flat[1], tuple(flat[2:]), maps, terms)
-        return
-    sizes = [largest if tensor.numel() == parameter.numel() else largest // BLOCK for tensor in flat]
-    split = (tensor.split(size) for tensor, size in zip(flat, sizes, strict=True))
-    for value, gradient, *moments in zip(*split, strict=True):
-        yield _Slice(value, gradient, tuple(moments), maps, terms)
+    tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    size = largest or max(1, parameter.numel())
+    pieces = [tensor.view(-1).split(size) for tensor in tensors]
+    for value, gradient, mean, square in zip(*pieces, strict=True):
+        yield _Slice(value, gradient, (mean, square), terms)
 
 
 def _batches(slices: Sequence[_Slice], most: int) -> Iterator[list[_Slice]]:
-    """Groups slices of one format into batches of at most ``most`` elements; a larger slice is a batch by itself."""
-    open_batches: dict[tuple[torch.dtype, ...], list[_Slice]] = {}
+    """Groups slices into batches of at most ``most`` elements; a larger slice is a batch by itself."""
+    batch: list[_Slice] = []
     for piece in slices:
-        batch = open_batches.setdefault(piece.format, [])
         if batch and sum(other.value.numel() for other in batch) + piece.value.numel() > most:
-            yield open_batches.pop(piece.format)
-            batch = open_batches.setdefault(piece.format, [])
+            yield batch
+            batch = []
         batch.append(piece)
-    yield from open_batches.values()
+    if batch:
+        yield batch
 
 
 Update = Callable[..., None]
@@ -199,10 +170,10 @@ def _update_together(
     """Updates the slices of ``batch`` at once, through copies if there are several."""
     first = batch[0]
     if len(batch) == 1:
-        update(first.tensors, first.maps, first.terms, finite, kept, constants)
+        update(first.tensors, first.terms, finite, kept, constants)
         return
     together = tuple(torch.cat(column) for column in zip(*(piece.tensors for piece in batch), strict=True))
-    update(together, first.maps, _per_element(batch), finite, kept, constants)
+    update(together, _per_element(batch), finite, kept, constants)
     written = [piece.tensors[:-1] for piece in batch]
     for number, updated in enumerate(together[:-1]):
         targets = [tensors[number] for tensors in written]
@@ -218,7 +189,6 @@ def _per_element(batch: Sequence[_Slice]) -> _Terms:
 
 def _update(
     tensors: Sequence[Tensor],
-    maps: Sequence[Tensor],
     terms: _Terms,
     finite: Tensor,
     kept: Tensor,
@@ -231,33 +201,22 @@ def _update(
         kept: the factor of weight decay, ``1 - lr x weight_decay``.
         constants: beta1, beta2 and epsilon.
     """
-    value, *moments, gradient = tensors
+    value, first, second, gradient = tensors
     beta1, beta2, eps = constants
-    half = len(moments) // 2
-    first, second = moments[:half], moments[half:]
-    mean = _widened(first, maps[:1], value.dtype).lerp_(gradient, 1 - beta1)
-    square = _widened(second, maps[1:], value.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    mean = first.to(value.dtype, copy=True).lerp_(gradient, 1 - beta1)
+    square = second.to(value.dtype, copy=True).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     change = square.sqrt().div_(terms.root).add_(eps)
     change = torch.div(mean, change).mul_(terms.rate)
-    if maps:
-        results = [*encoded(mean.float(), maps[0], True), *encoded(square.float(), maps[1], False)]
-    elif first[0].dtype is torch.bfloat16:
-        noise = gradient.float().view(torch.int32)
-        results = [_rounded(mean.float(), noise, terms.step), _rounded(square.float(), noise, -terms.step)]
-    else:
-        results = [mean, square]
-    for tensor, result in zip((value, *moments), ((value * kept).sub_(change), *results), strict=True):
+    noise = gradient.float().view(torch.int32)
+    mean = _rounded(mean.float(), noise, terms.step)
+    square = _rounded(square.float(), noise, -terms.step)
+    for tensor, result in ((value, (value * kept).sub_(change)), (first, mean), (second, square)):
         tensor.copy_(torch.where(finite, result, tensor))
 
 
 def _compiled(backend: Any) -> Update:
-    """Compiles ``_update`` for each size and format. It has no temporary tensors then, so tensors stay whole."""
+    """Compiles ``_update`` for each size. It has no temporary tensors then, so tensors stay whole."""
     return torch.compile(_update, backend=backend, dynamic=False, fullgraph=True)
-
-
-def _widened(stored: Sequence[Tensor], maps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns a copy in ``dtype`` of a moment that is stored as one tensor or as ``(codes, scale)``."""
-    return decoded(*stored, *maps).to(dtype) if maps else stored[0].to(dtype, copy=True)
 
 
 def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:
@@ -266,9 +225,3 @@ def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # the finalizer of a 32-bit hash
         mixed = (mixed ^ ((mixed >> shift) & (2 ** (32 - shift) - 1))) * factor
     return ((value.view(torch.int32) + ((mixed >> 15) & 0xFFFF)) & ~0xFFFF).view(torch.float32).bfloat16()
-
-
-def _zeros_of(moments: str) -> Callable[[Tensor, bool], Tensor]:
-    if moments == "bf16":
-        return lambda parameter, signed: torch.zeros_like(parameter, dtype=torch.bfloat16)
-    return coded_zeros

@@ -85,5 +85,6 @@ def test_a_removed_value_is_refused_with_its_replacement(key: str, value: str) -
 def test_a_run_that_was_frozen_with_a_removed_value_has_what_its_record_says(tmp_path: Path) -> None:
     run = frozen_with(tmp_path, dict(REMOVED_VALUES))
     assert (load(run).strategy.bucket_cap_mb, load(run).strategy.compression) == (25.0, "none")
+    assert load(run).optim.moments == "bf16"
     run.update_record(bucket_cap={"layout": "dp 2", "cap_mb": 5.0}, compression={"technique": "topk"})
     assert (load(run).strategy.bucket_cap_mb, load(run).strategy.compression) == (5.0, "topk")

@@ -152,7 +152,6 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "sgd", "lr": 0.1},
     {"name": "sgd", "lr": 0.1, "momentum": 0.0},
     {"moments": "bf16"},
-    {"moments": "8bit"},
     {"_target_": "torch.optim.RMSprop"},
     {
         "_target_": "torch.optim.Muon",

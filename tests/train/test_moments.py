@@ -1,4 +1,4 @@
-"""Moments in bf16 and 8 bits: how far from fp32 they lead, what a step that is not finite does, and checkpoints."""
+"""Moments in bf16: how far from fp32 they lead, what a step that is not finite does, and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from hpc_train.config.identity import check_identity
 from hpc_train.config.schema import OptimConfig
-from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.checkpoint.training import Training, join_again
 from tests.parallel.oracle import whole
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 from tests.train.runs import frozen
 
 STEPS = 200
 # Relative to fp32 after STEPS noisy steps: distance of the parameters, of both moments, and the bias of the second.
-BOUNDS = {"bf16": (0.01, 0.01, 0.05, 0.002), "8bit": (0.02, 0.04, 0.04, 0.01)}
+BOUNDS = {"bf16": (0.01, 0.01, 0.05, 0.002)}
 State = tuple[Tensor, Tensor, Tensor]
 
 
@@ -109,12 +108,11 @@ def skipped_step(rank: int, world_size: int, moments: str) -> None:
         assert same == [not finite] * 4
 
 
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_a_step_that_is_not_finite_changes_nothing(moments: str) -> None:
-    run_on_world(1, skipped_step, moments)
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    run_on_world(1, skipped_step, "bf16")
 
 
-FORMATS = ("fp32", "bf16", "8bit")
+FORMATS = ("fp32", "bf16")
 LARGE = ("model.dim=64", "model.ffn_dim=128", "model.n_layers=2", "train.steps=6", "data.samples=48")
 
 
@@ -166,31 +164,15 @@ def test_checkpoints_load_into_every_format_and_layout(tmp_path: Path) -> None:
 
     saved = runs("saved", "zero2")
     run_on_world(2, save_each, saved)
-    # the blocks of 8 bits are those of the shards: only there a load and a save give the same bits
     run_on_world(2, load_each, saved, runs("sharded", "zero3"))
-    run_on_world(1, load_each, {name: saved[name] for name in ("fp32", "bf16")}, runs("single", "single"))
+    run_on_world(1, load_each, saved, runs("single", "single"))
 
 
 def test_the_format_of_moments_is_no_identity(tmp_path: Path) -> None:
     from hpc_train.config.compose import compose, typed
 
-    one, other = (typed(compose(["optim.lr=1", f"optim.moments={name}"])) for name in ("bf16", "8bit"))
+    one, other = (typed(compose(["optim.lr=1", f"optim.moments={name}"])) for name in FORMATS)
     check_identity(one, other)
-
-
-def without_torchao(rank: int, world_size: int) -> str:
-    import sys
-
-    sys.modules["torchao"] = None  # type: ignore[assignment]  # importing it fails
-    try:
-        Optimizer(OptimConfig(moments="8bit"), {"w": nn.Parameter(torch.zeros(4))})
-    except UserError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def test_a_missing_library_is_told() -> None:
-    assert all("pip install 'hpc_train[8bit]'" in answer for answer in run_ranks(1, without_torchao))
 
 
 def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDirectory]]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,6 +237,34 @@ def test_state_keeps_its_names_in_a_checkpoint_and_its_python_values() -> None:
     for one, values in ((optimizer, parameters), (other, copies)):
         update(one, values)
     assert all(torch.equal(copies[name], parameters[name]) for name in MATRICES)
+
+
+def test_the_state_of_torchao_in_8_bits_is_that_of_a_checkpoint() -> None:
+    sizes = {"layers.0.weight": (64, 64), "norm.weight": (4,)}
+    config = OptimConfig(name="custom", _target_="torchao.optim.AdamW8bit", lr=0.1)
+
+    def build() -> tuple[Optimizer, dict[str, nn.Parameter]]:
+        torch.manual_seed(0)
+        parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in sizes.items()}
+        return Optimizer(config, parameters), parameters
+
+    with mock.patch("torch.compile", lambda function, **_: function):  # the compiler takes a minute
+        optimizer, parameters = build()
+        for _ in range(2):
+            update(optimizer, parameters)
+        state = optimizer.named_state()
+        assert "AdamW8bit.exp_avg@codes" in state["layers.0.weight"]
+        assert "AdamW8bit.exp_avg" in state["norm.weight"], "torchao keeps small tensors in fp32"
+        other, copies = build()
+        other.expect(shapes(training_names(state)))
+        for name, tensors in other.named_state().items():
+            for key, tensor in tensors.items():
+                tensor.copy_(state[name][key])
+            copies[name].data.copy_(parameters[name])
+        other.loaded()
+        for one, values in ((optimizer, parameters), (other, copies)):
+            update(one, values)
+    assert all(torch.equal(copies[name], parameters[name]) for name in sizes)
 
 
 def training_names(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from tests.ranks import run_on_world, run_ranks
 LAYER = [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (64, 128), (128, 64), (64,), (64,)]
 LAYERS = 12
 # For matrices and norms together, as weight decay makes two groups of them. One by one they need 6,000 kernels.
-MOST_KERNELS = {"bf16": 160, "8bit": 160}
+MOST_KERNELS = 160
 VIEWS = {"view", "split", "split_with_sizes", "expand", "unbind", "select", "slice", "detach", "alias", "unsqueeze"}
 
 
@@ -55,13 +55,13 @@ def parameters(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
-def optimizer_of(members: Sequence[nn.Parameter], moments: str, **backend: Any) -> CompactAdamW:
+def optimizer_of(members: Sequence[nn.Parameter], **backend: Any) -> CompactAdamW:
     groups: list[dict[str, Any]] = [
         {"params": [p for p in members if (p.ndim >= 2) == decays], "weight_decay": 0.1 if decays else 0.0}
         for decays in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer = CompactAdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, moments=moments, **backend)
+    optimizer = CompactAdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, **backend)
     for parameter in members:
         optimizer.state[parameter] = optimizer.initial_state(parameter)
     return optimizer
@@ -81,51 +81,45 @@ def steps(optimizer: CompactAdamW, members: Sequence[nn.Parameter], first: int =
 
 def bits(optimizer: CompactAdamW, parameter: nn.Parameter) -> list[Tensor]:
     state = optimizer.state[parameter]
-    moments = [state["exp_avg"], state["exp_avg_sq"]]
-    stored = [
-        t for moment in moments for t in ((moment.codes, moment.scale) if hasattr(moment, "codes") else (moment,))
-    ]
-    return [parameter.detach(), state["step"], *stored]
+    return [parameter.detach(), state["step"], state["exp_avg"], state["exp_avg_sq"]]
 
 
 def test_the_update_is_compiled_where_there_are_gpus() -> None:
     """Offloaded tensors are in pinned memory, which only a machine with a GPU has."""
     members = parameters([(64, 64)])
-    assert not optimizer_of(members, "bf16")._compiled
+    assert not optimizer_of(members)._compiled
     with mock.patch.object(Tensor, "is_pinned", lambda _: True):
-        assert optimizer_of(members, "bf16")._compiled
+        assert optimizer_of(members)._compiled
 
 
-def kernels(rank: int, world_size: int, moments: str) -> int:
+def kernels(rank: int, world_size: int) -> int:
     members = parameters(LAYER * LAYERS)
-    optimizer = optimizer_of(members, moments)
+    optimizer = optimizer_of(members)
     steps(optimizer, members)
     with Kernels() as counted:
         optimizer.step()
     return counted.count
 
 
-@pytest.mark.parametrize("moments", MOST_KERNELS)
-def test_small_tensors_are_updated_together(moments: str) -> None:
-    (found,) = run_on_world(1, kernels, moments)
-    assert 0 < found <= MOST_KERNELS[moments]
+def test_small_tensors_are_updated_together() -> None:
+    (found,) = run_on_world(1, kernels)
+    assert 0 < found <= MOST_KERNELS
 
 
-def alone_and_together(rank: int, world_size: int, moments: str) -> None:
+def alone_and_together(rank: int, world_size: int) -> None:
     shapes = [*LAYER, (7,), (3, 5), (), (0,), (100, 128)]
     members, single = parameters(shapes), parameters(shapes)
-    together = optimizer_of(members, moments)
+    together = optimizer_of(members)
     steps(together, members)
     for parameter, own in zip(members, single, strict=True):
-        alone = optimizer_of([own], moments)
+        alone = optimizer_of([own])
         steps(alone, [own])
         for one, other in zip(bits(together, parameter), bits(alone, own), strict=True):
             assert torch.equal(one, other), parameter.shape
 
 
-@pytest.mark.parametrize("moments", MOST_KERNELS)
-def test_tensors_that_are_updated_together_get_the_same_bits(moments: str) -> None:
-    run_on_world(1, alone_and_together, moments)
+def test_tensors_that_are_updated_together_get_the_same_bits() -> None:
+    run_on_world(1, alone_and_together)
 
 
 def assert_close(ours: Sequence[nn.Parameter], theirs: Sequence[nn.Parameter]) -> None:
@@ -135,11 +129,11 @@ def assert_close(ours: Sequence[nn.Parameter], theirs: Sequence[nn.Parameter]) -
         torch.testing.assert_close(own, other, rtol=0, atol=2e-4)
 
 
-def compiled(rank: int, world_size: int, moments: str) -> tuple[int, int]:
+def compiled(rank: int, world_size: int) -> tuple[int, int]:
     shapes = [(LARGE // 64, 64)] * 3 + [(LARGE // 32, 64)] * 2 + LAYER
     members, eager = parameters(shapes), parameters(shapes)
     graphs = Graphs()
-    optimizer, plain = optimizer_of(members, moments, backend=graphs), optimizer_of(eager, moments)
+    optimizer, plain = optimizer_of(members, backend=graphs), optimizer_of(eager)
     for one, its in ((optimizer, members), (plain, eager)):
         steps(one, its)
     assert_close(members, eager)
@@ -148,14 +142,10 @@ def compiled(rank: int, world_size: int, moments: str) -> tuple[int, int]:
     return graphs.compiled, graphs.called - before
 
 
-@pytest.mark.parametrize(
-    "moments", [pytest.param(one, marks=pytest.mark.long_form(20) if one == "8bit" else ()) for one in MOST_KERNELS]
-)
-def test_a_compiled_update_is_one_graph_for_each_size_and_survives_a_new_learning_rate(moments: str) -> None:
-    ((graphs, calls),) = run_ranks(1, compiled, moments)
-    batches = {"bf16": 2, "8bit": 3}[moments]  # the small matrices, the norms, and the matrices that keep fp32 moments
-    assert graphs == 2 + batches
-    assert calls == 3 + 2 + batches
+def test_a_compiled_update_is_one_graph_for_each_size_and_survives_a_new_learning_rate() -> None:
+    ((graphs, calls),) = run_ranks(1, compiled)
+    assert graphs == 4, "of two large sizes, of the small matrices and of the norms"
+    assert calls == 3 + 2 + 2
 
 
 def failing_backend(rank: int, world_size: int) -> None:
@@ -163,7 +153,7 @@ def failing_backend(rank: int, world_size: int) -> None:
         raise RuntimeError("no compiler here")
 
     members, eager = parameters(LAYER), parameters(LAYER)
-    optimizer, plain = optimizer_of(members, "bf16", backend=fail), optimizer_of(eager, "bf16")
+    optimizer, plain = optimizer_of(members, backend=fail), optimizer_of(eager)
     with pytest.warns(UserWarning, match="no compiler here"):
         steps(optimizer, members)
     steps(plain, eager)
@@ -175,36 +165,12 @@ def test_a_compiler_that_fails_leaves_the_eager_update() -> None:
     run_ranks(1, failing_backend)
 
 
-def codes_of_torchao(rank: int, world_size: int) -> None:
-    from hpc_train.parallel.precision.block_codes import encoded
-
-    for signed in (True, False):
-        state: Any = optimizer_of(parameters([(64, 64)]), "8bit").initial_state(nn.Parameter(torch.zeros(64, 64)))
-        moment = state["exp_avg" if signed else "exp_avg_sq"]
-        value = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) ** 3
-        value[0, :8] = torch.tensor([0.0, 1.0, -1.0, 1e-20, 1e20, -1e20, 1e-7, -1e-7])
-        value[8:12] = 0
-        value = value if signed else value.abs()
-        moment.copy_(value)
-        codes, scale = encoded(value.flatten(), moment.qmap, signed)
-        theirs = moment.codes.flatten()
-        if not signed:
-            lost = (value.flatten() > 0) & (theirs == 0)
-            assert lost.any()
-            theirs[lost] = 1
-        assert torch.equal(codes, theirs) and torch.equal(scale, moment.scale)
-
-
-def test_codes_are_those_of_torchao() -> None:
-    run_on_world(1, codes_of_torchao)
-
-
-def by_inductor(rank: int, world_size: int, moments: str) -> int:
+def by_inductor(rank: int, world_size: int) -> int:
     from torch._inductor import metrics
 
     shapes = [(LARGE // 64, 64), (64, 64), (32,)]
     members, eager = parameters(shapes), parameters(shapes)
-    optimizer, plain = optimizer_of(members, moments, backend="inductor"), optimizer_of(eager, moments)
+    optimizer, plain = optimizer_of(members, backend="inductor"), optimizer_of(eager)
     for one, its in ((optimizer, members), (plain, eager)):
         steps(one, its)
     assert optimizer._compiled
@@ -213,8 +179,6 @@ def by_inductor(rank: int, world_size: int, moments: str) -> int:
 
 
 @pytest.mark.long_form(60)  # a minute of the C++ compiler
-@pytest.mark.parametrize("moments", MOST_KERNELS)
-def test_inductor_computes_the_update_up_to_rounding(moments: str) -> None:
-    (kernels,) = run_ranks(1, by_inductor, moments, timeout=300)
-    # a large matrix, the small one, and the norm, which keeps fp32 moments under 8 bits
-    assert 0 < kernels <= {"bf16": 3, "8bit": 2 * 6 + 1}[moments]
+def test_inductor_computes_the_update_up_to_rounding() -> None:
+    (kernels,) = run_ranks(1, by_inductor, timeout=300)
+    assert 0 < kernels <= 3, "of a large matrix, the small one, and the norm"

@@ -190,9 +190,8 @@ class OptimConfig:
     eps: float = key(1e-8, "adamw: the epsilon in the denominator.", above=0, when=ADAMW)
     moments: str = key(
         "fp32",
-        "adamw: the number format of the two moments. 8bit requires hpc_train[8bit]. Under precision fp64 they are "
-        "fp64.",
-        choices=("fp32", "bf16", "8bit"),
+        "adamw: the number format of the two moments. Under precision fp64 they are fp64.",
+        choices=("fp32", "bf16"),
         when=ADAMW,
     )
     momentum: float = key(

@@ -162,7 +162,7 @@ def per_parameter(config: Config, layout: Layout) -> PerParameter:
     trained = trained_share(config.model)
     # the owner of a whole parameter has a copy of it and of its gradient
     whole = 2 * width if (sharded or layout.tp > 1) and held_whole(config.optim) else 0
-    moments = whole + values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
+    moments = whole + values_per_parameter(config.optim) * (2 if config.optim.moments == "bf16" else width)
     on_device = offload != "all"
     masters = config.precision.weights == "bf16"
     weight = narrow if masters else width

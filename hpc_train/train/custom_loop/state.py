@@ -127,9 +127,6 @@ class LoopState:
                     found[f"{name}.{names[parameter]}"] = tensors
         return found
 
-    def stored_state(self) -> dict[str, dict[str, Tensor]]:
-        return self.named_state()
-
     def loaded(self) -> None:
         """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
 

@@ -21,7 +21,6 @@ from hpc_train.config.schema import OptimConfig
 from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
-from hpc_train.parallel.precision.block_codes import copy_values, is_coded, parts, store_values
 from hpc_train.train.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers import own
 from hpc_train.train.optimizers.held import Held, MasterShard, hold
@@ -53,7 +52,6 @@ class Optimizer:
             members.setdefault(self._target(name).where, {})[name] = self._group(name)
         self._parts = [_part(config, self._target(next(iter(some))), some, self._held) for some in members.values()]
         self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}  # (tensor of the optimizer, its DTensor view)
-        self._widened: list[tuple[Tensor, Tensor]] = []  # (8-bit moment, its fp32 copy for a checkpoint)
         self._before_update: list[Callable[[], None]] = []
 
     @torch.no_grad()
@@ -119,17 +117,11 @@ class Optimizer:
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns canonical name -> key -> tensor, sharded like the parameter if the optimizer is elementwise.
 
-        The tensors share memory with the optimizer, except for 8-bit moments, whose blocks depend on the layout: these
-        are copies in fp32 in host memory. Call ``loaded`` after a load into the tensors.
+        The tensors share memory with the optimizer. Call ``loaded`` after a load into them.
         """
-        self._widened.clear()
-        return {name: state for part in self._parts for name, state in self._named_of(part, widen=True)}
+        return {name: state for part in self._parts for name, state in self._named_of(part)}
 
-    def stored_state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns what ``named_state`` does, but 8-bit moments as they are stored; see ``block_codes.copy_values``."""
-        return {name: state for part in self._parts for name, state in self._named_of(part, widen=False)}
-
-    def _named_of(self, part: _Part, widen: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _named_of(self, part: _Part) -> Iterator[tuple[str, dict[str, Tensor]]]:
         if part.own is not None:
             yield from part.own.named()
         elif part.inner is not None:
@@ -137,38 +129,26 @@ class Optimizer:
                 local = self._held[name].local
                 assert local is not None, "the built-in optimizers are elementwise"
                 state = part.inner.state[local]
-                yield name, {key: self._named_like(name, key, value, widen) for key, value in state.items()}
+                yield name, {key: self._named_like(name, key, value) for key, value in state.items()}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all tensors of the state as they are stored, i.e. codes and scales of 8-bit moments."""
+        """Yields all tensors of the state."""
         for part in self._parts:
             for state in () if part.inner is None else part.inner.state.values():
                 values: Iterable[Any] = state.values() if part.own is None else flattened(state, "optim").values()
-                for value in values:
-                    yield from parts(value) if is_coded(value) else (value,)
+                yield from values
 
     @torch.no_grad()
     def loaded(self) -> None:
         """Takes over values that a checkpoint load has written to the parameters and to ``named_state``."""
         for held in self._held.values():
             held.fetch()
-        for moment, widened in self._widened:
-            store_values(moment, widened)
-        self._widened.clear()
         for part in self._parts:
             if part.own is not None:
                 part.own.loaded()
 
-    def _named_like(self, name: str, key: str, value: Tensor, widen: bool) -> Tensor:
-        """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save.
-
-        Args:
-            widen: whether a coded value becomes a copy in fp32 on the host.
-        """
-        if widen and is_coded(value):
-            widened = copy_values(torch.empty(value.shape, dtype=torch.float32), value)
-            self._widened.append((value, widened))
-            return self._held[name].as_saved(widened)
+    def _named_like(self, name: str, key: str, value: Tensor) -> Tensor:
+        """Returns ``value`` sharded like the parameter; cached, since a DTensor takes 0.1 ms to make in each save."""
         known = self._named.get((name, key))
         if known is None or known[0] is not value:
             known = self._named[name, key] = value, self._held[name].as_saved(value)
@@ -312,8 +292,8 @@ def _build(
 def _built_in(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if config.name == "adamw":
         first, second = config.betas
-        if config.moments != "fp32":
-            return CompactAdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps, moments=config.moments)
+        if config.moments == "bf16":
+            return CompactAdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
         return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)

@@ -229,7 +229,9 @@ class OwnState:
         for name, tensors in self._expected.items():
             local = self.held[name].local
             assert self.optimizer is not None and local is not None
-            self.optimizer.state[local] = restored({key: local_part(tensor) for key, tensor in tensors.items()})
+            self.optimizer.state[local] = restored(
+                {key: local_part(tensor) for key, tensor in tensors.items()}, local.dtype
+            )
         self._expected = {}
 
     def before_update(self) -> None:

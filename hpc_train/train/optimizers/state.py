@@ -1,7 +1,8 @@
 """Names the state that an optimizer of the user keeps for a parameter, so that a checkpoint can hold it.
 
 A checkpoint holds tensors. A tensor of the state ``square_avg`` keeps its name, an element of a list gets the name
-``Q[0]``, and a Python value becomes a scalar tensor whose name ends with its kind, such as ``step:int``.
+``Q[0]``, and a Python value becomes a scalar tensor whose name ends with its kind, such as ``step:int``. A tensor of
+torchao in 8 bits becomes its codes, scales and code book: ``exp_avg@codes``, ``exp_avg@scale`` and ``exp_avg@qmap``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _KINDS: dict[str, tuple[type, torch.dtype]] = {
     "int": (int, torch.int64),
     "float": (float, torch.float64),
 }
+_QUANTIZED = ("codes", "scale", "qmap")  # the parts of torchao's OptimState8bit
 _ITEM = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -35,6 +37,10 @@ def flattened(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 def _flat(key: str, value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter):
         yield key, value.detach()
+        return
+    if isinstance(value, Tensor) and type(value).__name__ == "OptimState8bit":
+        for part in _QUANTIZED:
+            yield f"{key}@{part}", getattr(value, part)
         return
     if value is None or (isinstance(value, list) and not value):
         yield f"{key}:{'none' if value is None else 'list'}", torch.zeros((), dtype=torch.bool)
@@ -55,11 +61,20 @@ def _flat(key: str, value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def restored(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the state whose ``flattened`` form is ``tensors``."""
+def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Returns the state whose ``flattened`` form is ``tensors``.
+
+    Args:
+        dtype: of the parameter, which a tensor in 8 bits has outwardly.
+    """
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
+        key, _, part = name.partition("@")
+        if part:
+            if key not in state:
+                state[key] = _quantized(*(tensors[f"{key}@{each}"] for each in _QUANTIZED), dtype)
+            continue
         key, _, kind = name.partition(":")
         item = _ITEM.fullmatch(key)
         if item:
@@ -69,6 +84,12 @@ def restored(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     for key, items in lists.items():
         state[key] = [restored(dict([items[number]]))["0"] for number in sorted(items)]
     return state
+
+
+def _quantized(codes: Tensor, scale: Tensor, qmap: Tensor, dtype: torch.dtype) -> Any:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit(codes, scale, qmap, bool(qmap[0] < 0), dtype)
 
 
 def _value(tensor: Tensor, kind: str) -> Any:
