@@ -77,13 +77,14 @@ def test_a_removed_key_that_changed_the_computation_is_refused(key: str) -> None
 
 @pytest.mark.parametrize(("key", "value"), sorted(REMOVED_VALUES))
 def test_a_removed_value_is_refused_with_its_replacement(key: str, value: str) -> None:
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(Exception, match=re.escape(value)) as raised:
         validate(config_of("+strategy=dp", f"{key}={value}"), 1, 2)
-    assert raised.value.where == key and raised.value.fix == REMOVED_VALUES[key, value].fix
+    error = raised.value if isinstance(raised.value, UserError) else translate(raised.value)
+    assert error is not None and error.where == key and error.fix == REMOVED_VALUES[key, value].fix
 
 
 def test_a_run_that_was_frozen_with_a_removed_value_has_what_its_record_says(tmp_path: Path) -> None:
-    run = frozen_with(tmp_path, dict(REMOVED_VALUES))
+    run = frozen_with(tmp_path, dict(REMOVED_VALUES.keys()))
     assert (load(run).strategy.bucket_cap_mb, load(run).strategy.compression) == (25.0, "none")
     assert load(run).optim.moments == "bf16"
     run.update_record(bucket_cap={"layout": "dp 2", "cap_mb": 5.0}, compression={"technique": "topk"})
