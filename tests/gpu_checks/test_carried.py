@@ -18,7 +18,7 @@ from tests.checkpoint.progress import LONG
 # importable names of what wheels.py gathers, of what torch brings, and of the source tree
 CARRIED = "hydra omegaconf antlr4 yaml submitit cloudpickle psutil xxhash rich pygments markdown_it mdurl packaging"
 BROUGHT = "torch torchgen functorch numpy typing_extensions filelock sympy mpmath networkx jinja2 markupsafe fsspec"
-OPTIONAL = "torchao pynvml triton setuptools pkg_resources"
+OPTIONAL = "torchao triton setuptools pkg_resources"
 OWN = "hpc_train hydra_plugins gpu_checks benchmarks tests conf sitecustomize usercustomize"
 _FIND = f"""
 import sys

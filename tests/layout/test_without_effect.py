@@ -61,7 +61,7 @@ CASES = [
      "note: optim.betas=[0.9,0.99] has no effect with optim=sgd; remove it, or set optim=adamw"),
     (["strategy.compression_rank=8", "strategy=dp"],
      "note: strategy.compression_rank=8 has no effect with strategy.compression=none; remove it, or set "
-     "strategy.compression to powersgd or auto"),
+     "strategy.compression=powersgd"),
     (["optim.base_batch=64"],
      "note: optim.base_batch=64 has no effect with optim.lr_scaling=none; remove it, or set optim.lr_scaling to "
      "another value"),

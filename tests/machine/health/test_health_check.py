@@ -8,10 +8,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from hpc_train.machine.health import health_check, nvml
@@ -100,7 +102,8 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
     library = tmp_path / "libnvidia-ml.so"
     source = Path(__file__).with_name("nvml.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
-    monkeypatch.setattr(nvml, "LIBRARY", str(library))
+    monkeypatch.setattr(pynvml, "nvmlLib", CDLL(str(library)))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     found = read_nvml()
     assert found is not None and "GPU 2 is lost" in found.findings[0].text
     assert found.gpus[0] == GpuState(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
+import pynvml
 import pytest
 import torch
 
 from hpc_train.config.schema import GPTConfig, ViTConfig
 from hpc_train.config.values import Recomputation, parse_recomputation
 from hpc_train.layout.loss_chunks import LossForm
-from hpc_train.machine.health import nvml
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.train.watch import utilization
@@ -79,8 +80,8 @@ def test_the_driver_is_sampled_until_it_says_nothing(monkeypatch: pytest.MonkeyP
     assert (gpu.take(), gpu.take(), Driver.shares) == (0.75, None, [])
 
 
-def test_nothing_is_sampled_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(nvml, "LIBRARY", str(tmp_path / "missing.so"))
+def test_nothing_is_sampled_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
     for device in (torch.device("cuda", 0), torch.device("cpu")):
         gpu = GpuUtilization(device)
         gpu.look()
