@@ -22,7 +22,6 @@ _ASSUMED = {
     "node_latency_s": (2e-5, "an estimate; the node has one device"),
     "allocator_share": (0.05, "an estimate; it depends on the training"),
     "overlap_share": (0.3, "that of the A100 and the H100; on CPUs nothing overlaps"),
-    "watts": (300.0, "an estimate"),
 }
 
 

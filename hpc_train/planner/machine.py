@@ -56,7 +56,6 @@ class Rates:
         fabric_bytes_per_s: the bandwidth of a device to other nodes if all devices of its node send.
         fabric_latency_s: the time of a small message between nodes.
         host_bytes_per_s: the bandwidth between a device and the host's memory.
-        watts: the power of a device under load, with its share of the node.
         overlap_share: by how much a collective slows the computation beside it, as a share of its own time: it takes
             multiprocessors and memory bandwidth. A file may leave it out.
         cores: the cores of a node that its ranks share; 0 for GPUs, which share nothing. A file may leave it out.
@@ -85,7 +84,6 @@ class Rates:
     fabric_bytes_per_s: float
     fabric_latency_s: float
     host_bytes_per_s: float
-    watts: float
     overlap_share: float = 0.0
     cores: float = 0.0
     scatter_share: float = 1.0
@@ -104,13 +102,14 @@ OPTIONAL = {
 # what the ranks of a node of CPUs share; the bandwidths, too, since the cores move all bytes
 _SHARED = (
     "memory_bytes", "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "memory_bytes_per_s", "node_bytes_per_s",
-    "fabric_bytes_per_s", "host_bytes_per_s", "watts",
+    "fabric_bytes_per_s", "host_bytes_per_s",
 )  # fmt: skip
 _HOST_TIMES = ("launch_s", "node_latency_s", "fabric_latency_s")
 _MAY_BE_ZERO = {
-    *_HOST_TIMES, "reserved_bytes", "allocator_share", "overlap_share", "watts", "cores",
+    *_HOST_TIMES, "reserved_bytes", "allocator_share", "overlap_share", "cores",
     "bf16_flops", "fp16_flops", "fp32_flops", "fp64_flops", "fp8_flops", "half_rate_flops",
 }  # fmt: skip
+_EARLIER = ("watts",)  # figures of files of earlier versions, which are not read
 _OF_PEAK = ("matmul_share", "attention_share")
 
 
@@ -215,7 +214,10 @@ def parse_machine(content: Any, where: str) -> Machine:
     if not isinstance(figures, dict):
         raise UserError("the machine file has no figures", where=where, fix='{"name": ..., "figures": {...}}')
     figures = {name: asdict(figure) for name, figure in OPTIONAL.items()} | figures
-    missing, unknown = [name for name in NAMES if name not in figures], [name for name in figures if name not in NAMES]
+    missing, unknown = (
+        [name for name in NAMES if name not in figures],
+        [name for name in figures if name not in (*NAMES, *_EARLIER)],
+    )
     if missing or unknown:
         what = f"it lacks {', '.join(missing)}" if missing else f"{unknown[0]} is unknown"
         fix = nearest(unknown[0], NAMES) if unknown else f"add {missing[0]}; see Rates in hpc_train/planner/machine.py"

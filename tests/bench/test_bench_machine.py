@@ -44,7 +44,7 @@ def result(device: str, **more: float) -> dict[str, Any]:
 
 def test_what_one_node_does_not_show_is_that_of_the_same_gpu() -> None:
     known, shipped = machine_of(result("NVIDIA H100 80GB HBM3"), 0, "mine", "here"), read_machine("h100")
-    for name in ("fabric_bytes_per_s", "fabric_latency_s", "watts", "allocator_share", "fp8_flops", "fp8_share"):
+    for name in ("fabric_bytes_per_s", "fabric_latency_s", "allocator_share", "fp8_flops", "fp8_share"):
         assert known.figures[name] == shipped.figures[name]
     assert known.figures["bf16_flops"].kind == "table" and known.rates.matmul_share == pytest.approx(6e14 / 989.4e12)
     assert known.figures["launch_s"].kind == "measured" and known.figures["launch_s"].source == "here"
@@ -56,7 +56,7 @@ def test_an_unknown_gpu_has_measured_peaks_and_assumes_the_rest() -> None:
     machine = machine_of(result("NVIDIA X1000"), 0, "mine", "here")
     assert machine.peak("bf16") == 7e14 and machine.figures["bf16_flops"].kind == "measured"
     assert machine.rates.matmul_share == pytest.approx(6 / 7)
-    assert machine.figures["fabric_bytes_per_s"].kind == machine.figures["watts"].kind == "assumed"
+    assert machine.figures["fabric_bytes_per_s"].kind == "assumed"
     assert same_device("NVIDIA H100 PCIe", 85e9) is None and same_device("NVIDIA H100", 50e9) is None
     found = same_device("NVIDIA A100-SXM4-40GB", 42e9)
     assert found is not None and found.name == "a100-40"
@@ -83,7 +83,7 @@ def test_the_command_writes_a_file_that_plan_reads(tmp_path: Path, called: Calla
     assert machine.name == "own" and machine.devices_per_node == 2 and machine.rates.cores >= 1
     others = {name for name, figure in machine.figures.items() if figure.kind != "measured"}
     of_gpus = {"fp8_flops", "fp8_share", "overlap_share"}
-    assert others == {"allocator_share", "fabric_bytes_per_s", "fabric_latency_s", "watts", *of_gpus}
+    assert others == {"allocator_share", "fabric_bytes_per_s", "fabric_latency_s", *of_gpus}
     assert f"not measured here: {', '.join(name for name in machine.figures if name in others)}" in done.stdout
     assert "torch" in machine.figures["launch_s"].source
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]

@@ -78,8 +78,11 @@ def own_file(folder: Path, **changes: Any) -> str:
         ({"memory_bytes": {"value": -1, "kind": "table", "source": "x"}}, "memory_bytes is -1"),
         ({"memory_bytes": {"value": 0, "kind": "table", "source": "x"}}, "memory_bytes is 0"),
         ({"memory_bytes": 34e9}, "memory_bytes is 34"),
-        ({"watts": {"value": 300, "kind": "guessed", "source": "x"}}, "the kind of watts is 'guessed'"),
-        ({"watts": {"value": True, "kind": "table", "source": "x"}}, "watts is .*True"),
+        (
+            {"host_bytes_per_s": {"value": 300, "kind": "guessed", "source": "x"}},
+            "the kind of host_bytes_per_s is 'guessed'",
+        ),
+        ({"host_bytes_per_s": {"value": True, "kind": "table", "source": "x"}}, "host_bytes_per_s is .*True"),
         ({"fabric_bytes_per_s": {"value": 0, "kind": "table", "source": "x"}}, "fabric_bytes_per_s is 0"),
         ({"attention_share": {"value": 0, "kind": "table", "source": "x"}}, "attention_share is 0"),
         ({"matmul_share": {"value": 70, "kind": "table", "source": "x"}}, "matmul_share is 70"),

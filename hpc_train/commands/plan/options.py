@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from hpc_train.commands.plan.rows import ORDERS, ROWS
@@ -68,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpus",
         type=_counts,
         metavar="N[,N...]|N..M",
-        help=f"numbers of GPUs to compare (default: {_DEFAULT_GPUS}, on CPUs one node; with --by and --within up to "
+        help=f"numbers of GPUs to compare (default: {_DEFAULT_GPUS}, on CPUs one node; with --within up to "
         f"{_MOST_GPUS})",
     )
     found.add_argument(
@@ -80,11 +79,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--price", type=_price, metavar="X[EUR]", help="the price of a GPU-hour (default: cluster.price)"
     )
-    deadline = found.add_mutually_exclusive_group()
-    deadline.add_argument(
-        "--by", type=_by, dest="deadline", metavar="TIME", help="only layouts that are done by 2027-01-31T08:00"
-    )
-    deadline.add_argument(
+    found.add_argument(
         "--within", type=_within, dest="deadline", metavar="TIME", help="only layouts that are done in 30m, 24h or 7d"
     )
     found.add_argument("--largest", action="store_true", help="compare all models of the same kind, the largest first")
@@ -226,16 +221,6 @@ def _price(text: str) -> tuple[float, str]:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text} is not a price, such as 2.5 or 2.5EUR")
     return float(found[1]), found[2]
-
-
-def _by(text: str) -> float:
-    try:
-        found = datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is not a time, such as 2027-01-31T08:00") from error
-    if found <= time.time():
-        raise argparse.ArgumentTypeError(f"{text} is in the past")
-    return found
 
 
 def _within(text: str) -> float:

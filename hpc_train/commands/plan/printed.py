@@ -18,13 +18,13 @@ from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import fitting_table, wide
 from hpc_train.units import format_bytes, format_duration, format_hours
 
-COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours", "kWh")
+COLUMNS = ("", "GPUs", "layout", "batches", "recompute", "memory", "step", "MFU", "time", "GPU-hours")
 MODEL = ("model", "parameters")  # of a plan that compares models
 QUEUE = ("starts", "done")
 WHY = "more than the row above"
 FOLDED = {"layout": 16, WHY: 13}  # continue in the next line on a narrow terminal
 KINDS = {"measured": "measured", "table": "from tables", "assumed": "assumed"}  # of the numbers of a machine
-LEAST_NEEDED = ("kWh", "MFU", "recompute", "batches", "GPU-hours", "starts", "parameters", "time")  # the least first
+LEAST_NEEDED = ("MFU", "recompute", "batches", "GPU-hours", "starts", "parameters", "time")  # the least first
 
 
 def print_table(rows: Sequence[Row], machine: Machine, compared: int) -> None:
@@ -106,7 +106,7 @@ def _cells(row: Row) -> list[str]:
         _seconds(prediction.step_s),
         f"{prediction.mfu:.0%}",
         "unknown" if row.seconds is None else format_duration(row.seconds),
-        *("unknown" if amount is None else format_hours(amount) for amount in (row.gpu_hours, row.kwh)),
+        "unknown" if row.gpu_hours is None else format_hours(row.gpu_hours),
     ]
     if row.prices.gpu_hour is None:
         return cells
@@ -177,7 +177,6 @@ def as_json(row: Row, machine: Machine) -> dict[str, Any]:
         "mfu": row.prediction.mfu,
         "seconds": row.seconds,
         "gpu_hours": row.gpu_hours,
-        "kwh": row.kwh,
         "cost": row.cost,
         "currency": row.prices.currency or None,
         "starts": None if row.start is None else row.start.at,

@@ -31,14 +31,12 @@ class Row:
     """A layout with what the whole training takes; None where the number of steps is unknown.
 
     Attributes:
-        watts: the power of a device.
         start: in the queue; None for a config that does not submit to Slurm.
     """
 
     asked: Asked
     candidate: Candidate
     prices: Prices
-    watts: float
     start: Start | None = None
 
     @property
@@ -64,11 +62,6 @@ class Row:
     @property
     def gpu_hours(self) -> float | None:
         return None if self.seconds is None else self.seconds * self.candidate.devices / 3600
-
-    @property
-    def kwh(self) -> float | None:
-        """Returns the energy of the devices with their share of the nodes, in kilowatt-hours."""
-        return None if self.gpu_hours is None else self.gpu_hours * self.watts / 1000
 
     @property
     def cost(self) -> float | None:
@@ -116,8 +109,7 @@ class Search:
         best = [each for count in self.gpus for each in islice(distinct(fastest(_of(found, count), NOISE)), share)]
         if not best:
             raise _does_not_fit(found, self.machine) if found else self._impossible(asked)
-        watts = {count: self._watts(count) for count in self.gpus}
-        rows = [Row(asked, each, self.prices, watts[each.devices]) for each in best]
+        rows = [Row(asked, each, self.prices) for each in best]
         return self.ordered(rows), len(found)
 
     def ordered(self, rows: Sequence[Row]) -> list[Row]:
@@ -146,9 +138,6 @@ class Search:
             where="the command line",
             fix="set fewer keys of strategy and batch, or give another number of --gpus",
         )
-
-    def _watts(self, count: int) -> float:
-        return self.machine.shared_by(min(count, self.machine.devices_per_node)).rates.watts
 
 
 def _of(found: Sequence[Candidate], devices: int) -> list[Candidate]:
@@ -180,7 +169,7 @@ def unknown_end() -> UserError:
     """Returns the error for a deadline that cannot be compared with the end of the training."""
     return UserError(
         "plan cannot tell when the training is done: its number of steps, or its start, is unknown",
-        where="train.epochs, --by, --within",
+        where="train.epochs, --within",
         fix="train.steps=N instead of train.epochs, and a queue that responds",
     )
 
