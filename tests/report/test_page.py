@@ -22,7 +22,7 @@ from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_after, write_at_end
 from hpc_train.report.page.chart import Scale, thinned
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, tag
+from hpc_train.report.page.markup import Html, block
 from hpc_train.report.page.pipeline import ideal_rows
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
@@ -400,10 +400,11 @@ def test_the_ideal_step_has_the_bubble_of_the_schedule(ranks: int, micro_batches
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
-    assert tag("p", "<b> & \x1b[1mc\x1b[0m\x01", title='"', class_=None) == (
-        '<p title="&quot;">&lt;b&gt; &amp; c\N{REPLACEMENT CHARACTER}</p>'
+    assert block("paragraph", "<b> & \x1b[1mc\x1b[0m\x01", '"') == (
+        '<p class="&#34;">&lt;b&gt; &amp; c\N{REPLACEMENT CHARACTER}</p>'
     )
-    assert tag("p", tag("em", "a"), None) == "<p><em>a</em></p>" and isinstance(tag("p"), Html)
+    assert block("paragraph", block("code", "a")) == "<p><code>a</code></p>"
+    assert isinstance(block("paragraph", None), Html) and block("paragraph", None) == "<p></p>"
 
 
 def test_the_ticks_of_an_axis_are_round_and_a_long_line_keeps_its_extremes() -> None:

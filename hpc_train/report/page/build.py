@@ -13,14 +13,13 @@ from hpc_train.planner.machine import Machine
 from hpc_train.report.page.decisions import decisions
 from hpc_train.report.page.facts import RunFacts, secrets_of
 from hpc_train.report.page.losses import losses, metrics
-from hpc_train.report.page.markup import Html, tag, text
+from hpc_train.report.page.markup import Html, environment, text
 from hpc_train.report.page.memory import memory
 from hpc_train.report.page.nodes import nodes
 from hpc_train.report.page.pipeline import pipeline
 from hpc_train.report.page.predicted import compare, prediction, remember
 from hpc_train.report.page.settings import reproduce, settings, trained
 from hpc_train.report.page.speed import throughput
-from hpc_train.report.page.style import STYLE
 from hpc_train.report.page.sweep import (
     SweepFacts,
     coordinates,
@@ -98,28 +97,17 @@ def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = Non
 
 
 def _page(title: str, path: Path, sections: Sequence[Html | None], found: Sequence[RunHandle]) -> str:
-    shown = [each for each in sections if each is not None]
-    written = time.strftime("%Y-%m-%d %H:%M %Z")
-    head = tag("head", *_head(title))
-    top = tag("header", tag("h1", title), tag("p", str(path), class_="soft"))
-    foot = tag("footer", tag("p", f"Written by hpc_train {__version__} at {written}.", class_="soft"))
-    body = tag("body", top, tag("main", *shown), foot)
-    return _without_secrets(f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n", found)
-
-
-def _head(title: str) -> list[Html]:
-    policy = "default-src 'none'; style-src 'unsafe-inline'"  # a browser then refuses scripts and requests
-    return [
-        tag("meta", charset="utf-8"),
-        tag("title", title),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("style", Html(STYLE)),
-    ]
-
-
-def _without_secrets(page: str, found: Sequence[RunHandle]) -> str:
+    page = (
+        environment()
+        .get_template("page.html")
+        .render(
+            title=title,
+            path=path,
+            sections=[section for section in sections if section is not None],
+            version=__version__,
+            written=time.strftime("%Y-%m-%d %H:%M %Z"),
+        )
+    )
     for secret in dict.fromkeys(secret for item in found[:1] for secret in secrets_of(item)):
         page = page.replace(text(secret), HIDDEN)
     return page

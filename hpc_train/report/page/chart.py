@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from hpc_train.report.page.markup import Html, joined, picture, tag
+from hpc_train.report.page.markup import Html, block, joined, picture
 
 Point = tuple[float, float]
 HEIGHT_OF = itemgetter(1)  # of a point
@@ -107,7 +107,7 @@ def line_chart(
     y = _vertical([value for _, value in points], from_zero, height)
     marks = joined(_draw(one, x, y) for one in drawn)
     axes = _axes(x, y, across, percent, height)
-    return tag("figure", picture(title, description, WIDTH, height, axes, marks), legend(drawn))
+    return block("figure", picture(title, description, WIDTH, height, axes, marks), legend(drawn))
 
 
 def _horizontal(values: Sequence[float]) -> Scale:
@@ -132,22 +132,20 @@ def _axes(x: Scale, y: Scale, across: str, percent: bool, height: float) -> Html
     for value in y.ticks():
         at = y.at(value)
         words = f"{100 * value:.3g} %" if percent else short(value)
-        parts.append(tag("path", d=f"M{LEFT:g} {at:.1f}H{WIDTH - RIGHT:g}", stroke="var(--line)", stroke_width=1))
-        parts.append(tag("text", words, x=f"{LEFT - 8:g}", y=f"{at + 4:.1f}", text_anchor="end"))
+        parts.append(block("line", f"M{LEFT:g} {at:.1f}H{WIDTH - RIGHT:g}", "line", 1))
+        parts.append(block("label", words, f"{LEFT - 8:g}", f"{at + 4:.1f}", "end"))
     for value in x.ticks():
-        parts.append(tag("text", short(value), x=f"{x.at(value):.1f}", y=f"{bottom + 20:g}", text_anchor="middle"))
-    name = tag("text", across, x=f"{WIDTH - RIGHT:g}", y=f"{height - 6:g}", text_anchor="end", class_="soft")
+        parts.append(block("label", short(value), f"{x.at(value):.1f}", f"{bottom + 20:g}", "middle"))
+    name = block("label", across, f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft")
     return joined([*parts, name])
 
 
 def _draw(one: Series, x: Scale, y: Scale) -> Html:
-    color = f"var(--{one.color})"
     placed = [(x.at(at), y.at(value)) for at, value in one.points]
     if one.dots or len(placed) == 1:
-        return tag("g", *(tag("circle", cx=f"{at:.1f}", cy=f"{up:.1f}", r=3.5) for at, up in placed), fill=color)
+        return block("dots", placed, one.color)
     line = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in placed)
-    dash = "5 4" if one.dashed else None
-    return tag("path", d=line, fill="none", stroke=color, stroke_width=WIDE if one.wide else 1.8, stroke_dasharray=dash)
+    return block("line", line, one.color, WIDE if one.wide else 1.8, one.dashed)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -165,22 +163,15 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
 def legend(series: Sequence[Series]) -> Html:
     """Returns the names of the lines with a sample of each; one entry per name."""
     by_name = {one.name: one for one in series}
-    return tag("ul", *(tag("li", _sample(one), one.name) for one in by_name.values()), class_="legend")
-
-
-def _sample(one: Series) -> Html:
-    color = f"var(--{one.color})"
-    if one.dots:
-        return tag("svg", tag("circle", cx=12, cy=6, r=4, fill=color), viewBox="0 0 24 12", aria_hidden="true")
-    dash = "5 4" if one.dashed else None
-    line = tag("path", d="M0 6H24", stroke=color, stroke_width=WIDE if one.wide else 3, stroke_dasharray=dash)
-    return tag("svg", line, viewBox="0 0 24 12", aria_hidden="true")
+    return block(
+        "legend",
+        [
+            (one.name, "dots" if one.dots else "line", one.color, WIDE if one.wide else 3, one.dashed)
+            for one in by_name.values()
+        ],
+    )
 
 
 def color_key(names: Sequence[tuple[str, str]]) -> Html:
     """Returns a legend of filled areas: (name, color)."""
-    return tag("ul", *(tag("li", _patch(color), name) for name, color in names), class_="legend")
-
-
-def _patch(color: str) -> Html:
-    return tag("svg", tag("path", d="M0 0H24V12H0z", fill=f"var(--{color})"), viewBox="0 0 24 12", aria_hidden="true")
+    return block("legend", [(name, "area", color, 0, False) for name, color in names])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_train.report.page.facts import Event, RunFacts
-from hpc_train.report.page.markup import Html, section, table, tag
+from hpc_train.report.page.markup import Html, block, section, table
 from hpc_train.report.page.verdict import clock
 from hpc_train.run.attempts import CLOSING
 from hpc_train.runs.diagnosis import FAILURES, STEPS
@@ -19,7 +19,7 @@ def decisions(facts: RunFacts) -> Html:
     title = "Faults and decisions"
     told = [event for event in facts.events if event["event"] in (*FAILURES, *STEPS, *MARKS)]
     if not told:
-        return section(title, tag("p", "No event was recorded."))
+        return section(title, block("paragraph", "No event was recorded."))
     quiet = not any(event["event"] in (*FAILURES, *STEPS) and event["event"] != "resumed" for event in told)
     saves = len(facts.of_event("checkpoint_saved"))
     words = ["No fault was recorded."] if quiet else []
@@ -31,7 +31,7 @@ def decisions(facts: RunFacts) -> Html:
     known: set[str] = set()
     rows = [_row(event, known) for event in told[-SHOWN:]]
     events = table("Events, the oldest first", columns, rows)
-    return section(title, tag("p", " ".join(words)) if words else None, events)
+    return section(title, block("paragraph", " ".join(words)) if words else None, events)
 
 
 def _row(event: Event, known: set[str]) -> list[str]:

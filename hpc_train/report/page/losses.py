@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpc_train.report.page.chart import Point, Series, line_chart
 from hpc_train.report.page.facts import Line, RunFacts
-from hpc_train.report.page.markup import Html, section, table, tag
+from hpc_train.report.page.markup import Html, block, section, table
 from hpc_train.run.attempts import NUMBER
 from hpc_train.units import counted
 
@@ -19,7 +19,7 @@ def losses(facts: RunFacts) -> Html:
     """Returns the section with the loss curves."""
     skipped = len(facts.lines) - sum(isinstance(line.get("loss"), NUMBER) for line in facts.lines)
     if skipped == len(facts.lines):
-        return section("Loss", tag("p", _why_none(facts)))
+        return section("Loss", block("paragraph", _why_none(facts)))
     lost = [Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)]
     kept = Series("training loss", _kept(facts, "loss"), "c0")
     validation = _kept(facts, "val_loss")
@@ -31,7 +31,7 @@ def losses(facts: RunFacts) -> Html:
     if skipped:
         words.append(f"{skipped} of {len(facts.lines)} logged losses are missing or not finite, and are not drawn.")
     chart = line_chart("Loss over steps", " ".join(words), series, "step")
-    return section("Loss", tag("p", " ".join(words)), chart)
+    return section("Loss", block("paragraph", " ".join(words)), chart)
 
 
 def _why_none(facts: RunFacts) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_train.report.page.chart import color_key
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, joined, picture, section, table, tag
+from hpc_train.report.page.markup import Html, block, joined, picture, section, table
 from hpc_train.units import format_bytes
 
 PARTS = {"parameters": "c0", "gradients": "c1", "optimizer": "c3", "activations": "c2"}
@@ -20,7 +20,7 @@ def memory(facts: RunFacts) -> Html:
     """Returns the section about memory."""
     measured = (facts.record.get("memory") or {}).get("ranks") or []
     if not measured:
-        return section("Memory", tag("p", _without_parts(facts)))
+        return section("Memory", block("paragraph", _without_parts(facts)))
     order = sorted(range(len(measured)), key=lambda rank: -measured[rank]["peak"])[:RANKS]
     words = _words(facts, measured, order[0])
     shown = sorted(order)
@@ -34,8 +34,8 @@ def memory(facts: RunFacts) -> Html:
     rows = [[f"rank {n}", *_cells(rank, bool(full))] for n, rank in zip(shown, drawn, strict=True)]
     return section(
         "Memory",
-        tag("p", words),
-        tag("figure", bars, color_key(names)),
+        block("paragraph", words),
+        block("figure", bars, color_key(names)),
         table(left, columns, rows, numbers=len(columns) - 1),
     )
 
@@ -88,7 +88,7 @@ def _bars(numbers: Sequence[int], ranks: Sequence[Mapping[str, Any]], full: int 
 
 def _bar(name: str, rank: Mapping[str, Any], top: float, full: int | None, most: float) -> Html:
     unit = (WIDTH - NAMES) / max(most, 1)
-    parts = [tag("text", name, x=0, y=f"{top + BAR - 5:g}")]
+    parts = [block("label", name, 0, f"{top + BAR - 5:g}")]
     if full:
         parts.append(_box(NAMES, top, full * unit, "wait", f"device: {format_bytes(full)}"))
     at = NAMES
@@ -100,4 +100,4 @@ def _bar(name: str, rank: Mapping[str, Any], top: float, full: int | None, most:
 
 def _box(at: float, top: float, width: float, color: str, label: str) -> Html:
     shape = f"M{at:.1f} {top:g}h{width:.1f}v{BAR:g}h-{width:.1f}z"
-    return tag("path", tag("title", label), d=shape, fill=f"var(--{color})")
+    return block("area", shape, color, label)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_train.report.page.facts import Event, RunFacts
-from hpc_train.report.page.markup import Html, joined, section, tag
+from hpc_train.report.page.markup import Html, block, section
 from hpc_train.units import counted
 
 FAILED = {
@@ -40,13 +40,13 @@ def nodes(facts: RunFacts) -> Html:
     """Returns the section with the nodes of all attempts."""
     marks = _marks(facts)
     if not marks:
-        return section("Nodes and ranks", tag("p", "No node has started the run."))
+        return section("Nodes and ranks", block("paragraph", "No node has started the run."))
     order = sorted(
         marks, key=lambda name: (LEVELS.index(marks[name].level), min(marks[name].ranks, default=1 << 30), name)
     )
-    shown = [tag("li", *_cell(name, marks[name]), class_=marks[name].level) for name in order[:SHOWN]]
-    more = tag("p", f"{len(order) - SHOWN} more nodes had no problem.") if len(order) > SHOWN else None
-    return section("Nodes and ranks", tag("p", _words(marks)), tag("ul", *shown, class_="nodes"), more)
+    shown = block("nodes", [_cell(name, marks[name]) for name in order[:SHOWN]])
+    more = block("paragraph", f"{len(order) - SHOWN} more nodes had no problem.") if len(order) > SHOWN else None
+    return section("Nodes and ranks", block("paragraph", _words(marks)), shown, more)
 
 
 def _marks(facts: RunFacts) -> dict[str, NodeMark]:
@@ -80,7 +80,8 @@ def _ranks(facts: RunFacts) -> dict[str, Sequence[int]]:
     return {name: range(index * each, min(world, (index + 1) * each)) for index, name in enumerate(names)}
 
 
-def _cell(name: str, mark: NodeMark) -> list[Html]:
+def _cell(name: str, mark: NodeMark) -> tuple[str, str, str, list[str]]:
+    """Returns the name of a node, its level, its ranks, and what happened on it."""
     ranks = mark.ranks
     if not ranks:
         which = "not in the newest attempt"
@@ -89,11 +90,7 @@ def _cell(name: str, mark: NodeMark) -> list[Html]:
     else:
         which = f"ranks {ranks[0]} to {ranks[-1]}"
     problems = [what + (f", {count} times" if count > 1 else "") for what, count in (mark.failed + mark.slow).items()]
-    return [
-        tag("strong", name),
-        tag("div", which, class_="soft"),
-        joined(tag("div", each) for each in problems or ["ok"]),
-    ]
+    return name, mark.level, which, problems or ["ok"]
 
 
 def _words(marks: Mapping[str, NodeMark]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_train.report.page.chart import color_key
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, joined, picture, section, table, tag
+from hpc_train.report.page.markup import Html, block, joined, picture, section, table
 from hpc_train.telemetry.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
 from hpc_train.units import milliseconds
 
@@ -24,7 +24,7 @@ def pipeline(facts: RunFacts) -> Html | None:
     if not steps:
         if layout.get("pp", 1) < 2:
             return None
-        return section("Pipeline step", tag("p", "No step was recorded: the fifth step of an attempt is."))
+        return section("Pipeline step", block("paragraph", "No step was recorded: the fifth step of an attempt is."))
     event = steps[-1]
     measured, total = rows_of(event), float(event["seconds"])
     ideal = ideal_rows(measured)
@@ -35,11 +35,11 @@ def pipeline(facts: RunFacts) -> Html | None:
     longest = max(total, best)
     return section(
         "Pipeline step",
-        tag("p", words),
-        tag("h3", f"Measured, {milliseconds(total)}"),
-        tag("figure", _drawn("Measured pipeline step", words, measured, total, longest), key),
-        tag("h3", f"Ideal, {milliseconds(best)}"),
-        tag("figure", _drawn("Ideal pipeline step", words, ideal, best, longest)),
+        block("paragraph", words),
+        block("heading", f"Measured, {milliseconds(total)}"),
+        block("figure", _drawn("Measured pipeline step", words, measured, total, longest), key),
+        block("heading", f"Ideal, {milliseconds(best)}"),
+        block("figure", _drawn("Ideal pipeline step", words, ideal, best, longest)),
         _by_stage(measured, total),
     )
 
@@ -112,7 +112,7 @@ def _drawn(title: str, words: str, rows: Rows, total: float, longest: float) -> 
 
 
 def _row(rank: int, chunks: Sequence[Chunk], top: float, total: float, unit: float) -> Html:
-    parts = [tag("text", f"rank {rank}", x=0, y=f"{top + ROW - 6:g}")]
+    parts = [block("label", f"rank {rank}", 0, f"{top + ROW - 6:g}")]
     parts.append(_box(0.0, total, top, unit, "wait", None))
     stages = len({chunk.stage for chunk in chunks})
     for chunk in chunks:
@@ -134,7 +134,7 @@ def _box(begin: float, end: float, top: float, unit: float, color: str, label: s
     width = (end - begin) * unit
     gap = 0.6 if width > 3 and label else 0.0  # so that two chunks in a row can be told apart
     shape = f"M{LEFT + begin * unit:.1f} {top:g}h{max(0.1, width - gap):.1f}v{ROW:g}h-{max(0.1, width - gap):.1f}z"
-    return tag("path", tag("title", label) if label else None, d=shape, fill=f"var(--{color})")
+    return block("area", shape, color, label or "")
 
 
 def _by_stage(measured: Rows, total: float) -> Html:

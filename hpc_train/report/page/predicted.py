@@ -19,7 +19,7 @@ from hpc_train.planner.gpu_types import recognized
 from hpc_train.planner.machine import Machine, read_machine
 from hpc_train.planner.prediction import predict_step
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, section, table, tag
+from hpc_train.report.page.markup import Html, block, section, table
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.field_types import check_fields
 from hpc_train.run.file_lock import exclusive
@@ -115,7 +115,7 @@ def prediction(facts: RunFacts) -> Html | None:
     ]
     words = f"Per step, as predicted for the machine {found['machine']} without what earlier runs have taught."
     columns = ("", "predicted", "measured", "measured / predicted")
-    return section("Prediction", tag("p", words), table("Predicted and measured", columns, rows, numbers=3))
+    return section("Prediction", block("paragraph", words), table("Predicted and measured", columns, rows, numbers=3))
 
 
 def _shown(key: str, value: float) -> str:

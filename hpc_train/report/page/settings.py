@@ -12,7 +12,7 @@ from hpc_train.config.identity import flatten
 from hpc_train.config.secrets import shown
 from hpc_train.layout.memory import parameter_count
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, commands, facts, listed, section, table, tag
+from hpc_train.report.page.markup import Html, block, commands, paragraphs, section, table
 from hpc_train.run.directory import RunDirectory
 from hpc_train.runs.comparison import UNCOMPARED
 from hpc_train.runs.diagnosis import shown as shown_path
@@ -33,7 +33,8 @@ def trained(of_run: RunFacts) -> Html | None:
     changed = project.get("diff") or project.get("dirty")
     return section(
         "What it trains",
-        facts(
+        block(
+            "facts",
             (
                 ("model", _described(_group(config, "model"))),
                 ("parameters", _parameters(of_run)),
@@ -47,7 +48,7 @@ def trained(of_run: RunFacts) -> Html | None:
                 ("seed", train.get("seed")),
                 ("precision", _group(config, "precision").get("name")),
                 ("commit", f"{commit[:12]}, with uncommitted changes" if commit and changed else commit[:12]),
-            )
+            ),
         ),
     )
 
@@ -86,18 +87,18 @@ def settings(of_run: RunFacts) -> Html | None:
         if str(event.get("message", "")).startswith(("continues with changed settings", "continues with other code"))
     ]
     if changed:
-        parts.append(listed(changed))
+        parts.append(block("bullets", changed))
     return section("Changed settings", *parts) if parts else None
 
 
 def _differences(parent: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Html:
     if not before:
-        return tag("p", f"It was forked from {parent}, whose config cannot be read.")
+        return block("paragraph", f"It was forked from {parent}, whose config cannot be read.")
     old, new = dict(flatten(before)), dict(flatten(after))
     keys = [key for key in {**old, **new} if not key.startswith(UNCOMPARED)]
     rows = [[key, _value(key, old), _value(key, new)] for key in keys if old.get(key, "") != new.get(key, "")]
     if not rows:
-        return tag("p", f"The config is that of {parent}, from which the run was forked.")
+        return block("paragraph", f"The config is that of {parent}, from which the run was forked.")
     return table(f"Compared with {parent}, from which it was forked", ("key", "before", "now"), rows)
 
 
@@ -119,8 +120,8 @@ def reproduce(of_run: RunFacts) -> Html:
     return section(
         "Reproduce",
         commands(lines, "commands that reproduce the run"),
-        *(tag("p", note) for note in notes),
-        facts(versions),
+        paragraphs(notes),
+        block("facts", versions),
     )
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from hpc_train.report.page.chart import Series, line_chart, short
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, facts, joined, section, tag
+from hpc_train.report.page.markup import Html, block, joined, section
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import milliseconds
 
@@ -17,7 +17,7 @@ def throughput(of_run: RunFacts) -> Html:
     unit, key = ("samples", "samples_per_s") if single else ("tokens", "tokens_per_s")
     points = of_run.values(key) or of_run.values("tokens_per_s")
     if not points:
-        return section("Throughput", tag("p", "No rate was logged."), *_utilization(of_run))
+        return section("Throughput", block("paragraph", "No rate was logged."), *_utilization(of_run))
     rates = [value for _, value in points]
     middle = median(rates)
     words = (
@@ -27,7 +27,7 @@ def throughput(of_run: RunFacts) -> Html:
     words += f" A step took {milliseconds(median(seconds))} in the median." if seconds else ""
     series = [Series(f"{unit} per second", points, "c2")]
     chart = line_chart("Throughput over steps", words, series, "step", from_zero=True)
-    return section("Throughput", tag("p", words), chart, *_utilization(of_run))
+    return section("Throughput", block("paragraph", words), chart, *_utilization(of_run))
 
 
 def _utilization(of_run: RunFacts) -> list[Html]:
@@ -38,14 +38,19 @@ def _utilization(of_run: RunFacts) -> list[Html]:
             "The MFU is known on GPUs whose peak is on record, for models that count their operations. It is not known "
             "for this run."
         )
-        return [tag("h3", "Model FLOPs utilization (MFU)"), tag("p", reason)]
+        return [block("heading", "Model FLOPs utilization (MFU)"), block("paragraph", reason)]
     middle = median(value for _, value in points)
     words = f"The median MFU is {middle:.1%}."
     series = [Series("MFU", points, "c0")]
     if hardware != points:
         series.append(Series("HFU", hardware, "c1", dashed=True))
     chart = line_chart("MFU over steps", words, series, "step", from_zero=True, percent=True, height=190)
-    return [tag("h3", "Model FLOPs utilization (MFU)"), tag("p", words), chart, _formula(of_run, terms)]
+    return [
+        block("heading", "Model FLOPs utilization (MFU)"),
+        block("paragraph", words),
+        chart,
+        _formula(of_run, terms),
+    ]
 
 
 def _formula(of_run: RunFacts, terms: dict[str, object]) -> Html:
@@ -64,4 +69,6 @@ def _formula(of_run: RunFacts, terms: dict[str, object]) -> Html:
         ("source of the peak", terms.get("peak_source")),
     )
     formula = terms.get("formula", "MFU = FLOP per sample x samples/s / peak")
-    return joined([tag("p", formula, class_="soft"), tag("p", tag("code", filled)), facts(shown)])
+    return joined(
+        [block("paragraph", formula, "soft"), block("paragraph", block("code", filled)), block("facts", shown)]
+    )

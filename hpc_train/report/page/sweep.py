@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from hpc_train.report.page.chart import Scale, short
 from hpc_train.report.page.markup import (
     Html,
+    block,
     commands,
-    facts,
     joined,
     paragraphs,
     picture,
-    preformatted,
     section,
     table,
-    tag,
 )
 from hpc_train.report.page.settings import training_again
 from hpc_train.report.page.verdict import clock
@@ -65,14 +63,14 @@ def sweep_verdict(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Htm
         run = of_sweep.found[best].run
         how = "highest" if metric.highest else "lowest"
         named = f"{run.path.name} ({of_sweep.compared.words(run)})".removesuffix(" ()")
-        words = tag("p", f"The best by {metric.name}, the {how}: run {named} with {values[best]:.4f}.")
+        words = block("paragraph", f"The best by {metric.name}, the {how}: run {named} with {values[best]:.4f}.")
     where = common_directory([item.run.path.parent for item in of_sweep.found])
     todo = retry_lines(where, of_sweep.found[0].run, views) if any(map(is_unfinished, views)) else []
     if failures:
         first = shown(of_sweep.found[failures[0].runs[0]].run.path)
         todo = [f"python -m hpc_train why {first}   shows all about the first failure", *todo]
-    box = tag("div", tag("h3", "What to do"), commands(todo, "commands that help"), class_="todo") if todo else None
-    return section("Verdict", tag("p", head, class_=f"verdict {level}"), _cost(of_sweep), words, box)
+    box = block("todo", "What to do", commands(todo, "commands that help")) if todo else None
+    return section("Verdict", block("paragraph", head, f"verdict {level}"), _cost(of_sweep), words, box)
 
 
 def sweep_table(of_sweep: SweepFacts) -> Html:
@@ -103,9 +101,9 @@ def _failure(of_sweep: SweepFacts, failure: SweepFailure, number: int) -> Html:
     names += [f"and {len(failure.runs) - NAMED} more"] * (len(failure.runs) > NAMED)
     return joined(
         [
-            tag("h3", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"),
-            preformatted(failure.message, f"message of cause {number}") if failure.message else None,
-            tag("ul", *(tag("li", name) for name in names)),
+            block("heading", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"),
+            block("preformatted", failure.message, f"message of cause {number}") if failure.message else None,
+            block("bullets", names),
             paragraphs([f"at {failure.place}"] if failure.place else []),
             paragraphs([f"What to do: {failure.advice}"] if failure.advice else []),
         ]
@@ -126,12 +124,13 @@ def _cost(of_sweep: SweepFacts) -> Html:
     for item, view in zip(of_sweep.found, of_sweep.views, strict=True):
         now = None if view.exit is not None else time.time()
         spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
-    return facts(
+    return block(
+        "facts",
         (
             ("time held", format_duration(spent.held_s) if spent.held_s else None),
             ("GPU-hours", format_hours(spent.gpu_hours) if spent.gpu_s else None),
             ("rank-hours, no GPU", format_hours(spent.rank_s / 3600) if spent.rank_s else None),
-        )
+        ),
     )
 
 
@@ -142,7 +141,7 @@ def reproduce_one(of_sweep: SweepFacts) -> Html:
     which = "the best run" if of_sweep.best is not None else "the first run"
     words = f"These commands start {which}, {run.path.name}, again. The page of each run has those of its own."
     again = commands(training_again(run.record()), "commands that reproduce a run")
-    return section("Reproduce", tag("p", words), again)
+    return section("Reproduce", block("paragraph", words), again)
 
 
 def coordinates(of_sweep: SweepFacts) -> Html | None:
@@ -169,7 +168,7 @@ def coordinates(of_sweep: SweepFacts) -> Html | None:
     drawn = [*lines, *(axis.drawn() for axis in [*axes, *([last] if last else [])])]
     words = _words(of_sweep, keys, metric.name)
     title = "Parallel coordinates"
-    return section(title, tag("p", words), tag("figure", picture(title, words, width, HEIGHT, *drawn)))
+    return section(title, block("paragraph", words), block("figure", picture(title, words, width, HEIGHT, *drawn)))
 
 
 def _words(of_sweep: SweepFacts, keys: Sequence[str], metric: str) -> str:
@@ -211,11 +210,11 @@ class _Axis:
         return self.x, self.places[value] if self.scale is None else self.scale.at(float(value))
 
     def drawn(self) -> Html:
-        parts = [tag("path", d=f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", stroke="var(--text)", stroke_width=1.2)]
-        parts.append(tag("text", self.name, x=f"{self.x:.1f}", y=14, text_anchor="middle"))
+        parts = [block("line", f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", "text", 1.2)]
+        parts.append(block("label", self.name, f"{self.x:.1f}", 14, "middle"))
         for label, up in self._labels():
-            place = {"x": f"{self.x + 6:.1f}", "y": f"{up + 4:.1f}"}
-            parts += [tag("text", label, **place, class_="halo"), tag("text", label, **place)]
+            place = (f"{self.x + 6:.1f}", f"{up + 4:.1f}")
+            parts += [block("label", label, *place, kind="halo"), block("label", label, *place)]
         return joined(parts)
 
     def _labels(self) -> list[tuple[str, float]]:
@@ -241,7 +240,4 @@ def _number(value: str) -> float | None:
 def _line(points: Sequence[tuple[float, float]], best: bool, unfinished: bool, words: str) -> Html:
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     color, width = ("c1", 4) if best else ("lost", 1.5) if unfinished else ("c0", 1.5)
-    return tag(
-        "path", tag("title", words), d=path, fill="none", stroke=f"var(--{color})", stroke_width=width,
-        stroke_opacity=1 if best else 0.7, stroke_dasharray="5 4" if unfinished else None,
-    )  # fmt: skip
+    return block("line", path, color, width, unfinished, 1 if best else 0.7, words)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc_train.report.page.chart import color_key
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, joined, picture, section, table, tag
+from hpc_train.report.page.markup import Html, block, joined, picture, section, table
 from hpc_train.run.ledger import Account
 from hpc_train.units import format_duration, format_hours
 
@@ -31,7 +31,7 @@ def time_spent(facts: RunFacts) -> Html:
     """Returns the section with the time account of all jobs."""
     total = facts.ledger.total
     if not total.held_s and not total.queue_s:
-        return section("Time", tag("p", "No process of the run has started, so no time is accounted for."))
+        return section("Time", block("paragraph", "No process of the run has started, so no time is accounted for."))
     jobs = facts.ledger.jobs
     shown = [total] if len(jobs) < 2 or len(jobs) > JOBS else [*jobs]
     names = ["all jobs"] if len(shown) == 1 else [f"job {number}" for number in range(1, len(jobs) + 1)]
@@ -43,7 +43,7 @@ def time_spent(facts: RunFacts) -> Html:
     ]
     accounts = table("Time of all jobs", ("part", "time", "of the held time"), rows, numbers=2)
     key = color_key([PARTS[name] for name in used])
-    return section("Time", tag("p", words), tag("figure", bars, key), accounts)
+    return section("Time", block("paragraph", words), block("figure", bars, key), accounts)
 
 
 def _words(total: Account, jobs: int) -> str:
@@ -70,13 +70,12 @@ def _bars(accounts: Sequence[Account], names: Sequence[str]) -> list[Html]:
 
 def _bar(account: Account, name: str, row: int, longest: float) -> Html:
     top, at = row * (BAR + GAP), NAMES
-    parts = [tag("text", name, x=0, y=f"{top + BAR - 7:g}")]
+    parts = [block("label", name, 0, f"{top + BAR - 7:g}")]
     for field, (part, color) in PARTS.items():
         seconds = getattr(account, field)
         width = seconds / longest * (WIDTH - NAMES) if longest else 0.0
         if seconds >= LEAST_S and width >= 0.2:
-            label = tag("title", f"{part}: {format_duration(seconds)}")
             shape = f"M{at:.1f} {top:g}h{width:.1f}v{BAR:g}h-{width:.1f}z"
-            parts.append(tag("path", label, d=shape, fill=f"var(--{color})"))
+            parts.append(block("area", shape, color, f"{part}: {format_duration(seconds)}"))
         at += width
     return joined(parts)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.losses import evaluated
-from hpc_train.report.page.markup import Html, commands, facts, joined, listed, paragraphs, preformatted, section, tag
+from hpc_train.report.page.markup import Html, block, commands, joined, paragraphs, section
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.runs.cost import Prices
 from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
@@ -135,9 +135,11 @@ def verdict(facts_of_run: RunFacts) -> Html:
     found = facts_of_run.diagnosis
     told_of = {title: lines for title, lines in sections(found) if lines}
     advice = told_of.pop(TODO, [])
-    line = tag("p", headline(found), class_=f"verdict {_level(found)}")
-    box = tag("div", tag("h3", TODO.capitalize()), _advised(advice), class_="todo") if advice else None
-    rest = [joined([tag("h3", title.capitalize()), _told_lines(title, lines)]) for title, lines in told_of.items()]
+    line = block("paragraph", headline(found), f"verdict {_level(found)}")
+    box = block("todo", TODO.capitalize(), _advised(advice)) if advice else None
+    rest = [
+        joined([block("heading", title.capitalize()), _told_lines(title, lines)]) for title, lines in told_of.items()
+    ]
     return section("Verdict", line, _figures(facts_of_run), box, *rest)
 
 
@@ -162,8 +164,8 @@ def _advised(lines: Sequence[str]) -> Html:
 
 def _told_lines(title: str, lines: Sequence[str]) -> Html:
     if len(lines) > 1 and "failure" in title:
-        return joined([tag("p", lines[0]), preformatted("\n".join(lines[1:]), "traceback")])
-    return paragraphs(lines) if len(lines) == 1 else listed(lines)
+        return joined([block("paragraph", lines[0]), block("preformatted", "\n".join(lines[1:]), "traceback")])
+    return paragraphs(lines) if len(lines) == 1 else block("bullets", lines)
 
 
 def _figures(facts_of_run: RunFacts) -> Html:
@@ -178,7 +180,8 @@ def _figures(facts_of_run: RunFacts) -> Html:
     validation = result.get("val_loss") or next(
         (line["val_loss"] for line in reversed(facts_of_run.kept) if line.get("val_loss") is not None), None
     )
-    return facts(
+    return block(
+        "facts",
         (
             ("step", None if step is None else f"{step:,}" + (f" of {total:,}" if total else "")),
             ("training loss", _short(last.get("loss"))),
@@ -196,7 +199,7 @@ def _figures(facts_of_run: RunFacts) -> Html:
             ("Slurm job", facts_of_run.diagnosis.job_id),
             ("layout", layout),
             ("chosen by strategy=auto", facts_of_run.found.choice),
-        )
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from hpc_train.report.page.chart import Series, line_chart
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, listed, section, table, tag
+from hpc_train.report.page.markup import Html, block, section, table
 
 SHARES = {  # metric -> (name, color)
     "comm_share": ("communication", "c0"),
@@ -22,7 +22,7 @@ def waits(facts: RunFacts) -> Html:
     found = {key: facts.values(key) for key in SHARES}
     known = {key: points for key, points in found.items() if points}
     if not known:
-        return section(title, tag("p", "No shares of waiting were logged."))
+        return section(title, block("paragraph", "No shares of waiting were logged."))
     medians = {key: median(value for _, value in points) for key, points in known.items()}
     largest = max(medians, key=lambda key: medians[key])
     words = (
@@ -37,4 +37,6 @@ def waits(facts: RunFacts) -> Html:
     ]
     shares = table("Shares of the time", ("waiting for", "median", "highest"), rows, numbers=2)
     advice = [event["message"] for event in facts.of_event("advice") if event.get("message")]
-    return section(title, tag("p", words), chart, shares, listed(dict.fromkeys(advice)) if advice else None)
+    return section(
+        title, block("paragraph", words), chart, shares, block("bullets", dict.fromkeys(advice)) if advice else None
+    )
