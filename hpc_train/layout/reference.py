@@ -6,7 +6,7 @@ python -m hpc_train.layout.reference > docs/config.md
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
@@ -43,9 +43,9 @@ def reference() -> str:
             plus = "+" if known is not None else ""
             parts.append(f"Files: {', '.join(f'`{plus}{group.name}={file}`' for file in files)}\n")
         if group.name == "model":
-            parts += [_section(f"model.kind={kind}", load_family(kind).schema, "model") for kind in FAMILIES]
+            parts += _of_kinds("model", {kind: load_family(kind).schema for kind in FAMILIES})
         elif group.name == "data":
-            parts += [_section(f"data.kind={kind}", load_source(kind).schema, "data") for kind in SOURCES]
+            parts += _of_kinds("data", {kind: load_source(kind).schema for kind in SOURCES})
         elif known is not None:
             parts.append(f"{known.meaning}\n")
         else:
@@ -54,13 +54,31 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _section(title: str, schema: type, path: str) -> str:
-    return f"### {title}\n\n{_table(schema, path)}"
+def _of_kinds(group: str, schemas: Mapping[str, type]) -> Iterator[str]:
+    """Yields a section for each kind, after those with the keys that several kinds have from a common class."""
+    written: set[str] = set()
+    bases = {base: None for schema in schemas.values() for base in reversed(schema.__mro__) if is_dataclass(base)}
+    for base in bases:
+        kinds = [kind for kind, schema in schemas.items() if issubclass(schema, base)]
+        if len(kinds) > 1:
+            title = f"every {group}.kind" if len(kinds) == len(schemas) else f"{group}.kind={', '.join(kinds)}"
+            yield f"### {title}\n\n{_table(base, group, written)}"
+            written |= set(_rows(base, group))
+    for kind, schema in schemas.items():
+        yield f"### {group}.kind={kind}\n\n{_table(schema, group, written)}"
 
 
-def _table(schema: type, path: str) -> str:
-    rows = ["| key | type | default | values | meaning |", "|---|---|---|---|---|", *_rows(schema, path)]
-    return f"{(schema.__doc__ or '').strip()}\n\n" + "\n".join(rows) + "\n"
+def _table(schema: type, path: str, written: Collection[str] = ()) -> str:
+    """Returns the description of ``schema`` and the table of its keys.
+
+    Args:
+        written: rows that are left out, as is the kind that the heading says.
+    """
+    rows = [row for row in _rows(schema, path) if row not in written]
+    if written:
+        rows = [row for row in rows if not row.startswith(f"| `{path}.kind`")]
+    head = ["| key | type | default | values | meaning |", "|---|---|---|---|---|"] if rows else []
+    return f"{(schema.__doc__ or '').strip()}\n\n" + "\n".join([*head, *rows]) + "\n"
 
 
 def _rows(schema: type, path: str) -> Iterator[str]:
