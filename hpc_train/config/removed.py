@@ -61,6 +61,10 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
 }
 
 REMOVED: dict[str, Removed] = {
+    "strategy.static_graph": Removed(
+        "remove it; strategy.data_parallel=allreduce trains models that do not use all parameters in each step",
+        same=(False,),
+    ),
     "checkpoint.archive": Removed(
         "copy checkpoints/step-* of the run to another file system, such as with rsync; after a purge copy them back"
     ),

@@ -169,7 +169,7 @@ def for_debugging(config: Config) -> Config:
         return config
     return replace(
         config,
-        strategy=replace(config.strategy, static_graph=False, async_tp=False),
+        strategy=replace(config.strategy, async_tp=False),
         train=replace(config.train, compile=False),
         batch=replace(config.batch, loader_workers=0),
         checkpoint=replace(config.checkpoint, every="0", asynchronous=False),

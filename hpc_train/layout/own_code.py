@@ -31,7 +31,6 @@ OF_TRAINER: dict[str, tuple[str, ...]] = {
         "compression_momentum",
         "compression_rank",
         "compression_warmup_steps",
-        "static_graph",
         "async_tp",
         "offload",
     ),

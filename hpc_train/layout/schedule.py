@@ -99,12 +99,6 @@ def _check_backward(config: Config, row: PipelineSchedule, kind: str | None) -> 
             fix="train.activation_checkpointing=full or selective, or strategy.schedule="
             f"{schedules_where(lambda row: row.ops_checkpointing)}",
         )
-    if config.strategy.static_graph and kind is not None and find_kind(kind).static_graph:
-        raise UserError(
-            "strategy.static_graph does not support a pipeline, which runs several forwards before the first backward",
-            where="strategy.static_graph",
-            fix="strategy.static_graph=false",
-        )
 
 
 def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages: int) -> tuple[int, int]:

@@ -120,7 +120,6 @@ class DataParallelKind:
         offloads: the values of ``strategy.offload`` that it supports besides ``none``.
         reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
         buckets: whether it reduces gradients in buckets of ``strategy.bucket_cap_mb``.
-        static_graph: whether it supports ``strategy.static_graph``.
         waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot time it.
     """
 
@@ -136,7 +135,6 @@ class DataParallelKind:
     offloads: tuple[str, ...]
     reproducible: bool
     buckets: bool
-    static_graph: bool
     waits_in_backward: bool
 
     def __post_init__(self) -> None:
@@ -274,7 +272,6 @@ _DDP = DataParallelKind(
     offloads=("optimizer",),
     reproducible=True,
     buckets=True,
-    static_graph=True,
     waits_in_backward=True,
 )
 _ALLREDUCE = replace(  # reduces buckets during the last backward or after it (parallel/reduction.py)
@@ -283,7 +280,6 @@ _ALLREDUCE = replace(  # reduces buckets during the last backward or after it (p
     replicas=f"{_REPLICAS}:AllReduceReplicas",
     tensor_parallel=True,
     debugged_as=None,
-    static_graph=False,
     waits_in_backward=False,
 )
 _ZERO1 = replace(

@@ -43,7 +43,7 @@ from hpc_train.layout.own_code import check_own_code, check_own_layout, own_code
 from hpc_train.layout.requirements import check_own_model, check_packages
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.savers import check_savers
-from hpc_train.layout.techniques import AUTO, find_kind, find_schedule, kinds_where
+from hpc_train.layout.techniques import AUTO, find_kind, find_schedule
 from hpc_train.layout.tried_code import check_built_model, check_tried_optimizer
 from hpc_train.layout.z_loss import check_z_loss
 
@@ -262,17 +262,6 @@ def _check_stages(config: Config, layout: Layout) -> None:
         )
 
 
-def _check_static_graph(config: Config, layout: Layout) -> None:
-    kind, asked = layout.kind, config.strategy.data_parallel
-    if config.strategy.static_graph and not kind.static_graph:
-        instead = "" if kind.name == asked else f", which this layout uses instead of {asked}"
-        raise UserError(
-            f"strategy.static_graph does not apply to strategy.data_parallel={kind.name}{instead}",
-            where="strategy.static_graph",
-            fix=f"strategy.static_graph=false, or strategy.data_parallel={kinds_where(lambda row: row.static_graph)}",
-        )
-
-
 def _check_samples(config: Config, layout: Layout) -> None:
     short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
     if short and config.batch.drop_last:
@@ -291,7 +280,6 @@ CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
     check_declared_balancing,
     _check_tensor_parallel,
     check_context_parallel,
-    _check_static_graph,
     _check_samples,
     check_savers,
     check_z_loss,

@@ -117,22 +117,18 @@ class DDPReplicas:
         trains = any(parameter.requires_grad for parameter in module.parameters())
         self._wrapped = replicate(module, mesh, strategy) if trains else None
         self.module: nn.Module = module if self._wrapped is None else self._wrapped
-        # DDP records a static graph in the first backward pass, which fails inside no_sync (an assertion of torch's
-        # reducer). Reducing after every micro-batch of the first step gives the same sums.
-        self._sync_always = strategy.static_graph
 
     def begin(self, step: int, backwards: int) -> None:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._wrapped is None else accumulating(self._wrapped, last or self._sync_always)
+        return nullcontext() if self._wrapped is None else accumulating(self._wrapped, last)
 
     def backward_done(self) -> None:
         pass
 
     def finish(self) -> None:
         """Raises UserError before the gradients are used if DDP has not reduced all of them."""
-        self._sync_always = False
         if self._wrapped is not None:
             with explaining_unused():
                 self._wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -248,45 +244,30 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Distrib
         process_group=mesh.group("dp_cp"),
         bucket_cap_mb=strategy.bucket_cap_mb,
         gradient_as_bucket_view=True,
-        static_graph=strategy.static_graph,
         **_KEEP_BUFFERS,
     )
 
 
 @contextmanager
 def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """Runs forward and backward pass of a micro-batch; gradients are reduced only in the ``last`` one.
-
-    Raises:
-        UserError: with a static graph, other parameters are used than in the first step.
-    """
+    """Runs forward and backward pass of a micro-batch; gradients are reduced only in the ``last`` one."""
     with explaining_unused(), nullcontext() if last else model.no_sync():
         yield
 
 
-_UNUSED = {  # part of an error of DDP -> what it says, and where that is set
-    "Expected to have finished reduction": (
-        "the forward pass does not use some parameters, and DDP waits for their gradients",
-        "strategy.data_parallel=ddp",
-    ),
-    "Your training graph has changed": (
-        "the forward pass does not use the same parameters in every step",
-        "strategy.static_graph=true",
-    ),
-}
-
-
 @contextmanager
 def explaining_unused() -> Iterator[None]:
-    """Raises UserError for an error of DDP about parameters that are not used."""
+    """Raises UserError for the error of DDP about parameters that are not used."""
     try:
         yield
     except RuntimeError as error:
-        for part, (what, where) in _UNUSED.items():
-            if part in str(error):
-                fix = "strategy.data_parallel=allreduce, which trains such a model as one process does"
-                raise UserError(what, where=where, fix=fix) from error
-        raise
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise UserError(
+            "the forward pass does not use some parameters, and DDP waits for their gradients",
+            where="strategy.data_parallel=ddp",
+            fix="strategy.data_parallel=allreduce, which trains such a model as one process does",
+        ) from error
 
 
 def finish_own_count(

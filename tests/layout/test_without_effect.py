@@ -125,7 +125,7 @@ def test_own_files_count_with_those_that_they_include(site: Path) -> None:
 
 def test_what_debugging_replaces_is_what_has_no_effect_with_it() -> None:
     config = config_of()
-    config.train.debug = config.strategy.static_graph = config.train.compile = True
+    config.train.debug = config.train.compile = True
     before = {name: value for name, value, _ in keys(config)}
     after = {name: value for name, value, _ in keys(for_debugging(config))}
     replaced = {name for name in before if before[name] != after[name]}

@@ -202,7 +202,6 @@ def unused_parameters(rank: int, world_size: int, cells: list[Cell]) -> None:
 
 def test_unused_parameters_get_no_gradient() -> None:
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS if kind != "ddp"]
-    splits += [{"dp": 2, "data_parallel": "ddp", "static_graph": True}]
     run_on_world(2, unused_parameters, [Cell(2, "custom", strategy=split) for split in splits])
 
 

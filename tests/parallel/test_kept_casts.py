@@ -22,7 +22,6 @@ from tests.ranks import run_on_world, run_ranks
 SPLITS: dict[str, dict[str, Any]] = {
     "allreduce": {"dp": 2, "data_parallel": "allreduce"},
     "ddp": {"dp": 2, "data_parallel": "ddp"},
-    "static": {"dp": 2, "data_parallel": "ddp", "static_graph": True},
     "tp": {"tp": 2},
     "1f1b": {"pp": 2, "schedule": "1f1b"},
     "zbv": {"pp": 2, "schedule": "zbv", "stages_per_rank": 2},

@@ -160,7 +160,6 @@ def test_options_of_ddp_and_small_buckets(form: Form, record: Callable[..., None
     small = {"dp": 2, "bucket_cap_mb": 0.001}
     splits = [
         small | {"data_parallel": "ddp"},
-        small | {"data_parallel": "ddp", "static_graph": True},
         small | {"data_parallel": "allreduce"},
     ]
     chosen = [Cell(2, "gpt-tied", strategy=split, batch={"micro_batches": n}) for split in splits for n in (1, 3)]

@@ -82,7 +82,6 @@ def data_parallel_cells() -> list[Cell]:
     splits: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} | SMALL for kind in KINDS]
     chosen = [Cell(2, m, strategy=s, batch=ACCUMULATED) for s in splits for m in ("gpt-weighted", "custom-weighted")]
     chosen += [
-        Cell(2, "gpt-weighted", strategy={"dp": 2, "data_parallel": "ddp", "static_graph": True}, batch=ACCUMULATED),
         Cell(2, "gpt-weighted", strategy={"dp": 2, "data_parallel": "zero2", "offload": "all"}),
         Cell(2, "gpt-weighted", strategy={"dp": 2}, loss_scale=1024.0),
         Cell(2, "custom-weighted", strategy={"dp": 2}, **REPRODUCIBLE),

@@ -73,8 +73,8 @@ def cells(world_size: int) -> list[Cell]:
         chosen += [Cell(2, "custom-heads", strategy=COMPRESSED, batch=ACCUMULATED)]
         chosen += [Cell(2, "custom-vae", strategy={"dp": 2}, loss_scale=1024.0)]
     chosen += [Cell(world_size, "gpt-heads", strategy=split) for split in pipelines(world_size)]
-    static = {"dp": world_size, "data_parallel": "ddp", "static_graph": True}
-    return [*chosen, Cell(world_size, "custom-contrastive", strategy=static, loss_scale=1024.0)]
+    ddp = {"dp": world_size, "data_parallel": "ddp"}
+    return [*chosen, Cell(world_size, "custom-contrastive", strategy=ddp, loss_scale=1024.0)]
 
 
 @in_two_forms(100)

@@ -140,8 +140,6 @@ def test_a_loss_scale_in_a_pipeline(form: Form, record: Callable[..., None]) -> 
 def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
     with pytest.raises(UserError, match="compile does not support"):
         Cell(2, strategy=pipeline("zbv"), train={"compile": True}).layout()
-    with pytest.raises(UserError, match="static_graph does not support a pipeline"):
-        Cell(4, strategy=pipeline("1f1b", dp=2, static_graph=True)).layout()
     with pytest.raises(UserError, match="must list 4 stages with 4 layers"):
         Cell(2, strategy=pipeline("interleaved_1f1b", pp_split=[2, 0, 1, 1])).layout()
 

@@ -120,9 +120,6 @@ class StrategyConfig:
         unit="steps",
         when=(unless("strategy.compression", "none"), when("replicas")),
     )
-    static_graph: bool = key(
-        False, "ddp: promises that every step uses the same parameters.", when=(when("replicas"), NOT_DEBUGGED)
-    )
     offload: str = key(
         "none",
         "What is kept in host memory. all adds parameters and gradients to the optimizer state and requires zero2 or "

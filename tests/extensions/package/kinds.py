@@ -15,6 +15,5 @@ KIND = DataParallelKind(
     offloads=("optimizer",),
     reproducible=False,
     buckets=False,
-    static_graph=False,
     waits_in_backward=False,
 )
