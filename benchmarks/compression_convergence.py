@@ -24,7 +24,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "powersgd": (),
     "topk": (),
     "zero2-bf16": ("strategy.data_parallel=zero2", "strategy.compression=bf16"),
-    "topk-warmup": ("strategy.compression=topk", "strategy.compression_warmup_steps=10"),
 }
 
 

@@ -61,6 +61,10 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
 }
 
 REMOVED: dict[str, Removed] = {
+    "strategy.compression_momentum": Removed("remove it, and keep optim.momentum", same=(0, 0.0)),
+    "strategy.compression_warmup_steps": Removed(
+        "strategy.compression=none for the first steps; the same run.name then continues with compression", same=(0,)
+    ),
     "strategy.static_graph": Removed(
         "remove it; strategy.data_parallel=allreduce trains models that do not use all parameters in each step",
         same=(False,),

@@ -95,7 +95,7 @@ def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
 
 
 def _carried_per_parameter(strategy: StrategyConfig, replicas: int) -> int:
-    """Returns the values per parameter: a residual on each replica, and with momentum correction a velocity."""
+    """Returns the values per parameter: a residual on each replica."""
     if replicas == 1 or strategy.compression not in CARRYING:
         return 0
-    return replicas * (2 if strategy.compression == "topk" and strategy.compression_momentum else 1)
+    return replicas

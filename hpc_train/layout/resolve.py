@@ -257,7 +257,7 @@ def _refuse_compression(technique: str, kind: DataParallelKind) -> NoReturn:
 
 def _check_carried(config: Config, tp: int) -> None:
     """Raises UserError for techniques that add the unsent part of a gradient to the next one."""
-    strategy, technique = config.strategy, config.strategy.compression
+    technique = config.strategy.compression
     if tp > 1:
         raise UserError(
             f"{technique} does not support tensor parallelism, where a rank has slices of gradients whose unsent parts "
@@ -271,13 +271,4 @@ def _check_carried(config: Config, tp: int) -> None:
             "scale, which changes",
             where=f"{_WHERE}, precision",
             fix=f"precision=bf16, or {_WHERE}=fp16",
-        )
-    sgd = config.optim._target_ is None and config.optim.name == "sgd"
-    twice = technique == "topk" and sgd and config.optim.momentum
-    if twice and strategy.compression_momentum:
-        raise UserError(
-            f"momentum would count twice: strategy.compression_momentum is {strategy.compression_momentum:g} and "
-            f"optim.momentum is {config.optim.momentum:g}",
-            where="strategy.compression_momentum, optim.momentum",
-            fix="optim.momentum=0, which the correction replaces, or strategy.compression_momentum=0",
         )

@@ -137,17 +137,12 @@ class TopK:
 
     Args:
         share: the share of the elements of each parameter that is sent, rounded up.
-        momentum: the momentum of the correction, which makes the sums ``1 / (1 - momentum)`` times as large; 0
-            disables it.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, share: float, momentum: float = 0.0
-    ) -> None:
-        self._group, self._share, self._momentum = group, share, momentum
-        held = list(parameters)
-        self._residual = zeros(held)
-        self._velocity = zeros(held if momentum else ())
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, share: float) -> None:
+        self._group = group
+        self._share = share
+        self._residual = zeros(list(parameters))
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
@@ -172,31 +167,23 @@ class TopK:
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         self._residual.withdraw(parameter)
-        self._velocity.withdraw(parameter)
 
     def commit(self, finite: Tensor) -> None:
         self._residual.commit(finite)
-        self._velocity.commit(finite)
 
     def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        kept = {"residual": self._residual[parameter]}
-        return kept | {"velocity": self._velocity[parameter]} if parameter in self._velocity else kept
+        return {"residual": self._residual[parameter]}
 
     def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
 
     def _choose(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the largest elements of gradient plus residual and their indices, ``[k]`` each; keeps the others."""
-        added = gradient
-        if self._momentum:
-            added = self._velocity[parameter].view(-1) * self._momentum + gradient
-        corrected = self._residual[parameter].view(-1) + added
+        corrected = self._residual[parameter].view(-1) + gradient
         # topk treats NaN as the largest
         index = corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
         value = corrected[index]
         self._residual.set_next(parameter, corrected.index_fill_(0, index, 0))
-        if self._momentum:
-            self._velocity.set_next(parameter, added.index_fill_(0, index, 0))
         return value, index
 
 

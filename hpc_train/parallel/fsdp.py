@@ -78,15 +78,10 @@ def is_replicated(parameter: Tensor) -> bool:
 
 
 class CastReduceScatter:
-    """Sums gradients in ``dtype``; replaces FSDP's reduce-scatter, with its methods.
-
-    Attributes:
-        active: whether gradients are cast; otherwise they are sent as they are.
-    """
+    """Sums gradients in ``dtype``; replaces FSDP's reduce-scatter, with its methods."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self.active = True
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a buffer of FSDP: gradients before and after the sum, in the dtype in which they accumulate."""
@@ -102,20 +97,16 @@ class CastReduceScatter:
             async_op: not supported; FSDP leaves it out.
         """
         assert not async_op
-        if not self.active:
-            reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
-            return
         received = output_tensor.new_empty(output_tensor.shape, dtype=self._dtype)
         reduce_scatter_tensor(received, input_tensor.to(self._dtype), op=op, group=group)
         output_tensor.copy_(received)
 
 
-def cast_gradients(model: nn.Module, dtype: torch.dtype) -> CastReduceScatter:
-    """Makes the sharded ``model`` reduce its gradients in ``dtype`` and returns the collective of all its groups."""
+def cast_gradients(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes the sharded ``model`` reduce its gradients in ``dtype``."""
     collective = CastReduceScatter(dtype)
     for module in sharded_modules(model):
         module.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
-    return collective
 
 
 def begin_backward(modules: Iterable[FSDPModule], kind: DataParallelKind, last: bool) -> None:

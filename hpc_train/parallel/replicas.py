@@ -98,7 +98,7 @@ class AllReduceReplicas(LocalReplicas):
             self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
-        self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
+        self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange)
 
     def backward_done(self) -> None:
         self.reduction.backward_done()
@@ -151,13 +151,11 @@ class Sharded:
         self._reduction = GradientReduction(self._whole, mesh.group("dp_cp"), strategy.bucket_cap_mb)
         self._shared = SharedGroups(module, mesh) if isinstance(module, WrappedModel) else None
         self._last: bool | None = None  # for which micro-batches they are configured
-        self._warmup_steps = strategy.compression_warmup_steps if strategy.compression != "none" else 0
-        self._cast = fsdp.cast_gradients(module, torch.bfloat16) if strategy.compression == "bf16" else None
+        if strategy.compression == "bf16":
+            fsdp.cast_gradients(module, torch.bfloat16)
 
     def begin(self, step: int, backwards: int) -> None:
         self._reduction.begin(backwards)
-        if self._cast is not None:
-            self._cast.active = step >= self._warmup_steps
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         if last is not self._last:

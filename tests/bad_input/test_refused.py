@@ -159,7 +159,6 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=tp", "strategy.compression=powersgd"], "slices of gradients"),
     (["strategy=dp", "strategy.compression=topk", "precision=fp16"], "in units of the loss"),
     (["strategy=dp", "strategy.compression=bf16", "train.reproducible=any_world_size"], "how many ranks"),
-    (["strategy=dp", "optim=sgd", "strategy.compression=topk", "strategy.compression_momentum=0.9"], "count twice"),
     (["strategy=dp", "strategy.compression=top-k"], "did you mean topk?"),
     (["strategy=dp", "strategy.compression_share=0"], "at most 1"),
     # data that is not there

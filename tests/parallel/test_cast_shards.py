@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hpc_train.parallel import fsdp
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize
 from tests.parallel.cells import Cell
-from tests.parallel.oracle import STEPS, check_cells, error, local_batch, mesh_of, whole
+from tests.parallel.oracle import error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
 
 Gradients = dict[str, Tensor]
@@ -88,13 +87,8 @@ def test_the_sums_are_those_of_one_process_that_rounds_as_well(world_size: int) 
             assert 1e-4 < from_exact < 2**-6, "2^-9 of each value and of each sum, which may be smaller than both"
 
 
-def test_warm_up_steps_are_those_of_one_process(record: Callable[..., None]) -> None:
-    warm = CAST | {"compression_warmup_steps": STEPS}
-    record(check_cells([Cell(2, strategy=SPLITS[kind][1] | warm, batch=THREE) for kind in ("zero1", "zero3")]), [])
-
-
 def messages(rank: int, world_size: int, cell: Cell) -> list[tuple[str, int]]:
-    """Returns the dtype and the elements of each reduce-scatter of two steps, of which the first one is not cast."""
+    """Returns the dtype and the elements of each reduce-scatter of a step."""
     found: list[tuple[str, int]] = []
     real = fsdp.reduce_scatter_tensor
 
@@ -105,20 +99,13 @@ def messages(rank: int, world_size: int, cell: Cell) -> list[tuple[str, int]]:
     fsdp.reduce_scatter_tensor = spy
     mesh = mesh_of(cell, rank)
     engine = build_engine(cell.config(), mesh)
-    for step in range(2):
-        engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+    engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
     return found
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "times"), [("zero1", 1), ("zero2", 3)])
-def test_messages_are_half_as_large(kind: str, times: int, precision: str) -> None:
-    strategy = SPLITS[kind][1] | CAST | {"compression_warmup_steps": 1}
-    for sent in run_ranks(2, messages, Cell(2, "gpt", precision, strategy, THREE)):
-        half = len(sent) // 2
-        wide, narrow = sent[:half], sent[half:]
-        assert {dtype for dtype, _ in wide} == {"torch.float32"} and {dtype for dtype, _ in narrow} == {
-            "torch.bfloat16"
-        }
-        assert [size for _, size in wide] == [size for _, size in narrow]
-        assert half == times * 3, "two layers and the rest"
+def test_messages_are_in_bf16(kind: str, times: int, precision: str) -> None:
+    for sent in run_ranks(2, messages, Cell(2, "gpt", precision, SPLITS[kind][1] | CAST, THREE)):
+        assert {dtype for dtype, _ in sent} == {"torch.bfloat16"}
+        assert len(sent) == times * 3, "two layers and the rest"

@@ -16,7 +16,7 @@ from hpc_train.parallel.exchange import Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.parallel.cells import Cell, Form, in_two_forms
-from tests.parallel.oracle import STEPS, Outcome, check_cells, compare_cells, error, line, local_batch, merge, whole
+from tests.parallel.oracle import Outcome, compare_cells, error, line, local_batch, merge, whole
 from tests.ranks import run_ranks
 
 EVERYTHING = {"compression": "topk", "compression_share": 1.0}
@@ -50,11 +50,6 @@ def test_what_leaves_nothing_out_trains_as_one_process_does(
     outcomes = [merge(list(found)) for found in zip(*run_ranks(world_size, compare_whole, chosen), strict=True)]
     assert all(outcome.worst < 1e-10 for outcome in outcomes), "\n".join(map(line, outcomes))
     record(outcomes, [])
-
-
-def test_warm_up_steps_are_those_of_one_process(record: Callable[..., None]) -> None:
-    split = {"dp": 2, "compression": "topk", "compression_warmup_steps": STEPS}
-    record(check_cells([Cell(2, strategy=split)]), [])
 
 
 def cast_errors(rank: int, world_size: int, split: dict[str, Any]) -> list[float]:
@@ -149,21 +144,3 @@ def test_what_was_sent_and_what_is_left_are_the_sum_of_all_gradients(technique: 
         assert abs(applied + owed - sum(rank["drawn"][index] for rank in ranks)).max() < 1e-12
     assert any(abs(rank["left"][0]).max() > 0.1 for rank in ranks), "something must have been left out"
     assert all(rank["kept_still"] for rank in ranks), "a step that is skipped leaves everything as it was"
-
-
-def correct_momentum(rank: int, world_size: int) -> list[list[float]]:
-    """Two elements, of which one is sent in each step; the same gradients on every rank."""
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    exchange, found = TopK([parameter], dist.group.WORLD, 0.5, momentum=0.5), []  # type: ignore[arg-type]
-    for gradient in ([4.0, 1.0], [1.0, 1.0], [1.0, 1.0]):
-        total = torch.tensor(gradient, dtype=torch.float64)
-        for work in exchange.run([parameter], [total], torch.ones(1, dtype=torch.float64)):
-            work.wait()
-        exchange.commit(torch.tensor(True))
-        found.append(total.tolist())
-    return found
-
-
-def test_velocities_are_accumulated_and_forgotten_when_they_are_sent() -> None:
-    """By hand. Velocity of the second: 1, then 1.5; both are owed, 2.5, and sent; of the first: 0, 1, then 1.5."""
-    assert run_ranks(2, correct_momentum) == [[[8.0, 0.0], [0.0, 5.0], [5.0, 0.0]]] * 2

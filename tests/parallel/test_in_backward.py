@@ -177,7 +177,7 @@ def test_replicas_leave_the_bits_of_the_ordinary_step(form: Form) -> None:
     split = {"dp": 2, "data_parallel": "allreduce"} | SMALL
     cells = [cell_of(2, "gpt-tied", each, precision="fp32", strategy=split) for each in OPTIMIZERS[::2]]
     cells += [cell_of(2, precision="fp32", strategy=split | {"compression": kind}) for kind in ("bf16", "fp16")]
-    cells += [cell_of(2, precision="bf16", strategy=split | {"compression": "bf16", "compression_warmup_steps": 2})]
+    cells += [cell_of(2, precision="bf16", strategy=split | {"compression": "bf16"})]
     run_on_world(2, against_the_ordinary_step, form(cells, "compression"))
 
 

@@ -160,7 +160,7 @@ def difference_of_a_growing_count(rank: int, world_size: int, cells: list[Cell])
 
 def test_what_compression_carries_to_the_next_step_is_divided_already() -> None:
     techniques: list[dict[str, Any]] = [
-        {"compression": "topk", "compression_share": 0.1, "compression_momentum": 0.5},
+        {"compression": "topk", "compression_share": 0.1},
         {"compression": "powersgd", "compression_rank": 1},
     ]
     common = {"dp": 2, "data_parallel": "allreduce"}

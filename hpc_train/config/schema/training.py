@@ -100,25 +100,11 @@ class StrategyConfig:
         at_most=1,
         when=(when("strategy.compression", "topk"), when("replicas")),
     )
-    compression_momentum: float = key(
-        0.0,
-        "topk: the momentum correction, which replaces the optimizer's momentum.",
-        at_least=0,
-        below=1,
-        when=(when("strategy.compression", "topk"), when("replicas")),
-    )
     compression_rank: int = key(
         4,
         "powersgd: the rank of the approximation.",
         at_least=1,
         when=(when("strategy.compression", "powersgd"), when("replicas")),
-    )
-    compression_warmup_steps: int = key(
-        0,
-        "The number of first steps without compression.",
-        at_least=0,
-        unit="steps",
-        when=(unless("strategy.compression", "none"), when("replicas")),
     )
     offload: str = key(
         "none",

@@ -21,7 +21,7 @@ class LocalTensor:
 
     Attributes:
         name: the canonical name of the parameter.
-        key: ``residual`` or ``velocity``.
+        key: ``residual``.
         slot: the slot of this rank, in [0, ``slots``).
     """
 
@@ -33,7 +33,7 @@ class LocalTensor:
 
 
 class Compression:
-    """Selects the exchange of each step: dense for ``compression_warmup_steps``, then the technique of the config.
+    """Holds the exchange of compressed gradients of one module.
 
     Args:
         parameters: name -> parameter of one module; a tied copy has its own name.
@@ -50,16 +50,11 @@ class Compression:
         cut: bool,
     ) -> None:
         self._parameters, self._group, self._tied, self._cut = parameters, group, tied, cut
-        self._warmup_steps = strategy.compression_warmup_steps
-        self._dense: Exchange = Dense(group)
-        self._compressed = make_exchange(strategy.compression, strategy, parameters, group)
-
-    def exchange(self, step: int) -> Exchange:
-        return self._dense if step < self._warmup_steps else self._compressed
+        self.exchange = make_exchange(strategy.compression, strategy, parameters, group)
 
     @torch.no_grad()
     def commit(self, finite: Tensor) -> None:
-        self._compressed.commit(finite)
+        self.exchange.commit(finite)
 
     def local_state(self) -> Iterator[LocalTensor]:
         """Yields the state that differs between ranks, such as residuals."""
@@ -70,14 +65,14 @@ class Compression:
             if self._cut:
                 copies = [name, *(alias for alias, canonical in self._tied.items() if canonical == name)]
             slot = copies.index(own) * ranks + rank
-            for key, tensor in self._compressed.local_state(parameter).items():
+            for key, tensor in self.exchange.local_state(parameter).items():
                 yield LocalTensor(name, key, tensor, slot, ranks * len(copies))
 
     def shared_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the state that is the same on all ranks: ``NAME.KEY``, where a tied copy has its own name, and a
         tensor."""
         for name, parameter in self._parameters.items():
-            for key, tensor in self._compressed.shared_state(parameter).items():
+            for key, tensor in self.exchange.shared_state(parameter).items():
                 yield f"{name}.{key}", tensor
 
 
@@ -86,7 +81,7 @@ def make_exchange(
 ) -> Exchange:
     """Returns the exchange of ``technique``, a value of ``strategy.compression``."""
     if technique == "topk":
-        return TopK(parameters.values(), group, strategy.compression_share, strategy.compression_momentum)
+        return TopK(parameters.values(), group, strategy.compression_share)
     if technique == "powersgd":
         return PowerSGD(parameters, group, strategy.compression_rank)
     dtypes = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
