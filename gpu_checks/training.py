@@ -177,7 +177,7 @@ def _raised_in(steps: Steps) -> str:
 
 def overflow(probe: Probe) -> None:
     """A step of fp16 whose gradients overflow changes no weight, halves the scale, and is counted."""
-    steps = World(probe).tiny_gpt("precision=fp16", "precision.loss_scale_init=16777216")
+    steps = World(probe).tiny_gpt("precision=fp16")
     scale = steps.take.loss_scale
     assert scale is not None
     scale.value.fill_(1e30)

@@ -16,6 +16,9 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 
+# seconds for a missing or short file on a network file system, whose attribute caches may be 60 s old
+VISIBILITY_TIMEOUT_S = 75.0
+
 
 @dataclass(frozen=True)
 class CheckpointChoice:
@@ -62,18 +65,14 @@ class CheckpointChoice:
         saved = furthest_saved(self.run)
         if saved == 0:
             return False
-        if wait_for_checkpoint(
-            self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0
-        ):
+        if wait_for_checkpoint(self.store, VISIBILITY_TIMEOUT_S if on_network(self.store.root) else 0.0):
             return True
         raise purged_error(self.run, saved)
 
     def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint
         on_bad = partial(self._report_damaged, store, own)
-        search = VerifiedSearch(
-            store, self.group, settings.verify == "full", settings.visibility_timeout_s, on_bad, own
-        )
+        search = VerifiedSearch(store, self.group, settings.verify == "full", VISIBILITY_TIMEOUT_S, on_bad, own)
         return search.newest()
 
     def _report_damaged(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:

@@ -69,6 +69,15 @@ REMOVED: dict[str, Removed] = {
         "remove it; strategy.data_parallel=allreduce trains models that do not use all parameters in each step",
         same=(False,),
     ),
+    "checkpoint.visibility_timeout_s": Removed(
+        "remove it; a load waits 75 s for a file of a checkpoint on a network file system"
+    ),
+    "precision.loss_scale_init": Removed(
+        "remove it; the loss scale of fp16 begins at 65536 and doubles after 2000 finite steps"
+    ),
+    "precision.loss_scale_growth_interval": Removed(
+        "remove it; the loss scale of fp16 begins at 65536 and doubles after 2000 finite steps"
+    ),
     "checkpoint.archive": Removed(
         "copy checkpoints/step-* of the run to another file system, such as with rsync; after a purge copy them back"
     ),

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.config.schema import Config, PrecisionConfig
+from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.parallel.engine import Engine, StepResult, changed_training, has_sequence_shards, seed_step
 from hpc_train.parallel.mesh import Mesh
@@ -75,7 +75,7 @@ class TrainStep:
         self._trains = {name: each.requires_grad for name, each in engine.named_parameters().items()}
         self._rate = learning_rates(config.optim, config.batch.global_size, total_steps)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
-        self.loss_scale = LossScale(config.precision, mesh.device) if config.precision.name == "fp16" else None
+        self.loss_scale = LossScale(mesh.device) if config.precision.name == "fp16" else None
 
     def __call__(self, step: int, batch: StepBatch) -> StepOutcome:
         """Runs step ``step`` in [0, total_steps); skips the update if a gradient is not finite."""
@@ -127,16 +127,23 @@ class TrainStep:
         self._skipped[1] = 0
 
 
+FIRST = 2.0**16
+GROWTH_EVERY = 2000
 GROWTH, BACKOFF = 2.0, 0.5
 SMALLEST, LARGEST = 2.0**-14, 2.0**24  # bounds of the scale, beyond which fp16 gradients underflow or overflow
 
 
 class LossScale:
-    """Holds the loss scale, a scalar fp32 tensor on ``device``, and adapts it after each step."""
+    """Holds the loss scale, a scalar fp32 tensor on ``device``, and adapts it after each step.
 
-    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        self._growth_every = config.loss_scale_growth_interval
-        self.value = torch.tensor(config.loss_scale_init, dtype=torch.float32, device=device)
+    Args:
+        first: the scale of the first step.
+        growth_every: the number of finite steps in a row after which the scale doubles.
+    """
+
+    def __init__(self, device: torch.device, first: float = FIRST, growth_every: int = GROWTH_EVERY) -> None:
+        self._growth_every = growth_every
+        self.value = torch.tensor(first, dtype=torch.float32, device=device)
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: Tensor) -> None:

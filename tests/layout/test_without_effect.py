@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optim/mine": "defaults: [sgd, _self_]\nlr: 0.5\nbetas: [0.5, 0.9]\nstate_per_parameter: null",
         "cluster/here": "kind: local\npartition: gpu\nexclusive: false\nswitches: 1@00:10",
         "experiment/mine": "# @package _global_\ndefaults:\n  - override /optim: mine\n  - override /cluster: here\n"
-        "precision:\n  loss_scale_init: 1024\nrun:\n  name: ${cluster.comment}\ncluster:\n  comment: told",
+        "precision:\n  residual: fp32\nrun:\n  name: ${cluster.comment}\ncluster:\n  comment: told",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -87,7 +87,7 @@ def test_a_key_without_effect_gets_a_line(arguments: list[str], line: str) -> No
 
 
 def test_keys_with_an_effect_values_that_set_nothing_and_presets_are_not_told() -> None:
-    assert told("optim.betas=[0.9,0.99]", "precision=fp16", "precision.loss_scale_init=8", "train.seed=3") == []
+    assert told("optim.betas=[0.9,0.99]", "precision=fp16", "precision.residual=fp32", "train.seed=3") == []
     assert told("cluster.partition=null", "train.debug=true", "train.compile=false") == []
     assert told("strategy=hybrid3d", "strategy.dp=1", "strategy.pp=1", "strategy.tp=1", "optim=muon") == []
     assert told("cluster=local", "cluster.gpu_type=a100", "precision.tf32=true", shape=ON_SLURM) == []
@@ -120,7 +120,7 @@ def test_own_files_count_with_those_that_they_include(site: Path) -> None:
     assert f"optim.betas in {site}/optim/mine.yaml:3 has no effect with optim=sgd" in betas
     assert f"cluster.partition in {site}/cluster/here.yaml:2 and cluster.switches in {site}" in partition
     assert "cluster.comment" not in partition, "the name of the run refers to it"
-    assert f"precision.loss_scale_init in {site}/experiment/mine.yaml:6 has no effect" in scale
+    assert f"precision.residual in {site}/experiment/mine.yaml:6 has no effect" in scale
 
 
 def test_what_debugging_replaces_is_what_has_no_effect_with_it() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.schema import PrecisionConfig
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.step import LARGEST, SMALLEST, LossScale
@@ -133,16 +132,19 @@ def test_a_validation_loss_that_is_not_finite_fails_the_run_and_keeps_its_weight
     assert run_attempt(run, 2) == [0, 0]
 
 
+def with_large_scale(spec: WorkerSpec, stop: StopFlag) -> None:
+    """Lets the loss scale begin so high that the first steps overflow, and grow soon."""
+    LossScale.__init__.__defaults__ = (2.0**24, 3)  # type: ignore[attr-defined]
+
+
 def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_path: Path) -> None:
     run = frozen(
         tmp_path / "run",
         "+strategy=zero2",
         "precision=fp16",
-        f"precision.loss_scale_init={2.0**24}",
-        "precision.loss_scale_growth_interval=3",
         "train.steps=16",
     )
-    assert run_attempt(run, 2) == [0, 0]
+    assert run_attempt(run, 2, with_large_scale) == [0, 0]
     lines = run.read_metrics()
     scales = [line["loss_scale"] for line in lines]
     assert lines[0]["grad_norm"] is None
@@ -154,7 +156,7 @@ def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_pa
 
 
 def test_the_scale_stays_in_its_bounds() -> None:
-    scale = LossScale(PrecisionConfig(loss_scale_init=2.0, loss_scale_growth_interval=1), torch.device("cpu"))
+    scale = LossScale(torch.device("cpu"), first=2.0, growth_every=1)
     for _ in range(40):
         scale.update(torch.tensor(False))
     assert scale.value.item() == SMALLEST
@@ -164,14 +166,13 @@ def test_the_scale_stays_in_its_bounds() -> None:
 
 
 def test_the_scale_grows_after_finite_steps_in_a_row_and_survives_a_checkpoint() -> None:
-    config = PrecisionConfig(loss_scale_init=8.0, loss_scale_growth_interval=3)
-    scale = LossScale(config, torch.device("cpu"))
+    scale = LossScale(torch.device("cpu"), first=8.0, growth_every=3)
     seen = []
     for finite in (True, True, False, True, True):
         scale.update(torch.tensor(finite))
         seen.append(scale.value.item())
     assert seen == [8.0, 8.0, 4.0, 4.0, 4.0]
-    other = LossScale(config, torch.device("cpu"))
+    other = LossScale(torch.device("cpu"), first=1.0, growth_every=3)
     other.load_state(scale.state())
     other.update(torch.tensor(True))
     assert other.value.item() == 8.0

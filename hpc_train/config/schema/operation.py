@@ -43,12 +43,6 @@ class CheckpointConfig:
         "What is verified before a checkpoint is loaded. full reads and hashes every byte; sizes compares file sizes.",
         choices=("full", "sizes"),
     )
-    visibility_timeout_s: float = key(
-        75.0,
-        "How long to wait for a missing or short file on a network file system. Attribute caches may be 60 s old.",
-        at_least=0,
-        unit="seconds",
-    )
     asynchronous: bool | str = key(
         "auto",
         "Whether training continues while a copy of the state in host memory is written. auto is true on GPUs and "

@@ -46,11 +46,3 @@ class PrecisionConfig:
         "stay in bf16 in any case.",
         when=unless("precision.fp8", None),
     )
-    loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0, when=when("precision.name", "fp16"))
-    loss_scale_growth_interval: int = key(
-        2000,
-        "fp16: the number of finite steps after which the loss scale doubles.",
-        at_least=1,
-        unit="steps",
-        when=when("precision.name", "fp16"),
-    )

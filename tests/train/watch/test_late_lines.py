@@ -18,6 +18,7 @@ from hpc_train.train.watch.step_clock import DeviceStopwatch
 from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.test_numbers import GOES_BACK, poison, poison_and_stop, rollbacks
 from tests.train.runs import frozen, run_attempt
+from tests.train.test_gradients_not_finite import with_large_scale
 
 COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "loss_scale", "val_loss", "val_accuracy")
 TOLD = ("rolled_back", "step_skipped", "checkpoint_saved", "checkpoint_set_aside", "training_stopped", "warning")
@@ -67,8 +68,8 @@ def both(tmp_path: Path, prepare: Any, *overrides: str) -> RunDirectory:
 
 def test_the_metrics_of_a_run_are_the_same(tmp_path: Path) -> None:
     """fp16 begins with steps that overflow; the last step falls on no multiple of 3."""
-    chosen = ["precision=fp16", "precision.loss_scale_init=1e8", "train.steps=11", "train.eval_every=4"]
-    run = both(tmp_path, None, *chosen, "telemetry.log_every=3", "checkpoint.every=5")
+    chosen = ["precision=fp16", "train.steps=11", "train.eval_every=4"]
+    run = both(tmp_path, with_large_scale, *chosen, "telemetry.log_every=3", "checkpoint.every=5")
     saves = sum(event["event"] == "checkpoint_saved" for event in run.read_events())
     assert 0 < saves <= (run.path / "asked").stat().st_size <= 2 * saves + 2, "every step waits for the device"
 
