@@ -95,7 +95,9 @@ def replacement_of(key: str) -> str | None:
 def removed_value(key: str, value: str) -> UserError | None:
     """Returns the error for a value that ``key`` had in earlier versions; None for other values."""
     removed = REMOVED_VALUES.get((key, value))
-    return removed and UserError(f"{key}={value} no longer exists", where=key, fix=removed.fix)
+    if removed is None:
+        return None
+    return UserError(f"{key}={value} no longer exists", where=key, fix=removed.fix)
 
 
 def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) 
         key, _, part = name.partition("@")
         if part:
             if key not in state:
-                state[key] = _quantized(*(tensors[f"{key}@{each}"] for each in _QUANTIZED), dtype)
+                state[key] = _quantized({each: tensors[f"{key}@{each}"] for each in _QUANTIZED}, dtype)
             continue
         key, _, kind = name.partition(":")
         item = _ITEM.fullmatch(key)
@@ -86,10 +86,11 @@ def restored(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) 
     return state
 
 
-def _quantized(codes: Tensor, scale: Tensor, qmap: Tensor, dtype: torch.dtype) -> Any:
+def _quantized(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    return OptimState8bit(codes, scale, qmap, bool(qmap[0] < 0), dtype)
+    is_signed = bool(parts["qmap"][0] < 0)
+    return OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], is_signed, dtype)
 
 
 def _value(tensor: Tensor, kind: str) -> Any:
