@@ -169,15 +169,16 @@ class StreamDataConfig(OwnKeys):
 
 @dataclass
 class MixtureDataConfig(DataKeys):
-    """Several sources, mixed by weights."""
+    """Several sources, mixed by weights. The sizes to which a model refers, as in data.vocab_size, are the sources'."""
 
     kind: str = key("mixture", "The data source.")
     sources: dict[str, Any] = key({}, "The sources by name, each with kind and keys: +data@data.sources.NAME=SOURCE.")
     weights: dict[str, float] = key(
         {}, "The share of each source in the samples, by name, relative to their sum. Empty: by the sources' sizes."
     )
-    sequence_length: int | None = key(None, "Tokens per sample. null: that of the sources.", unit="tokens")
-    vocab_size: int | None = key(None, "The number of token ids. null: the largest of the sources.")
-    image_size: int | None = key(None, "The width and height of an image. null: that of the sources.", unit="pixels")
-    channels: int | None = key(None, "The number of color channels. null: that of the sources.")
-    n_classes: int | None = key(None, "The number of classes. null: the largest of the sources.")
+    # taken from the sources when the config is composed
+    sequence_length: int | None = None
+    vocab_size: int | None = None
+    image_size: int | None = None
+    channels: int | None = None
+    n_classes: int | None = None
