@@ -295,7 +295,9 @@ def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) ->
     recomputed_s = max(0.0, utilization.get("hfu", utilization["value"]) * step_s - ideal_s)
     own = profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
     found = losses(mean_of_ranks(_gather(own, bench.mesh)), step_s, ideal_s, recomputed_s)
-    rows = [{"kind": kind, "seconds": value, "advice": advice(kind, bench.config)} for kind, value in found.items()]
+    rows = [
+        {"kind": kind, "seconds": value, "advice": step_gap.advice(kind, bench.config)} for kind, value in found.items()
+    ]
     return {"step_s": step_s, "ideal_s": step_s - sum(found.values()), "losses": rows}
 
 
