@@ -42,6 +42,7 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.step import Control, StepOutcome, TrainStep
+from hpc_train.train.watch import step_gap
 from hpc_train.train.watch.measures import Measures
 from hpc_train.train.watch.step_gap import losses, mean_of_ranks, profiled
 from hpc_train.train.watch.time_breakdown import bubble_share, communication_share
