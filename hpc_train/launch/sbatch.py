@@ -21,7 +21,8 @@ from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
 from hpc_train.run.requests import ANNOUNCING
-from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site, gpus_of, other_clusters, seconds
+from hpc_train.schedulers.slurm.resources import cores, memory
+from hpc_train.schedulers.slurm.site import Site, gpus_of, other_clusters, seconds
 from hpc_train.schedulers.slurm.variables import preset
 
 Options = Mapping[str, str | None]  # keys are long option names without dashes; None: an option without a value
@@ -137,39 +138,6 @@ def arguments(asked: Options) -> list[str]:
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in asked.items()]
 
 
-def cores(job: Job, partition: Partition | None) -> int | None:
-    """Cores per node; None on exclusive nodes, where the job gets all cores.
-
-    Without the option a task on a shared node gets one core.
-    """
-    per_rank = job.config.cluster.cpus_per_gpu
-    if isinstance(per_rank, int):
-        return per_rank * job.workers
-    if job.config.cluster.exclusive:
-        return None
-    if not job.gpus or partition is None:
-        return job.workers
-    if partition.cores_per_gpu is not None:
-        return partition.cores_per_gpu * job.gpus
-    shares = [kind.cores * job.gpus // kind.gpus_of(None) for kind in _fitting(job, partition)]
-    return max(min(shares, default=job.workers), job.workers)
-
-
-def memory(job: Job, partition: Partition | None) -> str | None:
-    """Returns memory per node; None for the default of the partition."""
-    cluster = job.config.cluster
-    if cluster.mem is not None:
-        return cluster.mem
-    if cluster.mem_per_gpu != "auto":
-        return _times(cluster.mem_per_gpu, job.workers)
-    if cluster.exclusive:
-        return "0"  # all memory of the node
-    if not job.gpus or partition is None or partition.memory_default:
-        return None
-    shares = [kind.memory_mb * job.gpus // kind.gpus_of(None) for kind in _fitting(job, partition)]
-    return f"{min(shares)}M" if shares else None
-
-
 def stop_note(job: Job) -> str:
     """Returns a line with the time at which Slurm signals the job to stop, and the reason."""
     lead = signal_lead(job)
@@ -263,11 +231,6 @@ def short_lead(script: str, needed: StopTime) -> str | None:
     )
 
 
-def _fitting(job: Job, partition: Partition) -> list[NodeKind]:
-    kind_of_gpu = job.config.cluster.gpu_type
-    return [kind for kind in partition.kinds if kind.gpus_of(kind_of_gpu) >= job.gpus]
-
-
 def _devices(job: Job) -> dict[str, Any]:
     cluster = job.config.cluster
     asked: dict[str, Any] = {"gres": cluster.gres}
@@ -297,14 +260,3 @@ def _key(option: str) -> str:
 
 def _text(value: Any) -> str | None:
     return None if value is True else str(value)
-
-
-def _times(amount: str, count: int) -> str:
-    digits = amount.rstrip("KMGTkmgt")
-    if not digits.isdigit() or len(amount) - len(digits) > 1:
-        raise UserError(
-            f"cluster.mem_per_gpu is {amount!r}, not a size",
-            where="cluster.mem_per_gpu",
-            fix="64G (K, M, G or T), or auto",
-        )
-    return f"{int(digits) * count}{amount[len(digits) :]}"

@@ -11,7 +11,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.gpus import asked_gpus
-from hpc_train.launch.limits import check_limits
+from hpc_train.schedulers.slurm.limits import check_limits
 from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site, gpus_of
 from tests.launch.jobs import make_job
 

@@ -12,10 +12,10 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.refusal import refusal
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.limits import check_limits
 from hpc_train.launch.sbatch import options
 from hpc_train.launch.script import ENVIRONMENT
 from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.limits import check_limits
 from hpc_train.schedulers.slurm.site import Partition, Site
 from hpc_train.schedulers.slurm.variables import RULES, Receiver, reaches, rule_of
 from tests.launch.jobs import make_job

@@ -19,7 +19,6 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.job import Job
-from hpc_train.launch.limits import check_limits
 from hpc_train.launch.request import choose_and_check, compose_job, parse_line
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
@@ -30,6 +29,7 @@ from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.here import controller_answers
+from hpc_train.schedulers.slurm.limits import check_limits
 from hpc_train.schedulers.slurm.site import Partition, Site, read_site
 
 NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time-min", "dependency", "begin", "no-kill")

@@ -11,8 +11,8 @@ from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.job import Job
-from hpc_train.launch.sbatch import cores, memory
 from hpc_train.runs.cost import Prices
+from hpc_train.schedulers.slurm.resources import cores, memory
 from hpc_train.schedulers.slurm.site import Association, Site, seconds
 from hpc_train.schedulers.slurm.variables import preset
 

@@ -33,7 +33,6 @@ from hpc_train.launch.executors.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus, depends_on_gpu_types
 from hpc_train.launch.job import Job
-from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import (
     NO_SITE,
     Options,
@@ -55,6 +54,7 @@ from hpc_train.run.lease import job_ids
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import Check, LostAnswer, Problem, SlurmError, on_clusters
+from hpc_train.schedulers.slurm.limits import check_limits, check_queue
 from hpc_train.schedulers.slurm.queue_estimate import ESTIMATES, Estimate
 from hpc_train.schedulers.slurm.site import Site, begun_site, other_clusters
 from hpc_train.schedulers.slurm.variables import Receiver, notes_of_withheld, withheld

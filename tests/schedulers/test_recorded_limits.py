@@ -11,8 +11,8 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
-from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import options
+from hpc_train.schedulers.slurm.limits import check_limits, check_queue
 from hpc_train.schedulers.slurm.site import Site, read_site
 from tests.launch.jobs import make_job
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
-from hpc_train.launch.job import Job
-from hpc_train.launch.sbatch import cores, memory
+from hpc_train.schedulers.slurm.resources import JobRequest, cores, memory
 from hpc_train.schedulers.slurm.site import (
     MIG,
     Association,
@@ -32,7 +31,7 @@ FALLBACK_QOS = "normal"  # of jobs without a QOS whose association has several a
 NamedLimits = tuple[str, PartitionLimits]  # with the name of the QOS or account that sets them
 
 
-def check_limits(job: Job, site: Site) -> None:
+def check_limits(job: JobRequest, site: Site) -> None:
     """Raises UserError if the job can never start on ``site``."""
     if other_clusters(job.config.cluster.clusters, site) is not None:
         return  # the limits of another cluster are unknown here; sbatch checks them
@@ -49,7 +48,7 @@ def check_limits(job: Job, site: Site) -> None:
     _check_size(job, limits)
 
 
-def check_queue(jobs: Sequence[Job], site: Site) -> None:
+def check_queue(jobs: Sequence[JobRequest], site: Site) -> None:
     """Raises UserError if more jobs are submitted than the user may have in the queue."""
     job = jobs[0]
     if other_clusters(job.config.cluster.clusters, site) is not None:
@@ -66,13 +65,13 @@ def check_queue(jobs: Sequence[Job], site: Site) -> None:
             )
 
 
-def _set_by(job: Job, key: str) -> str:
+def _set_by(job: JobRequest, key: str) -> str:
     """Returns what sets an option of the job: a key of ``cluster``, or a variable of the shell."""
     by_shell = getattr(job.config.cluster, key) is None and preset(key) is not None
     return f"SBATCH_{key.upper()} of this shell" if by_shell else f"cluster.{key}"
 
 
-def _partition(job: Job, site: Site) -> Partition | None:
+def _partition(job: JobRequest, site: Site) -> Partition | None:
     asked = job.config.cluster.partition or preset("partition")
     if not site.partitions:
         return None
@@ -103,7 +102,7 @@ def _partition(job: Job, site: Site) -> Partition | None:
     return partition
 
 
-def _association(job: Job, site: Site, partition: Partition | None) -> Association | None:
+def _association(job: JobRequest, site: Site, partition: Partition | None) -> Association | None:
     """Returns the association that the job is charged to; None if it is unknown or associations are not enforced.
 
     An association with the partition of the job precedes that of the same account with all partitions.
@@ -128,15 +127,15 @@ def _association(job: Job, site: Site, partition: Partition | None) -> Associati
     return by_partition.get(partition.name if partition else None) or by_partition.get(None)
 
 
-def _account(job: Job) -> str | None:
+def _account(job: JobRequest) -> str | None:
     return job.config.cluster.account or preset("account")
 
 
-def _asked_qos(job: Job) -> str | None:
+def _asked_qos(job: JobRequest) -> str | None:
     return job.config.cluster.qos or preset("qos")
 
 
-def _qos(job: Job, association: Association | None) -> str | None:
+def _qos(job: JobRequest, association: Association | None) -> str | None:
     """Returns the QOS that the job gets; None if it is unknown."""
     asked = _asked_qos(job)
     if asked is not None or association is None:
@@ -151,7 +150,7 @@ def _flags(qos: str | None, site: Site) -> frozenset[str]:
     return site.qos[qos].flags if qos is not None and site.qos is not None and qos in site.qos else frozenset()
 
 
-def _check_qos(job: Job, site: Site, association: Association | None) -> None:
+def _check_qos(job: JobRequest, site: Site, association: Association | None) -> None:
     qos = _asked_qos(job)
     if qos is None or site.qos is None or "qos" not in site.enforced:
         return
@@ -164,7 +163,7 @@ def _check_qos(job: Job, site: Site, association: Association | None) -> None:
         )
 
 
-def _check_access(job: Job, partition: Partition, association: Association | None) -> None:
+def _check_access(job: JobRequest, partition: Partition, association: Association | None) -> None:
     account = association.account if association is not None else _account(job)
     for key, name, allowed in (
         ("account", account, partition.accounts),
@@ -178,7 +177,7 @@ def _check_access(job: Job, partition: Partition, association: Association | Non
             )
 
 
-def _check_nodes(job: Job, partition: Partition, flags: frozenset[str]) -> None:
+def _check_nodes(job: JobRequest, partition: Partition, flags: frozenset[str]) -> None:
     fewest = asked_nodes(job.config)[0]
     allowed = None if "PartitionMaxNodes" in flags else partition.max_nodes
     most = min(limit for limit in (allowed, partition.nodes or None, 10**9) if limit is not None)
@@ -191,7 +190,7 @@ def _check_nodes(job: Job, partition: Partition, flags: frozenset[str]) -> None:
         )
 
 
-def _check_hardware(job: Job, partition: Partition) -> None:
+def _check_hardware(job: JobRequest, partition: Partition) -> None:
     cluster = job.config.cluster
     if not partition.kinds:
         return
@@ -217,7 +216,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
     _check_memory(job, partition)
 
 
-def _check_memory(job: Job, partition: Partition) -> None:
+def _check_memory(job: JobRequest, partition: Partition) -> None:
     """The memory of a node is what Slurm may give to jobs, in MiB (``RealMemory - MemSpecLimit`` of slurm.conf)."""
     asked = memory(job, partition)
     size = SIZE_MB.fullmatch(asked or "")
@@ -233,7 +232,7 @@ def _check_memory(job: Job, partition: Partition) -> None:
     )
 
 
-def _check_slices(job: Job, partition: Partition) -> None:
+def _check_slices(job: JobRequest, partition: Partition) -> None:
     """Rejects several MIG slices per node, which may be of one GPU. Whole GPUs of the partition may be enough."""
     gpu_type = job.config.cluster.gpu_type
     slices = max(kind.slices_of(gpu_type) for kind in partition.kinds)
@@ -248,7 +247,7 @@ def _check_slices(job: Job, partition: Partition) -> None:
         )
 
 
-def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
+def _check_nodes_with_gpus(job: JobRequest, partition: Partition) -> None:
     fewest = asked_nodes(job.config)[0]
     there = sum(kind.count for kind in partition.kinds if kind.gpus_of(job.config.cluster.gpu_type) >= job.gpus)
     if fewest > there:
@@ -259,7 +258,7 @@ def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
         )
 
 
-def _check_time(job: Job, limits: Sequence[NamedLimits], partition: Partition | None) -> None:
+def _check_time(job: JobRequest, limits: Sequence[NamedLimits], partition: Partition | None) -> None:
     """Checks the time limit of the job, with that of ``partition`` unless it is None."""
     cluster = job.config.cluster
     asked = seconds(cluster.time_min or cluster.time)
@@ -275,7 +274,7 @@ def _check_time(job: Job, limits: Sequence[NamedLimits], partition: Partition | 
             )
 
 
-def _check_size(job: Job, limits: Sequence[NamedLimits]) -> None:
+def _check_size(job: JobRequest, limits: Sequence[NamedLimits]) -> None:
     fewest = asked_nodes(job.config)[0]
     nodes = _first(limits, lambda found: found.max_nodes)
     gpus = _first(limits, lambda found: found.max_gpus)
@@ -289,7 +288,9 @@ def _check_size(job: Job, limits: Sequence[NamedLimits]) -> None:
                 )
 
 
-def _limits(job: Job, site: Site, partition: Partition | None, association: Association | None) -> list[NamedLimits]:
+def _limits(
+    job: JobRequest, site: Site, partition: Partition | None, association: Association | None
+) -> list[NamedLimits]:
     """Returns the limits that apply to the job, in the order in which Slurm looks for the first that is set."""
     if "limits" not in site.enforced:
         return []

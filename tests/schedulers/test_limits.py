@@ -13,7 +13,7 @@ from hpc_train.config.schema import ClusterConfig, PriceConfig
 from hpc_train.config.values import fewest_nodes
 from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
-from hpc_train.launch.limits import check_limits, check_queue
+from hpc_train.schedulers.slurm.limits import check_limits, check_queue
 from hpc_train.schedulers.slurm.site import Association, NodeKind, Partition, PartitionLimits, Site
 from tests.launch.jobs import make_job
 
