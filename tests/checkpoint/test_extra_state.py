@@ -183,7 +183,6 @@ LAYOUTS = {
     [
         pytest.param(Net, "dp", ["zero3", "pp", "stages"], id="replicas", marks=pytest.mark.long_form(10)),
         pytest.param(Net, "stages", ["dp", "pp"], id="stages", marks=pytest.mark.long_form(10)),
-        pytest.param(Net, "zero3", ["stages"], id="short"),
         pytest.param(Plain, "zero3", ["dp"], id="plain"),
     ],
 )

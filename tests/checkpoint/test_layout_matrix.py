@@ -2,7 +2,7 @@
 
 The end is that of one process that was never interrupted: parameters, the optimizer's state and the losses. All loads
 of a layout happen in the same processes, each into a new engine. The long form loads every layout's checkpoint under
-every layout, with tied and with untied weights, and has three dimensions on eight ranks. In the short form each of five
+every layout, with tied and with untied weights, and has three dimensions on eight ranks. In the short form each of four
 layouts loads that of another one.
 """
 
@@ -66,7 +66,7 @@ MORE = {
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }
 TEN = [*LAYOUTS]
-SHORT = ["single", "zero3", "interleaved", "cp2", "pp2-tp2"]  # each loads what the one before has saved
+SHORT = ["single", "zero3", "interleaved", "cp2"]  # each loads what the one before has saved
 
 
 def cases(target: str) -> list[tuple[str, str]]:

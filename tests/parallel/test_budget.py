@@ -30,7 +30,6 @@ from hpc_train.layout.validate import checked_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.precision.kept_casts import kept_by
-from tests.checkpoint.progress import LONG
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.parallel.oracle import check_cells
@@ -145,12 +144,11 @@ def _look(allocations: Allocations, alive: list[int], *_: Any) -> None:
     alive.append(allocations.alive)
 
 
-SHARES = (1.0, 0.8, 0.6, 0.4) if LONG else (1.0, 0.6)
+SHARES = (1.0, 0.8, 0.6, 0.4)
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param({}, id="single"), pytest.param({"pp": 2}, id="1f1b", marks=pytest.mark.long_form(15))]
-)
+@pytest.mark.long_form(15)
+@pytest.mark.parametrize("strategy", [{}, {"pp": 2}], ids=["single", "1f1b"])
 def test_a_real_step_keeps_what_the_formula_says_and_no_more_than_the_budget(strategy: dict[str, Any]) -> None:
     whole = config_of("1GiB", **strategy)
     layout = layout_of(whole)
@@ -231,4 +229,4 @@ def test_a_budget_changes_no_gradient(form: Form, record: Callable[..., None]) -
     ]
     cells += [budgeted(share, 2, pp=2) for share in (0.9, 0.5)]
     cells += [budgeted(0.6, 2, pp=2, schedule="zbv", stages_per_rank=2)]
-    record(check_cells(form(cells, "dp", "tp", "stages_per_rank")), [])
+    record(check_cells(form(cells, "tp", "stages_per_rank")), [])

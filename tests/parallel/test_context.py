@@ -23,7 +23,6 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.balance import measure_blocks
-from tests.checkpoint.progress import LONG
 from tests.parallel.cells import SEQUENCE, VOCABULARY, Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.parallel.oracle import check_cells, kept_mesh, local_batch, mesh_of
@@ -220,13 +219,12 @@ def settled(allocations: Allocations) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.long_form(15)),
-        pytest.param({"n_kv_heads": 4, "qk_norm": True}, id="grouped"),
-    ],
+    [{}, {"n_kv_heads": 4, "qk_norm": True}],
+    ids=["plain", "grouped"],
 )
+@pytest.mark.long_form(15)
 def test_each_rank_keeps_its_share_of_the_activations(options: dict[str, Any]) -> None:
-    kept = {ranks: _kept_by_layers(ranks, options) for ranks in ((1, 2, 4) if LONG else (1, 2))}
+    kept = {ranks: _kept_by_layers(ranks, options) for ranks in (1, 2, 4)}
     for ranks, by_mode in kept.items():
         for mode, held in by_mode.items():
             # without activation checkpointing, attention's result is kept before and after its exchange

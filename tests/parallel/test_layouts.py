@@ -26,8 +26,8 @@ def test_every_layout_trains_as_one_process_does(world_size: int, form: Form, re
     assert {cell.strategy["data_parallel"] for cell in chosen if cell in replicas} == set(KINDS if replicas else ())
 
 
-@in_two_forms(20)
-def test_all_options_of_the_gpt_train_as_one_process_does(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(20)  # gpt-options is one of the models above
+def test_all_options_of_the_gpt_train_as_one_process_does(record: Callable[..., None]) -> None:
     """Where a model is cut: parameters, heads and sequence, stages, and inside a step that is computed again."""
     splits: list[dict[str, Any]] = [
         {"dp": 2, "data_parallel": "zero3"},
@@ -38,15 +38,15 @@ def test_all_options_of_the_gpt_train_as_one_process_does(form: Form, record: Ca
     chosen = [Cell(2, "gpt-options", strategy=split, batch={"micro_batches": 4}) for split in splits]
     trains = [{"activation_checkpointing": mode, "loss_chunks": 2} for mode in ("full", "ops")]
     chosen += [Cell(2, "gpt-options", strategy=splits[1], train=train) for train in trains]
-    record(check_cells(form(chosen, "tp", "loss_chunks", "schedule")), [])
+    record(check_cells(chosen), [])
 
 
-@in_two_forms(30)
-def test_single_precision_and_a_batch_that_divides(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(30)
+def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) -> None:
     batch = {"global_size": 8, "micro_batches": 2}
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
     chosen = [Cell(2, model, "fp32", split, batch) for split in splits for model in ("gpt", "gpt-tied", "vit")]
-    record(check_cells(form(chosen, "tp", "model")), [])
+    record(check_cells(chosen), [])
 
 
 @in_two_forms(60)
@@ -72,9 +72,9 @@ REASONS = (
 
 
 def test_what_saves_memory_or_time_changes_no_gradient(record: Callable[..., None]) -> None:
-    """In combinations, under every data parallelism on two ranks, with tensor parallelism and with a pipeline."""
+    """In combinations, on two ranks."""
     allowed, refused = saver_cells(2, ("several", "all at once"))
-    record(check_cells(covering(allowed, "data_parallel", "tp", "pp", "activation_checkpointing")), refused)
+    record(check_cells(covering(allowed, "tp", "activation_checkpointing")), refused)
     assert all(any(reason in entry.reason for reason in REASONS) for entry in refused), {r.reason for r in refused}
 
 

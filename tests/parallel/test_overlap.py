@@ -75,13 +75,13 @@ def test_buckets_are_sent_as_soon_as_they_are_final(world_size: int, form: Form)
                 assert all(to_come > 0 for buckets in early for to_come in buckets), (cell, stages)
 
 
-@in_two_forms(40)
-def test_the_gradients_are_those_of_one_process(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(40)  # test_layouts and test_pipeline have the gradients, and small buckets
+def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> None:
     schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2))
     models = ("gpt-tied", "vit")
     chosen = [pipeline(*schedule, model) for schedule in schedules for model in models]
     chosen += [tensor_parallel("vit"), tensor_parallel("gpt-tied")]
-    record(check_cells(form(chosen, "tp", "pp")), [])
+    record(check_cells(chosen), [])
 
 
 def uses_less(rank: int, world_size: int) -> list[Any]:

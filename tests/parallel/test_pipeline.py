@@ -105,8 +105,8 @@ def test_hidden_states_of_another_shape_are_an_error_before_the_first_message() 
         assert "hidden_shape returns (2, 33)" in message
 
 
-@in_two_forms(45)
-def test_activation_checkpointing_in_a_pipeline(form: Form, record: Callable[..., None]) -> None:
+@pytest.mark.long_form(45)  # test_activation_offload has recomputation in pipelines
+def test_activation_checkpointing_in_a_pipeline(record: Callable[..., None]) -> None:
     chosen = []
     for mode in ("full", "selective", "ops"):
         for schedule, kind in (
@@ -124,7 +124,7 @@ def test_activation_checkpointing_in_a_pipeline(form: Form, record: Callable[...
                     cell.layout()
             else:
                 chosen.append(cell)
-    record(check_cells(form(chosen, "activation_checkpointing")), [])
+    record(check_cells(chosen), [])
 
 
 @in_two_forms(30)
@@ -144,10 +144,8 @@ def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
         Cell(2, strategy=pipeline("interleaved_1f1b", pp_split=[2, 0, 1, 1])).layout()
 
 
-@in_two_forms(60)
-def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(
-    form: Form, record: Callable[..., None]
-) -> None:
+@pytest.mark.long_form(60)  # the test of given splits has stages without layers
+def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(record: Callable[..., None]) -> None:
     ends = [0, 3]
     chosen = [
         Cell(4, model, strategy=pipeline("1f1b", dp=2, data_parallel=kind, pp_split=split))
@@ -159,7 +157,7 @@ def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(
         for split in (ends, ends[::-1])
         for model in ("gpt", "vit")
     ]
-    record(check_cells(form(chosen, "tp", "pp_split")), [])
+    record(check_cells(chosen), [])
 
 
 def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:

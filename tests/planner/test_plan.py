@@ -186,6 +186,7 @@ def test_ranks_that_wait_leave_their_cores_to_others() -> None:
     assert pipeline_seconds(10.0, 6.0, 4, read_machine("h100").rates) == 10
 
 
+@pytest.mark.long_form(5)
 def test_the_table_says_why_a_row_is_slower_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*SEVEN, "--gpus", "8,16"]) == 0
     text = capsys.readouterr().out
