@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def logits_of(folder: Path, tokens: Tensor) -> Tensor:
     assert type(llama).__name__ == "LlamaForCausalLM"
     with torch.no_grad():
         return llama(tokens).logits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an exported model."""
+    folder = tmp_path_factory.mktemp("exported")
+    _, run = model_and_run(folder / "run", tied=False)
+    export(run, None, folder / "llama", "hf", None, quiet_bar)
+    return folder / "llama"
 
 
 @BOTH
@@ -192,9 +202,10 @@ def test_the_end_token_of_token_files_is_exported(tmp_path: Path, capsys: pytest
         ({"tie_word_embeddings": True}, None),  # the copy of the embedding is left out
     ],
 )
-def test_what_our_model_does_not_compute_is_refused(tmp_path: Path, change: dict[str, Any], words: str | None) -> None:
-    _, run = model_and_run(tmp_path / "run", tied=False)
-    export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
+def test_what_our_model_does_not_compute_is_refused(
+    tmp_path: Path, llama: Path, change: dict[str, Any], words: str | None
+) -> None:
+    shutil.copytree(llama, tmp_path / "llama")
     path = tmp_path / "llama/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     if words is None:
