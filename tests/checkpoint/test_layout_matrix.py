@@ -122,7 +122,7 @@ def train_and_save(rank: int, world_size: int, folder: str, name: str, configs: 
 @pytest.mark.parametrize(
     "target",
     [
-        name if name in SHORT else pytest.param(name, marks=pytest.mark.long_form(20 if name in MORE else 100))
+        name if name in SHORT else pytest.param(name, marks=pytest.mark.long_form(30 if name in MORE else 250))
         for name in LAYOUTS | MORE
     ],
 )

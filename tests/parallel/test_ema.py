@@ -160,7 +160,7 @@ def under_each(
 
 @pytest.mark.parametrize(
     "layouts",
-    [["zero3"], pytest.param([*LAYOUTS], marks=pytest.mark.long_form(60))],
+    [["zero3"], pytest.param([*LAYOUTS], marks=pytest.mark.long_form(90))],
     ids=["short", "every"],
 )
 def test_the_average_of_every_layout_is_that_of_one_process(tmp_path: Path, layouts: list[str]) -> None:

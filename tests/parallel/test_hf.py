@@ -177,7 +177,7 @@ def test_one_replica_reads_the_files(strategy: dict[str, Any], lora: int | None,
         assert weights and error({name: torch.from_numpy(one) for name, one in weights.items()}, expected) == 0
 
 
-@pytest.mark.long_form(120, cases=["more"])
+@pytest.mark.long_form(140, cases=["more"])
 @pytest.mark.parametrize("form", ["short", "more"])
 def test_every_layout_trains_as_a_bare_loop_of_transformers(form: str, saved: Path) -> None:
     chosen = cases()[form]

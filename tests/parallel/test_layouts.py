@@ -10,20 +10,26 @@ import pytest
 from hpc_train.layout.techniques import KINDS
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S
-from tests.parallel.cells import SAVERS, Cell, Form, cells, covering, in_two_forms, saver_cells
+from tests.parallel.cells import MODELS, SAVERS, Cell, Form, cells, covering, in_two_forms, saver_cells
 from tests.parallel.oracle import AT_ONCE, check_cells
 
 
-@in_two_forms(200)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_layout_trains_as_one_process_does(world_size: int, form: Form, record: Callable[..., None]) -> None:
+def test_every_layout_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
     """Each strategy, each model and each number of micro-batches; the long form has them in all combinations."""
     allowed, refused = cells(world_size, pipelines=False)
     replicas = [cell for cell in allowed if cell.strategy["dp"] > 1]
-    chosen = form(replicas, "data_parallel", "shard", "tp", "micro_batches")
-    chosen += form([cell for cell in allowed if cell not in replicas], "tp", "model" if world_size == 1 else "tp")
+    chosen = covering(replicas, "data_parallel", "shard", "tp", "micro_batches")
+    chosen += covering([cell for cell in allowed if cell not in replicas], "tp", "model" if world_size == 1 else "tp")
     record(check_cells(chosen), refused)
     assert {cell.strategy["data_parallel"] for cell in chosen if cell in replicas} == set(KINDS if replicas else ())
+
+
+@pytest.mark.long_form(70)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_layouts_of_a_model(world_size: int, model: str, record: Callable[..., None]) -> None:
+    record(check_cells([cell for cell in cells(world_size, pipelines=False)[0] if cell.model == model]), [])
 
 
 @pytest.mark.long_form(20)  # gpt-options is one of the models above

@@ -77,7 +77,7 @@ def cells(world_size: int) -> list[Cell]:
     return [*chosen, Cell(world_size, "custom-contrastive", strategy=ddp, loss_scale=1024.0)]
 
 
-@in_two_forms(100)
+@in_two_forms(150)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_own_losses_train_as_in_one_process(world_size: int, form: Form, record: Callable[..., None]) -> None:
     """Ten samples are unevenly divided among four ranks, and ignored ones leave ranks different numbers of rows."""

@@ -27,7 +27,7 @@ from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.pipeline.engine import PipelineEngine
 from hpc_train.parallel.pipeline.schedules import _Stage
 from hpc_train.parallel.pipeline.split import _group_across
-from tests.parallel.cells import Cell, Form, cells, in_two_forms
+from tests.parallel.cells import MODELS, Cell, Form, cells, covering, in_two_forms
 from tests.parallel.oracle import check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks
 
@@ -36,16 +36,23 @@ def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
     return {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]} | fields
 
 
-@in_two_forms(240)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_pipeline_trains_as_one_process_does(world_size: int, form: Form, record: Callable[..., None]) -> None:
+def test_every_pipeline_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
     """Two ranks have each schedule; four have each data parallelism, tensor parallelism and four stages."""
     allowed, refused = cells(world_size, pipelines=True)
     two = world_size == 2
-    chosen = form(allowed, "schedule", "model") if two else form(allowed, "data_parallel", "pp", "tp")
+    chosen = covering(allowed, "schedule", "model") if two else covering(allowed, "data_parallel", "pp", "tp")
     record(check_cells(chosen), refused)
     seen = {key: {cell.strategy[key] for cell in chosen} for key in ("schedule", "data_parallel")}
     assert seen["schedule"] == set(SCHEDULES) if two else seen["data_parallel"] == set(KINDS)
+
+
+@pytest.mark.long_form(150)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_pipelines_of_a_model(world_size: int, model: str, record: Callable[..., None]) -> None:
+    record(check_cells([cell for cell in cells(world_size, pipelines=True)[0] if cell.model == model]), [])
 
 
 THREE_DIMENSIONS = [
