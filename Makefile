@@ -1,5 +1,6 @@
 # make train   the default model on the default data, four workers, on this machine
-# make test    all tests, three files at a time: those on Slurm mostly wait
+# make test    all tests, three files at a time: those on Slurm mostly wait; ROOM=launch runs those of hpc_train/launch:
+#                its folder of tests, and the tests in one process whose imports reach it
 # make test-share  eight minutes of the long forms, drawn by SHARE
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 1,000 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts, faults of nodes, file systems and networks on Slurm, ten
@@ -32,13 +33,15 @@ endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env \
-        monitoring-up monitoring-down install install-dev clean
+        monitoring-up monitoring-down install install-dev install-ci clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
+ROOM ?=
+
 test: install-dev
-	$(PY) -m pytest -n 3
+	files="$(if $(ROOM),$$($(PY) -m tests.structure.room $(ROOM)))" && $(PY) -m pytest -n 3 $$files
 
 test-share: install-dev
 	HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=1 $(PY) -m pytest --long-share '$(SHARE)'
@@ -89,6 +92,7 @@ docs: install
 
 install: $(STAMPS)/.hpc_train-installed
 install-dev: $(STAMPS)/.hpc_train-installed-dev
+install-ci: $(STAMPS)/.hpc_train-installed-ci
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -104,6 +108,10 @@ endif
 
 $(STAMPS)/.hpc_train-installed-dev: $(STAMPS)/.hpc_train-installed
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(STAMPS)/.hpc_train-installed-ci: $(STAMPS)/.hpc_train-installed-dev
+	$(INSTALL) -e '.[ci]'
 	@touch $@
 
 slurm-up:

@@ -290,7 +290,58 @@ def everything(place: Path) -> set[Path]:
     return set(place.rglob("*"))
 
 
+# Cases of the long form: the message of each has the form of another case.
+ALIKE = (
+    "list mine",
+    "+optim.lrr=1",
+    "nodel=gpt_tiny",
+    "model=gpt_tny",
+    "hydra/launcher=nope",
+    "model=custom model._target_=a.B model.args.act=relu,gelu -m",
+    "data.args.digits=3",
+    "+optim.lr=1",
+    "optim.lr=",
+    "~train.epochs=null",
+    "data@eval_sets.x=text",
+    "+hydra.callbacks.mine._target_=nope.B",
+    "-p train",
+    "--package train -m",
+    "",
+    "--strategy=dp",
+    "--optim.lr=0.1",
+    "why first run.root=/x",
+    "cluster.preflight_action.tpc=stop",
+    "train.compile=perhaps",
+    "optim.betas=[0.9]",
+    "strategy.dp=all",
+    "cluster.gpus_per_node=two",
+    "optim.lr=nan",
+    "optim.lr=inf",
+    "model.dropout=1.5",
+    "batch.global_size=0",
+    "telemetry.log_every=0",
+    "data.validation_share=1",
+    "model.n_kv_heads=3",
+    "strategy=tp strategy.tp=3",
+    "strategy=dp strategy.compression=top-k",
+    "strategy=dp strategy.compression_share=0",
+    "data.path=*.none",
+    "data.path=blank/a.py",
+    "run.name=/x",
+    "run.name='a b'",
+    "run.root=loop",
+    "cluster.setup=module",
+    "-cd site cluster=env",
+    "-cd site cluster=setup",
+    "-cd site cluster=cores",
+    "freeze -cd site cluster=typo",
+    "-cd site experiment=bare",
+    "freeze data.path=nope",
+)
+
+
 @pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=lambda value: " ".join(value) if value else None)
+@pytest.mark.long_form(1, cases=ALIKE)
 def test_a_mistake_is_one_message_and_exit_code_2(
     arguments: list[str], named: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

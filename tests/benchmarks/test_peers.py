@@ -58,7 +58,8 @@ def test_a_split_or_sharded_model_trains_as_the_bare_loop_does(case: str, reason
     assert isinstance(ours, Found) and isinstance(bare, Found)
     assert ours.losses[0] == pytest.approx(math.log(256), rel=0.01)
     assert bare.losses == pytest.approx(ours.losses, abs=3e-5)
-    assert found["Accelerate"] == reason
+    if find_spec("accelerate") is not None:
+        assert found["Accelerate"] == reason
     _calls_no_more_than_the_bare_loop(found)
 
 

@@ -1,8 +1,8 @@
 """Runs the commands of README.md and docs/ with fewer and smaller steps.
 
-Outside ``TRAINED``, a training that no other command reads is only checked, by a dry run, and on the pages of
-``LONG_PAGES`` all trainings are only composed. The long form (``HPC_TRAIN_LONG=1``) trains the former at full length,
-and the latter with a few steps.
+In the short form only the README's runs are trained. On the other pages a training is checked by a dry run, or composed
+where it needs what an earlier command makes, and commands that only read a run read a recorded one. The long form
+(``HPC_TRAIN_LONG=1``) runs all commands of a page in their order, with a few steps, and most of them at full length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from examples.vit_images import draw
 from tests.checkpoint.progress import LONG
 from tests.data.chats import chats, write_chat_model, write_jsonl
 from tests.doors.command import REPOSITORY, TINY_GPT, environment, hpc_train, lines_of_pages
+from tests.doors.recorded import recorded_run
 from tests.warm_parents import HUGGING_FACE, with_server
 
 NO_WANDB = "telemetry.wandb.mode=disabled"
@@ -42,14 +43,28 @@ TAKEN_AS_THEY_ARE = (
     "sync",
     "--help",
 )
-TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md")
+READ = ("status", "logs", "why", "compare", "plot", "report", "sync")  # they need nothing but the run
 LONG_PAGES = {  # seconds of each on two cores
+    "docs/howto/data.md": 60,
+    "docs/howto/failures.md": 40,
     "docs/howto/hooks.md": 30,
     "docs/howto/huggingface.md": 120,
+    "docs/howto/measure.md": 90,
     "docs/howto/model.md": 90,
     "docs/howto/optimizer.md": 60,
     "docs/howto/own_loop.md": 60,
+    "docs/howto/resume.md": 90,
+    "docs/howto/sweeps.md": 30,
+    "docs/howto/tracking.md": 20,
+    "docs/quickstart.md": 30,
 }
+COMPOSED = (  # their trainings need what earlier commands make, or import torch for a dry run
+    "docs/howto/hooks.md",
+    "docs/howto/huggingface.md",
+    "docs/howto/model.md",
+    "docs/howto/optimizer.md",
+    "docs/howto/own_loop.md",
+)
 REPLICATED = ("+strategy=dp", "+strategy=zero1", "+strategy=zero2", "+strategy=zero3")  # with two of the four workers
 NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {
@@ -93,12 +108,6 @@ def shortened(line: str, before: Sequence[str] = (), full: bool = LONG) -> list[
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 
 
-def only_checked(page: str, arguments: Sequence[str]) -> bool:
-    """Whether ``arguments`` train a run that no other command of the page names, on a page outside ``TRAINED``."""
-    trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
-    return trains and not LONG and page not in TRAINED and not any(part.startswith("run.name=") for part in arguments)
-
-
 def test_the_pages_have_commands() -> None:
     assert len(commands()) >= 10
 
@@ -109,19 +118,38 @@ def test_a_run_that_is_trained_again_goes_on() -> None:
     assert "train.steps=2" in shortened(second, [first.replace("=a", "=b")])
 
 
+def furnish(path: Path, page: str) -> Path:
+    """Writes the files that the commands of ``page`` name into their working directory."""
+    for name in ("README.md", "CONTRIBUTING.md"):
+        (path / name).write_text((REPOSITORY / name).read_text())
+    (path / "examples").symlink_to(REPOSITORY / "examples")
+    if page == "docs/howto/huggingface.md":
+        write_chat_model(path / "chat-model")
+        write_jsonl(path / "chats.jsonl", chats(800))
+    if page == "docs/howto/data.md":
+        draw(path / "pictures", {"train": 8, "validation": 2})
+    return path
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each page a working directory with the files that commands name."""
-    found = {page: tmp_path_factory.mktemp(re.sub(r"\W", "-", page)) for page in dict(commands())}
-    for path in found.values():
-        for name in ("README.md", "CONTRIBUTING.md"):
-            (path / name).write_text((REPOSITORY / name).read_text())
-        (path / "examples").symlink_to(REPOSITORY / "examples")
-    hugging_face = found["docs/howto/huggingface.md"]
-    write_chat_model(hugging_face / "chat-model")
-    write_jsonl(hugging_face / "chats.jsonl", chats(800))
-    draw(found["docs/howto/data.md"] / "pictures", {"train": 8, "validation": 2})
-    return found
+    """The working directory of each page."""
+    return {page: furnish(tmp_path_factory.mktemp(re.sub(r"\W", "-", page)), page) for page in dict(commands())}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a recorded run for each run and sweep that a command of ``LONG_PAGES`` trains."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for page, line in commands():
+        arguments = shlex.split(line, comments=True)[3:]
+        names = [part.removeprefix("run.name=") for part in arguments if part.startswith("run.name=")]
+        for name in names if page in LONG_PAGES else ():
+            run = folder / page / "outputs" / name
+            for path in [run / "0", run / "1"] if "-m" in arguments else [run]:
+                if not path.exists():
+                    recorded_run(path)
+    return folder
 
 
 def run_command(folder: Path, page: str, arguments: Sequence[str]) -> None:
@@ -135,29 +163,36 @@ def run_command(folder: Path, page: str, arguments: Sequence[str]) -> None:
 
 @pytest.mark.timeout(3600 if LONG else 300)
 @pytest.mark.parametrize("number", range(len(commands())), ids=[f"{page}: {line}" for page, line in commands()])
-def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
+def test_a_command_of_the_pages(folders: dict[str, Path], recorded: Path, number: int) -> None:
     page, line = commands()[number]
     if is_without_package(line):
         pytest.skip("its package is not installed")
+    folder = folders[page]
     arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
-    if page in LONG_PAGES:
-        if not arguments[0].startswith("+strategy"):
+    if arguments[0].startswith("+strategy"):
+        if page in COMPOSED:
+            arguments += ["--cfg", "job"]
+        elif page != "README.md" and "cluster=local" in arguments and not LONG:
+            forks = any(part.startswith("run.fork=") for part in arguments)
+            arguments += ["--cfg", "job"] if forks else ["launch.dry_run=true", "-m"]
+    elif arguments[0] == "bench" and not LONG:
+        pytest.skip("tests/bench runs each benchmark; this one: HPC_TRAIN_LONG=1")
+    elif page in COMPOSED or (page in LONG_PAGES and not LONG):
+        if arguments[0] in READ:
+            folder = recorded / page
+        elif arguments[0] not in ("prepare", "doctor"):
             pytest.skip("with the other commands of its page: HPC_TRAIN_LONG=1")
-        arguments += ["--cfg", "job"]
-    elif arguments[0] == "bench" and page not in TRAINED and not LONG:
-        pytest.skip("tests/train/watch runs each benchmark; this one: HPC_TRAIN_LONG=1")
-    elif only_checked(page, arguments):
-        arguments += ["launch.dry_run=true", "-m"]
-    run_command(folders[page], page, arguments)
+    run_command(folder, page, arguments)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long_form(s)) for page, s in LONG_PAGES.items()])
-def test_the_commands_of_a_long_page(folders: dict[str, Path], page: str) -> None:
+def test_the_commands_of_a_long_page(tmp_path: Path, page: str) -> None:
+    furnish(tmp_path, page)
     lines = [line for other, line in commands() if other == page]
     for number, line in enumerate(lines):
         if not is_without_package(line):
-            run_command(folders[page], page, shortened(line, lines[:number], full=False))
+            run_command(tmp_path, page, shortened(line, lines[:number], full=False))
 
 
 def is_without_package(line: str) -> bool:

@@ -68,6 +68,7 @@ class ByTurns(Sweeper):
 '''
 
 
+@pytest.mark.long_form(20)  # the parts of a search below
 def test_failed_trials_are_failed_and_the_search_goes_on(tmp_path: Path) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "of_a_test.py").write_text(PLUGIN)

@@ -95,6 +95,7 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     assert len(machine["bindings"]) == 3
 
 
+@pytest.mark.long_form(3)  # every training uses it
 def test_the_store_listens_where_the_workers_are_told(frozen: Freeze) -> None:
     assert end(start_agent(frozen().path, "connects")) == (0, "")
 
@@ -153,6 +154,7 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
         pytest.param("one_kernel_fails", "kernel_error", ASSERTION, 2, marks=IN_LONG_FORM),
     ],
 )
+@pytest.mark.long_form(3, cases=["one_raises"])  # a failing rank in tests/doors
 def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
     frozen: Freeze, entry: str, failure: str, text: str, attempts: int
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_restart_waits_for_the_processes_that_a_worker_forked(frozen: Freeze) 
     assert [path.name for path in run.path.glob("slept-*")] == ["slept-0.3"], "it was given the time to end"
 
 
+@pytest.mark.long_form(3)  # a detached job in tests/launch
 def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
     """What started it is gone, and so is the other end of its output."""
     run = frozen()
@@ -197,12 +200,14 @@ def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback_and_told_to_
     assert error.splitlines() == ["no such data", "  set in: data.path", "  fix:    another path"]
 
 
+@pytest.mark.long_form(3)  # an import that crashes below
 def test_an_entry_that_cannot_be_imported_is_a_failure_with_its_traceback(frozen: Freeze) -> None:
     code, error = end(start_agent(frozen().path, "tests.elastic.missing:train"))
     assert code == 1
     assert "ModuleNotFoundError: No module named 'tests.elastic.missing'" in error
 
 
+@pytest.mark.long_form(3)  # an import that crashes below
 def test_an_import_that_fails_in_the_warm_parent_fails_the_run_at_once(frozen: Freeze) -> None:
     run = frozen()
     code, error = end(start_agent(run.path, "tests.elastic.failing_import:train", PYTORCH_JIT="maybe"))
@@ -341,6 +346,7 @@ def test_an_agent_that_may_open_too_few_files_says_what_to_do(frozen: Freeze) ->
     assert "ulimit -Hn: 40" in done.stderr and "`ulimit -n 65536`" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long_form(3)  # strangers in tests/elastic/test_hub.py
 def test_a_line_from_a_stranger_leaves_the_run_alone(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "finish_when_told")

@@ -40,6 +40,7 @@ def losses(place: Path, strategy: str, *more: str) -> list[float]:
     return [line["loss"] for line in RunDirectory(place / "outputs" / strategy).read_metrics()]
 
 
+@pytest.mark.long_form(10)  # test_extensions.py trains with a family
 def test_the_dry_run_shows_an_estimate_of_memory(place: Path) -> None:
     shown = call(place, "+strategy=dp", *overrides("user_package"), *SHORT, "-m", "launch.dry_run=true")
     assert "iB (parameters" in shown

@@ -39,6 +39,16 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("arguments", "named"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
+@pytest.mark.long_form(
+    4,
+    cases=[
+        "cluster.partition=debug cluster.nodes=3",
+        "cluster.partition=debug cluster.time=02:00:00",
+        "cluster.qos=gold",
+        "cluster.partition=gpu cluster.gpus_per_node=8",
+        "cluster.mem=64G",
+    ],
+)  # tests/launch/test_limits.py
 def test_a_job_that_cannot_be_is_refused_with_the_fix(
     arguments: list[str], named: str, cluster: Cluster, tmp_path: Path
 ) -> None:
