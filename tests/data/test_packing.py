@@ -62,6 +62,7 @@ def test_packing_of_many_documents_never_changes(mean: int) -> None:
     assert pack(sizes, 512).tolist() == one_by_one(sizes.tolist(), 512)
 
 
+@pytest.mark.long_form(5)
 def test_a_million_documents_are_packed_sooner_than_a_few_one_by_one() -> None:
     """It runs in each rank at each start. Both take processor time of the same machine in the same test."""
     _, sizes = pieces_of(np.random.default_rng(0).lognormal(6.2, 1.0, 1_000_000).astype("<u4") + 2, 4096)

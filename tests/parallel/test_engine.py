@@ -27,7 +27,7 @@ from hpc_train.parallel.parallelize import materialize, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
 from hpc_train.parallel.shared_groups import SharedGroups
 from hpc_train.train.optimizers.optimizer import Optimizer
-from tests.parallel.cells import CLASSES, IMAGE, Cell, Form, covering, every, in_two_forms
+from tests.parallel.cells import CLASSES, IMAGE, Cell, Form, in_two_forms
 from tests.parallel.oracle import local_batch, mesh_of, train_plainly, whole
 from tests.ranks import run_on_world, run_ranks
 
@@ -53,14 +53,9 @@ def losses_and_norms(rank: int, world_size: int, cells: list[Cell], scale: float
     return found
 
 
-@pytest.mark.parametrize(
-    ("precision", "scale", "form"),
-    [
-        ("bf16", None, covering),
-        *(pytest.param(*pair, every, marks=pytest.mark.long_form(10)) for pair in (("bf16", None), ("fp16", 256.0))),
-    ],
-)
-def test_half_precision_stays_near_single_precision(precision: str, scale: float | None, form: Form) -> None:
+@pytest.mark.long_form(10)  # tests/parallel/test_precision.py compares bf16
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", None), ("fp16", 256.0)])
+def test_half_precision_stays_near_single_precision(precision: str, scale: float | None) -> None:
     batch = {"micro_batches": 2}
     chosen = [Cell(2, "gpt-tied", precision, split, batch) for split in SPLITS] + [
         Cell(2, "vit", precision, split, batch) for split in SPLITS[::5]
@@ -68,7 +63,6 @@ def test_half_precision_stays_near_single_precision(precision: str, scale: float
     savers = {"activation_checkpointing": "ops", "loss_chunks": 2}
     chosen += [Cell(2, "gpt-tied", precision, split, batch, savers) for split in SPLITS[::4]]
     chosen += [Cell(2, "gpt-weighted", precision, split, batch) for split in SPLITS[:3]]
-    chosen = form(chosen)
     near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "gpt-weighted", "vit")}
     for ranks in run_on_world(2, losses_and_norms, chosen, scale):
         for cell, (loss, norm) in zip(chosen, ranks, strict=True):
@@ -399,6 +393,7 @@ def losses_of(rank: int, world_size: int, model: str, chosen: list[tuple[str, st
     return found
 
 
+@pytest.mark.long_form(6)
 def test_parameters_in_other_memory_formats() -> None:
     """FSDP and the moments of fewer bits need contiguous parameters; the values are the same."""
     chosen = [("ddp", "fp32"), ("ddp", "bf16"), ("zero2", "fp32"), ("zero3", "bf16")]
