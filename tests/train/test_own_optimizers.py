@@ -104,13 +104,13 @@ def compare_one(rank: int, cell: Cell) -> float:
 
 SPLITS: list[dict[str, Any]] = [
     {"dp": 4, "data_parallel": "ddp"},
-    {"dp": 4, "data_parallel": "zero2", "offload": "optimizer"},
     {"dp": 4, "data_parallel": "zero3", "shard": 2},
     {"dp": 2, "pp": 2, "data_parallel": "zero1"},
     {"dp": 2, "tp": 2, "data_parallel": "zero3"},
     {"pp": 2, "tp": 2, "offload": "optimizer"},
 ]
 MORE: list[dict[str, Any]] = [
+    {"dp": 4, "data_parallel": "zero2", "offload": "optimizer"},
     *({"dp": 4, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero3")),
     *({"dp": 2, "tp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero2")),
     *({"dp": 2, "pp": 2, "data_parallel": kind} for kind in ("ddp", "zero2", "zero3")),
