@@ -30,7 +30,10 @@ else
 PY := .venv/bin/python
 STAMPS := .venv
 endif
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# pip would compile in one process what COMPILE compiles on all cores
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE := $(PY) -m compileall -qq -j 0 $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') hpc_train \
+           hydra_plugins || true  # some packages hold files that are not Python
 
 .PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env \
         monitoring-up monitoring-down install install-dev install-ci clean
@@ -103,15 +106,17 @@ ifneq ($(TORCH_INDEX),)
 	$(INSTALL) --index-url $(TORCH_INDEX) torch
 endif
 	$(INSTALL) -e .
-	$(PY) -m compileall -q hpc_train hydra_plugins
+	$(COMPILE)
 	@touch $@
 
 $(STAMPS)/.hpc_train-installed-dev: $(STAMPS)/.hpc_train-installed
 	$(INSTALL) -e '.[dev]'
+	$(COMPILE)
 	@touch $@
 
 $(STAMPS)/.hpc_train-installed-ci: $(STAMPS)/.hpc_train-installed-dev
 	$(INSTALL) -e '.[ci]'
+	$(COMPILE)
 	@touch $@
 
 slurm-up:
