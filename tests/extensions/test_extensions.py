@@ -36,6 +36,7 @@ def test_a_schedule_from_outside_trains_as_one_process_does() -> None:
     check_cells([Cell(4, "gpt-tied", strategy=split | DUALPIPEV) for split in splits])
 
 
+@pytest.mark.long_form(6)  # a run trains with a kind and a schedule below
 def test_a_kind_from_outside_trains_as_one_process_does() -> None:
     splits: list[dict[str, Any]] = [{"dp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": 2} | DUALPIPEV]
     chosen = [Cell(4, "gpt-tied", strategy=split | {"data_parallel": KIND}) for split in splits]

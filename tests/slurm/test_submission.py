@@ -86,6 +86,7 @@ def limit_queue(cluster: Cluster) -> Iterator[Callable[[int], None]]:
     limit(-1)
 
 
+@pytest.mark.long_form(8)  # the full queue, and tests/launch/test_limits.py
 def test_more_jobs_than_the_user_may_have_are_refused(
     cluster: Cluster, limit_queue: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
     assert all(each["expected"] > each["submitted"] - 60 for each in estimates)
 
 
+@pytest.mark.long_form(8)  # tests/schedulers/test_queue_estimate.py
 def test_a_plan_shows_when_slurm_would_start_each_shape(cluster: Cluster, tmp_path: Path) -> None:
     here = Cluster(cluster.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
     asked = ["cluster=slurm", "cluster.partition=gpu", "strategy.tp=1", "batch.global_size=64", "train.steps=1000"]
@@ -161,6 +163,7 @@ def test_four_nodes_give_the_losses_of_this_machine(
     assert [line["loss"] for line in run.read_metrics()] == pytest.approx(local_losses, rel=1e-5)
 
 
+@pytest.mark.long_form(12)  # tests/launch/test_slurm.py
 def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp_path: Path) -> None:
     conf = Path(plain.environment["SLURM_CONF"])
     as_it_was = conf.read_text()

@@ -207,6 +207,7 @@ def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDire
     ],
     ids=["short", "more"],
 )
+@pytest.mark.long_form(10)  # test_own_optimizers.py offloads, too
 def test_steps_on_the_host_are_the_same_steps(tmp_path: Path, kinds: list[tuple[str, str]]) -> None:
     """On the CPU the copy is a copy all the same; FSDP's own offload does nothing there but take the same road."""
     runs = []
