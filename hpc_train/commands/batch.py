@@ -84,7 +84,7 @@ def _freeze(composed: ComposedJob, run: RunDirectory, trust_owner: bool) -> None
     job = check_job(config, run, shape, overrides=composed.overrides, trust_owner=trust_owner)
     freeze_job(job, composed.directory / "code")
     print_notices(job, composed.line)
-    write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
+    write_text(run.job_script, by_hand(survives_node_loss(config.elastic), config.run.on_event))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 
 
@@ -179,5 +179,6 @@ def _batch_script(composed: ComposedJob) -> str:
         container=container,
         notes=notes,
         survives_node_loss=survives_node_loss(config.elastic),
+        on_event=config.run.on_event,
     )
     return render(script)

@@ -371,9 +371,7 @@ def absolute(config: Config) -> Config:
         config.run.command = [_absolute_script(word) for word in command_words(config)]
     if config.run.progress_dir is not None:
         config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
-    webhook, prometheus = config.telemetry.messages, config.telemetry.prometheus
-    if webhook.webhook_file is not None:
-        webhook.webhook_file = str(Path(webhook.webhook_file).expanduser().absolute())
+    prometheus = config.telemetry.prometheus
     for key in ("file", "token_file", "targets_dir"):
         path = getattr(prometheus, key)
         if path is not None and (key, path) != ("file", "auto"):

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING
 
 from hpc_train.config.schema import Config
-from hpc_train.config.services import message_kinds, webhook
 from hpc_train.elastic.killed_step import end_event, find_killed_step, refuse_third_kill
 from hpc_train.elastic.nodes import Node, Unfit
+from hpc_train.elastic.on_event import calling
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.elastic.worker_process import start_warm_parent
@@ -146,7 +146,7 @@ def _run(
     with (
         closing(events),
         closing(output),
-        _told_to_webhook(config, run, allocation, events) as events,
+        calling(config.run.on_event, run, events, is_first=allocation.node_rank == 0) as events,
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
     ):
         users = dict(os.environ)
@@ -161,26 +161,6 @@ def _run(
                 return session.work()
             with registered(MONITOR)(run, config.telemetry, allocation, events):
                 return session.work()
-
-
-@contextmanager
-def _told_to_webhook(config: Config, run: RunDirectory, allocation: Allocation, events: EventLog) -> Iterator[EventLog]:
-    """Yields the event log, of which a webhook is told if the config or the environment names one."""
-    try:
-        url = webhook(config.telemetry.messages)
-    except UserError as error:  # no reason not to train
-        url = None
-        events.write("warning", message=f"no messages are sent: {error.what}")
-    if url is None:
-        yield events
-        return
-    from hpc_train.telemetry.messages import Messenger  # other runs do not need it
-
-    messenger = Messenger(run, message_kinds(config.telemetry.messages), url, looks=allocation.node_rank == 0)
-    try:
-        yield messenger.attach(events)
-    finally:
-        messenger.close()
 
 
 def _refuse_third_kill(run: RunDirectory, config: Config, allocation: Allocation) -> None:

@@ -33,12 +33,11 @@ from hpc_train.machine.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.clock import Clock
 from hpc_train.run.code import FrozenCode, frozen_code
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RUN_DIRECTORY, RunDirectory
 from hpc_train.run.files import BackgroundCall
 from hpc_train.telemetry.metrics import MetricsLog
 
 PROGRESS = "HPC_TRAIN_PROGRESS"
-RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"
 LOOK_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
 LOOK_S = 0.2  # wait at most this long for such a look, which goes on in its thread
 LOOK_SHARE = 0.05  # of the time, at most, that is spent on looks

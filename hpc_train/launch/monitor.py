@@ -21,7 +21,6 @@ from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.runs.comparison import Comparison
 from hpc_train.runs.job_status import View, how_stopped, resume_command
 from hpc_train.runs.job_table import JobTable, common_directory, print_messages, print_results
-from hpc_train.telemetry.messages import Relay
 from hpc_train.telemetry.progress import Progress
 
 POLL_S = 0.5
@@ -97,12 +96,10 @@ def wait(
 
 def _watch(queue: JobQueue, display: Display, console: Console) -> None:
     ending = False
-    relay = Relay([(job.run, job.config) for job in queue.jobs])
     while not queue.over:
         try:
             queue.advance()
             display.show(queue.views)
-            relay.look()
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             answer = "" if ending else _answer(console)
@@ -111,7 +108,6 @@ def _watch(queue: JobQueue, display: Display, console: Console) -> None:
             ending = True
             queue.stop_all(cancel=answer == "y")
             console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
-    relay.look(now=True)
 
 
 class HangUp(Exception):

@@ -103,6 +103,7 @@ class Script:
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
         last: bash lines at the end of a job that is not requeued.
         agent_options: the options of ``python -m hpc_train agent``.
+        on_event: the command of ``run.on_event``.
     """
 
     title: str
@@ -116,6 +117,7 @@ class Script:
     survives_node_loss: bool = False
     last: Sequence[str] = ()
     agent_options: Sequence[str] = ()
+    on_event: str | None = None
 
 
 def render(script: Script) -> str:
@@ -132,13 +134,14 @@ def render(script: Script) -> str:
         requeue_lines_before(),
         [] if script.chain is None else chain_lines_before(script.chain),
         _step(_agent(cluster, script.container, script.agent_options), script.survives_node_loss),
+        on_event_lines(script.on_event),
         ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
         requeue_script_lines(script.last) if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
     return _text(blocks)
 
 
-def by_hand(survives: bool) -> str:
+def by_hand(survives: bool, on_event: str | None = None) -> str:
     """Returns the text that a hand-written batch script sources after ``freeze``."""
     blocks = [
         BY_HAND.splitlines(),
@@ -146,6 +149,7 @@ def by_hand(survives: bool) -> str:
         gpu_export_lines(),
         requeue_lines_before(),
         _step(['"$@"'], survives),
+        on_event_lines(on_event),
         requeue_script_lines(),
     ]
     return _text(blocks)
@@ -320,6 +324,22 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   fi
 fi
 """.rstrip()
+
+
+ON_EVENT = """\
+# run.on_event: the agents call it, unless none of them is left to record the end of the job
+if [ -z "$cancelled" ] && ! ls "$end".node-* &> /dev/null; then
+  printf '{{"time": %s, "event": "failed", "node": "%s", "message": "%s"}}\\n' "$(date +%s)" \\
+      "${{SLURMD_NODENAME:-$HOSTNAME}}" "no agent is left: srun ended with exit code $status" |
+    HPC_TRAIN_RUN_DIR=$RUN timeout --kill-after=1 10 bash -c {command} ||
+    echo "run.on_event failed for the end of the job" >&2
+fi
+""".rstrip()
+
+
+def on_event_lines(command: str | None) -> list[str]:
+    """Returns the lines after the agents' step that call ``run.on_event`` if no agent has recorded an end."""
+    return [] if command is None else ON_EVENT.format(command=shell_word(command)).splitlines()
 
 
 def requeue_lines_before() -> list[str]:

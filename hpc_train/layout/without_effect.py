@@ -6,7 +6,6 @@ because the jobs of a sweep over optimizers or strategies share their other keys
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.condition import FACTS
 from hpc_train.config.schema.key import KeyInfo, info
-from hpc_train.config.services import URL
 from hpc_train.config.values import runs_own_code
 from hpc_train.layout.activation_offload import kept_if_less
 from hpc_train.layout.layout import Layout
@@ -93,7 +91,6 @@ def facts_of(config: Config, layout: Layout, shape: JobShape) -> dict[str, bool]
         "pipeline": layout.pp > 1,
         "directory": path is None or Path(str(path)).is_dir(),
         "hub": hub is None or not Path(str(hub)).is_dir(),
-        "webhook": config.telemetry.messages.webhook_file is not None or URL in os.environ,
     }
 
 

@@ -51,6 +51,7 @@ OUTPUT_BYTES = 1 << 20  # of the end of the output of a job
 PIPELINE_SPLIT = "pp_split.json"
 SECTION = re.compile(r"^(?=\w)", re.MULTILINE)  # begins at a line that is not indented
 _ATTEMPT_FILE = re.compile(r"([0-9]{3,9})\.json")
+RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"  # names the run directory to commands of the user
 PAGE = "report.html"  # of a run, and of a sweep
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML has it, is eight times as fast
 

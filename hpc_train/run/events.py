@@ -64,7 +64,6 @@ EVENTS = (
     "warning",
     "advice",
     "gpu_idle",  # for telemetry.gpu_idle_minutes
-    "message_not_sent",  # to a webhook; with its text, which a waiting command sends
     "profiled",
     "loop",  # one of the user's own loop (run.entry), with its name
 )

@@ -26,7 +26,6 @@ from hpc_train.config.identity import changes, check_identity, flat
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown_override
-from hpc_train.config.services import check_messages
 from hpc_train.errors import UserError
 from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
@@ -287,7 +286,6 @@ def claim_run(run: RunDirectory) -> None:
 
 
 def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
-    check_messages(config.telemetry.messages)
     refuse_live(run)
     if imported_model(run) is not None:
         raise UserError(

@@ -161,7 +161,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "slow_gpu": ("gpu", "node"),
     "unfit_node": ("reason", "node"),
     "pipeline_step": ("ranks", "seconds", "schedule", "micro_batches"),
-    "message_not_sent": ("kind", "text"),
     "warning": ("message",),
     "advice": ("message",),
     "checkpoint_failed": ("message",),

@@ -38,6 +38,7 @@ def frozen(tmp_path: Path) -> Freeze:
         stop_grace_s: float = 30,
         max_gpu_hours: float | None = None,
         gpus_per_node: int | str = 0,
+        on_event: str | None = None,
     ) -> RunDirectory:
         config = Config(
             cluster=ClusterConfig(kind="local", gpus_per_node=gpus_per_node, cpu_workers=workers),
@@ -47,7 +48,7 @@ def frozen(tmp_path: Path) -> Freeze:
             train=TrainConfig(steps=1),
             batch=BatchConfig(global_size=12),
             elastic=ElasticConfig(stop_grace_s=stop_grace_s),
-            run=RunConfig(root=str(tmp_path), name=name, max_gpu_hours=max_gpu_hours),
+            run=RunConfig(root=str(tmp_path), name=name, max_gpu_hours=max_gpu_hours, on_event=on_event),
         )
         run = RunDirectory(tmp_path / name)
         freeze(config, run)

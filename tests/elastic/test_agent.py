@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -29,8 +30,8 @@ from tests.config.composing import config_of
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
+from tests.elastic.webhook import serve
 from tests.run.outage import detachable
-from tests.telemetry.webhook import serve
 
 ECC, ASSERTION = "CUDA error: uncorrectable ECC error encountered", "CUDA error: device-side assert triggered"
 
@@ -190,13 +191,21 @@ def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
     assert last_event(run, "stopped_retrying")["exit_code"] == 93
 
 
-def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback_and_told_to_a_webhook(frozen: Freeze) -> None:
-    run = frozen()
+def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback_and_posted_to_a_webhook(
+    frozen: Freeze, tmp_path: Path
+) -> None:
+    heard = tmp_path / "heard"
+    script = Path(__file__).parents[2] / "examples" / "webhook.sh"
+    run = frozen(on_event=f"tee -a {heard} | bash {script}")
     with serve() as server:
         code, error = end(start_agent(run.path, "one_refuses", HPC_TRAIN_WEBHOOK_URL=server.url))
     assert code == 2
     (message,) = server.got
-    assert message["text"].splitlines()[:2] == [f"{run.path.name} has failed", "no such data"]
+    first, reason, *_, why = message["text"].splitlines()
+    assert (first, reason, why) == (f"{run.path}: failed", "no such data", f"python -m hpc_train why {run.path}")
+    events = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["started", "worker_failed", "failed"]
+    assert events[-1] in run.read_events() and "secret" not in json.dumps(run.read_events())
     assert error.splitlines() == ["no such data", "  set in: data.path", "  fix:    another path"]
 
 

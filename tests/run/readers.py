@@ -18,7 +18,6 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.runs.lookup import find_run, find_runs
-from hpc_train.telemetry.messages import Rate, _message
 from hpc_train.telemetry.notices import Notices
 from hpc_train.telemetry.progress import summary
 from hpc_train.telemetry.sinks.replay import NewOfAttempts
@@ -58,10 +57,7 @@ def agent(run: RunDirectory) -> None:
 
 def messages(run: RunDirectory) -> None:
     for event in run.read_events():
-        _message(run, "failed", event)
-        _message(run, "finished", event)
         Notices().message(event)
-    Rate(0, run.follow(run.metrics_file(0))).fallen()
 
 
 def monitoring(run: RunDirectory) -> None:

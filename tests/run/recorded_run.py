@@ -62,7 +62,6 @@ RANK_0 = (
         _event(28, "unfit_node", 0, 0, reason="memory", message="unfit"),
         _event(29, "step_skipped", 0, 0, step=3, steps=1, in_a_row=1),
         _event(29.5, "file_system_failed", 0, 0, began=BEGAN + 29, seconds=0.5, message="EIO"),
-        _event(29.7, "message_not_sent", 0, None, kind="failed", text="run failed", problem="no route"),
         _event(29.8, "collective_timed_out", 0, 1, stacks="logs/stacks/x.txt", message="all_reduce"),
         _event(29.9, "evaluation_started", 0, 0, step=3),
     ],

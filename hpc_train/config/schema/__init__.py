@@ -28,7 +28,6 @@ from hpc_train.config.schema.operation import (
     CheckpointConfig,
     ElasticConfig,
     LaunchConfig,
-    MessagesConfig,
     MlflowConfig,
     ProfileConfig,
     PrometheusConfig,
@@ -43,7 +42,7 @@ from hpc_train.config.schema.training import BatchConfig, OptimConfig, StrategyC
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig", "GPTConfig",
-    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MessagesConfig", "MixtureDataConfig",
+    "HFModelConfig", "ImagesDataConfig", "LaunchConfig", "LoraConfig", "MixtureDataConfig",
     "MlflowConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig", "PriceConfig", "ProfileConfig",
     "PrometheusConfig", "RunConfig", "SFTDataConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig",
     "SyntheticDataConfig", "TargetConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig",

@@ -57,11 +57,6 @@ FACTS: dict[str, Fact] = {
         "data.path is a directory or null", "unless data.path is a directory or null", "set data.path to a directory"
     ),
     "hub": Fact("model.name_or_path is a name on the hub", "for a local directory", "name a model on the hub"),
-    "webhook": Fact(
-        "a webhook is set",
-        "without a webhook",
-        "set telemetry.messages.webhook_file, or $HPC_TRAIN_WEBHOOK_URL",
-    ),
 }
 
 

@@ -169,20 +169,6 @@ class ProfileConfig:
 
 
 @dataclass
-class MessagesConfig:
-    """Messages to a webhook (Slack, Mattermost, or any that takes JSON) about the end and the speed of runs."""
-
-    webhook_file: str | None = key(
-        None,
-        "A file that contains only the URL of the webhook, which is a secret. $HPC_TRAIN_WEBHOOK_URL replaces it. "
-        "Without both no message is sent.",
-    )
-    on: Any = key(
-        "all", "What is told: all, or a list of failed, requeued, finished, slow and idle.", when=when("webhook")
-    )
-
-
-@dataclass
 class PrometheusConfig:
     """How a run shows its metrics to Prometheus."""
 
@@ -242,7 +228,6 @@ class TelemetryConfig:
         False, "Whether metrics are also sent to the OpenTelemetry collector at $OTEL_EXPORTER_OTLP_ENDPOINT."
     )
     profile: ProfileConfig = group(ProfileConfig)
-    messages: MessagesConfig = group(MessagesConfig)
     gpu_idle_minutes: float = key(
         20.0,
         "Tells when GPUs of a node were idle for this time, before a watchdog of the site ends the job. 0: never.",
@@ -297,6 +282,11 @@ class RunConfig:
         "batch and optimizer.",
     )
     group: str | None = key(None, "A Unix group whose members can read and change the files of the run.")
+    on_event: str | None = key(
+        None,
+        "A command that bash runs for each event of the first node's agent, with the event as a line of JSON on its "
+        "standard input and the run directory in $HPC_TRAIN_RUN_DIR. It has 10 seconds, and delays no restart.",
+    )
     max_gpu_hours: float | None = key(
         None,
         "The budget of all jobs of the run. The run saves and stops when it is spent.",

@@ -281,7 +281,14 @@ class SlurmJobExecutor:
         groups: dict[str, list[Job]] = {}
         for job in jobs:
             cluster = job.config.cluster
-            key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
+            key = [
+                options(job, self.site),
+                cluster.env,
+                cluster.setup,
+                cluster.teardown,
+                cluster.python,
+                job.config.run.on_event,
+            ]
             key.append(container_of(job.config, job.gpus))
             if not job.overrides:  # a run that is submitted again; some of its sweep may have newer code
                 key.append(frozen_code(job.run))
@@ -329,6 +336,7 @@ class SlurmJobExecutor:
             survives_node_loss=survives_node_loss(same[0].config.elastic),
             last=[] if turn.shared is None else pass_on_lines(turn.shared, ids),
             agent_options=same[0].agent_options,
+            on_event=same[0].config.run.on_event,
         )
         return render(script), asked
 
