@@ -117,7 +117,6 @@ def _untracked(config: Config) -> Config:
         "wandb": WandbConfig(mode="disabled"),
         "mlflow": MlflowConfig(),
         "tensorboard": False,
-        "csv": False,
     }
     return replace(config, telemetry=replace(config.telemetry, **off))
 

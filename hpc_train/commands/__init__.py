@@ -36,7 +36,7 @@ COMMANDS = {
     "report": Command("report:main", "a page about a run or a sweep, as one HTML file to keep or mail", _LOOK),
     "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
     "wait": Command("submitted:wait", "wait until runs end", _LOOK),
-    "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow, TensorBoard or a CSV file", _MANAGE),
+    "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow or TensorBoard", _MANAGE),
     "resume": Command("submitted:resume", "submit a run again", _MANAGE),
     "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE),
     "cancel": Command("submitted:cancel", "end runs", _MANAGE),

@@ -1,4 +1,4 @@
-"""``python -m hpc_train sync [RUN...]`` sends the metrics of runs to W&B, MLflow, TensorBoard or a CSV file."""
+"""``python -m hpc_train sync [RUN...]`` sends the metrics of runs to W&B, MLflow or TensorBoard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ examples:
   python -m hpc_train sync mine                    to W&B, from a machine with a route to it
   python -m hpc_train sync mine --follow           until the run ends
   python -m hpc_train sync sweep --to mlflow       all runs of a sweep
-  python -m hpc_train sync --to csv                all runs below run.root
+  python -m hpc_train sync --to tensorboard        all runs below run.root
 
 The metrics are read from RUN/metrics, whether or not the run was tracked. The command continues where the run or an
 earlier call has stopped; of steps that were done twice, the newest values are sent.

@@ -82,6 +82,7 @@ REMOVED: dict[str, Removed] = {
         "copy checkpoints/step-* of the run to another file system, such as with rsync; after a purge copy them back"
     ),
     "train.gc_every": Removed("remove it; Python's garbage collections run every 100 steps on all ranks"),
+    "telemetry.csv": Removed("remove it; docs/howto/tracking.md makes a table of RUN/metrics/*.jsonl with pandas"),
     "telemetry.messages": Removed(
         "run.on_event=COMMAND, which gets each event; examples/webhook.sh posts those that matter to a webhook"
     ),

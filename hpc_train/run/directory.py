@@ -26,7 +26,6 @@ report.html                  the report page, written at the end of each job; a 
 wandb/
 tracking/wandb.json          up to which step a tracker has the metrics (see telemetry/sinks/tracker.py)
 tracking/output.log          what the tracking process and its clients print
-metrics.csv                  the metrics of all attempts as one table (telemetry.csv)
 """
 
 from __future__ import annotations

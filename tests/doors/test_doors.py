@@ -247,7 +247,7 @@ def test_the_console_script_finds_modules_of_the_working_directory_and_lets_none
     for name in ("psutil", "yaml", "torch", "rich", "socket", "hydra_plugins/evil"):
         (tmp_path / f"{name}.py").write_text(evil)
     (tmp_path / "own_model.py").write_text("from tests.doors.faulty import Faulty\n\nclass Model(Faulty): ...\n")
-    of_user = ["model._target_=own_model.Model", "train.steps=2", "telemetry.csv=true"]
+    of_user = ["model._target_=own_model.Model", "train.steps=2", "telemetry.tensorboard=true"]
     asked = ["+strategy=dp", *FAULTY, *of_user, "cluster=local", "cluster.cpu_workers=1", "run.name=run"]
     for arguments in (["status"], [*asked, "launch.dry_run=true"], *([asked] if LONG else [])):
         command = [sys.executable, "-c", CONSOLE_SCRIPT, *arguments]

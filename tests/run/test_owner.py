@@ -192,7 +192,7 @@ OPTIONS = {
     "checkpoint verify --submit": ["--submit"],
     "compare --baseline": ["--baseline"],
     "generate": ["a text"],
-    "sync": ["--to", "csv"],
+    "sync": ["--to", "tensorboard"],
     "stacks": ["--wait", "0"],
 }
 
@@ -381,20 +381,20 @@ def test_a_directory_made_in_advance_is_refused_at_each_door(
 def test_what_is_written_about_runs_of_others_is_the_callers(
     run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run.metrics / "attempt-000.jsonl").write_text('{"step": 1, "loss": 2.0, "attempt": 0}\n')
+    (run.metrics / "attempt-000.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 2.0, "attempt": 0}\n')
     (tmp_path / "bashrc").write_text("own")
     (run.path / "report.html").symlink_to(tmp_path / "bashrc")
-    (run.path / "metrics.csv").symlink_to(tmp_path / "bashrc")
+    (run.path / "tensorboard").symlink_to(tmp_path)
     give(everything(run))
     before = sorted(run.path.rglob("*"))
     assert cli.run(["report", str(run.path)]) == 0
-    assert cli.run(["sync", str(run.path), "--to", "csv"]) == 0
+    assert cli.run(["sync", str(run.path), "--to", "tensorboard"]) == 0
     assert cli.run(["wait", str(run.path)]) is not None
     said = capsys.readouterr()
     (folder,) = (tmp_path / "outputs" / ".others").iterdir()
     assert folder.name.startswith("one-") and f"report: {folder}/report.html" in said.out
     assert f"files are written to {folder}" in said.err
-    assert sorted(path.name for path in folder.iterdir()) == ["metrics.csv", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == [".locks", "report.html", "tensorboard", "tracking"]
     assert sorted(run.path.rglob("*")) == before and (tmp_path / "bashrc").read_text() == "own"
     assert cli.run(["report", str(run.path), "--machine", "h100"]) == 2
     shutil.rmtree(folder.parent)

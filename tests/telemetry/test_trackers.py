@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.telemetry.sinks.backend import Backend, Line
-from hpc_train.telemetry.sinks.csv import Csv
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
 from hpc_train.telemetry.sinks.tracker import Position, Tracker
@@ -120,34 +118,6 @@ def test_a_follower_sends_each_line_once_and_new_places_get_all(run: RunDirector
     assert (backend.sent, replay.sent, replay.last) == ([1, 2, 3, 4], 4, 4)
     assert Position.read(run, "remote", "here").step == 4
     assert Position.read(run, "remote", "elsewhere").step == 0
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_the_table_has_a_row_per_step_and_columns_may_be_added(run: RunDirectory) -> None:
-    follow(run, Csv(run), (0, [1, 2, 3, 4, 5]), (1, [4]), (1, [3, 4]))  # goes back twice
-    found = rows(run.path / "metrics.csv")
-    assert [(row["step"], row["attempt"]) for row in found] == [("1", "0"), ("2", "0"), ("3", "1"), ("4", "1")]
-    assert found[-1]["loss"] == "14.0"
-    log = MetricsLog(run, 2)
-    log.write({"step": 5, "time": 0.0, "attempt": 2, "val_loss": 1.5})
-    log.write({"step": 6, "time": 0.0, "attempt": 2, "loss": 6.0})
-    follow(run, Csv(run), (2, []))
-    found = rows(run.path / "metrics.csv")
-    assert [row["step"] for row in found] == ["1", "2", "3", "4", "5", "6"]
-    assert [row["val_loss"] for row in found] == ["", "", "", "", "1.5", ""]
-
-
-def test_a_table_is_made_of_any_run(run: RunDirectory) -> None:
-    logged(run, 0, [1, 2, 3])
-    logged(run, 1, [3, 4])
-    replay = Replay(run, Csv(run))
-    replay.send_new()
-    replay.finish()
-    assert [row["step"] for row in rows(run.path / "metrics.csv")] == ["1", "2", "3", "4"]
 
 
 def test_tensorboard_hides_steps_that_are_done_again(run: RunDirectory) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
@@ -71,11 +71,13 @@ def test_a_tracker_that_hangs_is_nothing_to_the_ranks(tmp_path: Path, monkeypatc
         assert run_attempt(run, 1) == [0]
         assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
         assert server.accepted == []
-        run = frozen(tmp_path / "run", "+strategy=single", keys[0], "telemetry.csv=true")  # MLflow is slow to import
+        run = frozen(
+            tmp_path / "run", "+strategy=single", keys[0], "telemetry.tensorboard=true"
+        )  # MLflow is slow to import
         with tracked(run, load(run)) as process:
             assert process is not None
             wait_for(lambda: server.accepted)
-            wait_for((run.path / "metrics.csv").exists)
+            wait_for((run.path / "tensorboard").exists)
             process.end(True, None)
     assert run.record()["wandb"]["problem"] == "it did not finish in 0.5 s"
     (message,) = [message for message in warnings(run) if "did not finish" in message]
@@ -84,8 +86,17 @@ def test_a_tracker_that_hangs_is_nothing_to_the_ranks(tmp_path: Path, monkeypatc
 
 
 def started(path: Path, *more: str) -> tuple[RunDirectory, TrackingProcess]:
-    run = frozen(path, "+strategy=single", "telemetry.csv=true", *more)
+    run = frozen(path, "+strategy=single", "telemetry.tensorboard=true", *more)
     return run, TrackingProcess(run, load(run))
+
+
+def steps(run: RunDirectory) -> list[int]:
+    """Returns the steps whose losses TensorBoard shows."""
+    if not (run.path / "tensorboard").exists():
+        return []
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("loss")] if "loss" in events.Tags()["scalars"] else []
 
 
 def test_one_process_follows_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +104,11 @@ def test_one_process_follows_all_attempts(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     run, process = started(tmp_path / "run", "telemetry.wandb.mode=offline")
-    table = run.path / "metrics.csv"
     logged(run, 0, [1, 2, 3])
-    wait_for(table.exists)
+    wait_for(lambda: steps(run))
     logged(run, 1, [3, 4])
     process.end(True, None)
-    with table.open() as file:
-        assert [(row["step"], row["attempt"]) for row in csv.DictReader(file)] == [
-            ("1", "0"), ("2", "0"), ("3", "1"), ("4", "1"),
-        ]  # fmt: skip
+    assert steps(run) == [1, 2, 3, 4]
     assert list(run.path.rglob("offline-run-*"))
     assert not [one.name for one in (tmp_path / "tmp").iterdir()]
     assert warnings(run) == []
@@ -117,7 +124,7 @@ def test_a_tracking_process_that_dies_or_hangs_is_told_once(tmp_path: Path, monk
             wait_for(lambda run=run: warnings(run))  # type: ignore[misc]
         process.end(False, None)
         (message,) = warnings(run)
-        assert word in message and f"python -m hpc_train sync {run.path} --to csv" in message
+        assert word in message and f"python -m hpc_train sync {run.path} --to tensorboard" in message
 
 
 def test_it_outlives_signals_to_the_job(tmp_path: Path) -> None:
@@ -127,5 +134,5 @@ def test_it_outlives_signals_to_the_job(tmp_path: Path) -> None:
         os.kill(process.pid, number)
     logged(run, 0, [1])
     process.end(False, None)
-    assert (run.path / "metrics.csv").exists()
+    assert steps(run) == [1]
     assert warnings(run) == []

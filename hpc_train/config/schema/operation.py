@@ -222,7 +222,6 @@ class TelemetryConfig:
     wandb: WandbConfig = group(WandbConfig)
     mlflow: MlflowConfig = group(MlflowConfig)
     tensorboard: bool = key(False, "Whether metrics are also written for TensorBoard.")
-    csv: bool = key(False, "Whether metrics are also written to metrics.csv in the run directory, one row per step.")
     prometheus: PrometheusConfig = group(PrometheusConfig)
     otlp: bool = key(
         False, "Whether metrics are also sent to the OpenTelemetry collector at $OTEL_EXPORTER_OTLP_ENDPOINT."

@@ -9,7 +9,6 @@ from pathlib import Path
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.sinks.backend import Backend
-from hpc_train.telemetry.sinks.csv import Csv
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.sinks.mlflow import Mlflow
 from hpc_train.telemetry.sinks.tensorboard import TensorBoard
@@ -57,5 +56,4 @@ BACKENDS: dict[str, Callable[[Session], Backend]] = {
     Wandb.name: _wandb,
     Mlflow.name: _mlflow,
     TensorBoard.name: lambda session: TensorBoard(RunDirectory(session.identity.directory), session.live),
-    Csv.name: lambda session: Csv(session.run, session.identity.directory),
 }

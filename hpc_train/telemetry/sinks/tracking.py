@@ -38,7 +38,6 @@ def wanted(telemetry: TelemetryConfig) -> list[str]:
         "tensorboard": telemetry.tensorboard,
         "wandb": telemetry.wandb.mode != "disabled",
         "mlflow": telemetry.mlflow.uri is not None,
-        "csv": telemetry.csv,
     }
     return [name for name, is_asked in asked.items() if is_asked]
 
