@@ -101,7 +101,6 @@ class Script:
         chain: the file with the ids of the jobs of the chain; None for a job that may be requeued.
         notes: further comment lines below the title.
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
-        last: bash lines at the end of a job that is not requeued.
         agent_options: the options of ``python -m hpc_train agent``.
         on_event: the command of ``run.on_event``.
     """
@@ -115,7 +114,6 @@ class Script:
     container: Container | None = None
     notes: Sequence[str] = ()
     survives_node_loss: bool = False
-    last: Sequence[str] = ()
     agent_options: Sequence[str] = ()
     on_event: str | None = None
 
@@ -136,7 +134,7 @@ def render(script: Script) -> str:
         _step(_agent(cluster, script.container, script.agent_options), script.survives_node_loss),
         on_event_lines(script.on_event),
         ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
-        requeue_script_lines(script.last) if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
+        requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
     return _text(blocks)
 
@@ -352,9 +350,9 @@ def requeue_end_lines() -> list[str]:
     return REQUEUE_END.splitlines()
 
 
-def requeue_script_lines(last: Sequence[str] = ()) -> list[str]:
-    """Returns the last lines of a batch script, with ``last`` before its end."""
-    return [*requeue_end_lines(), *REQUEUE_AFTER.splitlines(), *last, 'exit "$status"']
+def requeue_script_lines() -> list[str]:
+    """Returns the last lines of a batch script."""
+    return [*requeue_end_lines(), *REQUEUE_AFTER.splitlines(), 'exit "$status"']
 
 
 CHAIN_BEFORE = """\

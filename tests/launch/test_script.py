@@ -16,7 +16,6 @@ from hpc_train.commands import batch
 from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.container import Container, container_of
-from hpc_train.launch.executors.array_turns import pass_on_lines
 from hpc_train.launch.sbatch import (
     arguments,
     options,
@@ -83,7 +82,6 @@ def scripts(tmp_path: Path) -> dict[str, Script]:
             PLAIN,
             run_of_task(Path("/scratch/sweep/slurm/runs-00000")),
             {},
-            last=pass_on_lines(4, Path("/scratch/my sweep/slurm/submissions-00000")),
         ),
         "chain": Script("hpc_train, dp", PLAIN, one_run(RUN), {}, chain=RUN / "attempts" / "chain-000"),
         "apptainer": Script("hpc_train, dp", INSIDE, one_run(RUN), {}, container=APPTAINER),

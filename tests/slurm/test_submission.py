@@ -13,7 +13,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
-from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.cluster import Cluster
 from tests.slurm.runs import status
 from tests.warm_parents.sitecustomize import SOCKET
 
@@ -230,36 +230,6 @@ def test_the_words_of_the_site_reach_the_user(plain: Cluster, tmp_path: Path) ->
     assert "Munge encode failed: Failed to access" in refused.stderr
     assert "set in: munge on this machine\n" in refused.stderr
     assert not (tmp_path / "outputs").exists()
-
-
-# The first job ends at once, and each of the others when two of them have run at the same time.
-TOGETHER = """\
-[ -n "$SLURM_ARRAY_JOB_ID" ] || exit 0
-touch $SLURM_ARRAY_TASK_ID
-until [ -e go ]; do sleep 0.2; done
-"""
-
-
-@pytest.mark.beside
-@pytest.mark.long_form(25)  # the sweep that is several arrays
-def test_an_array_gets_the_places_of_one_that_has_ended(plain: Cluster, tmp_path: Path) -> None:
-    """Two jobs may run at a time: one of each shape, and two of the second shape when the first has no job left."""
-    (tmp_path / "together.sh").write_text(TOGETHER)
-    command = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "run.command=[bash,together.sh]"]
-    times = ["cluster.time=00:05:00,00:06:00,00:06:00,00:06:00", "launch.array_parallelism=2", "launch.detach=true"]
-    done = plain.hpc_train(*command, *times, "cluster.nodes=1", "run.name=sweep", "-m", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(4)]
-    single, *tasks = [run.record()["submissions"][-1]["job_id"] for run in runs]
-    array = tasks[0].partition("_")[0]
-    begun = lambda: len(list(tmp_path.glob("[0-2]")))  # noqa: E731
-    wait_for("two jobs of the array", lambda: begun() == 2, 120)
-    assert plain.state(single) == "COMPLETED"
-    shown = plain.call("squeue", "--noheader", f"--jobs={array}", "--format=%i %T").stdout.split("\n")
-    assert sum("RUNNING" in line for line in shown) == 2 and any("PENDING" in line for line in shown), shown
-    (tmp_path / "go").touch()
-    for job in tasks:
-        assert plain.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED"
 
 
 def test_a_full_queue_is_refused_and_leaves_nothing(

@@ -244,7 +244,8 @@ class LaunchConfig:
     detach: bool = key(False, "Exits after submission instead of waiting for the jobs.", when=when("launched"))
     array_parallelism: int | str = key(
         "auto",
-        "The number of jobs of a sweep that run at the same time. auto runs as many as fit.",
+        "The number of jobs of a sweep that run at the same time, on Slurm of each of its arrays. auto runs as many "
+        "as fit.",
         choices=("auto",),
         at_least=1,
         when=when("launched"),

@@ -1,7 +1,7 @@
 """Runs jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
 
-Jobs with the same resources are submitted as one array, split at the maximum size of the site's arrays. The arrays of a
-sweep share ``launch.array_parallelism``.
+Jobs with the same resources are submitted as one array, split at the maximum size of the site's arrays. Each array has
+the limit ``launch.array_parallelism``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -26,9 +26,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import fewest_nodes, node_range
-from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
-from hpc_train.launch.executors.array_turns import Turn, divide, pass_on_lines
 from hpc_train.launch.executors.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.refusal import TOO_FEW_NOW, refusal
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpu_types, asked_gpus, depends_on_gpu_types
@@ -135,12 +133,11 @@ class SlurmJobExecutor:
         check_queue(jobs, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path), *notes_of_withheld()]
-        for same, turn in self._arrays(jobs):
+        for same in self._by_shape(jobs):
             check_limits(same[0], self.site)
-            found = _test_only(same[0], {**options(same[0], self.site), **array(len(same), turn.at_once)})
+            found = _test_only(same[0], {**options(same[0], self.site), **_array(same)})
             lines += found.lines
-            if turn.after is None:  # Slurm does not know how long a submission waits for another one
-                self._expected[same[0].number] = found.starts
+            self._expected[same[0].number] = found.starts
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -149,9 +146,8 @@ class SlurmJobExecutor:
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
         found = []
-        for same, turn in self._arrays(jobs):
-            text, asked = self._submission(same, self._folder(same, sweep), sweep, turn, _ids_file(jobs, sweep))
-            asked = _waiting_for(asked, None if turn.after is None else f"JOB_ID_OF_SUBMISSION_{turn.after + 1}")
+        for same in self._by_shape(jobs):
+            text, asked = self._submission(same, self._folder(same, sweep), sweep)
             found.append((" \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), text))
         return found
 
@@ -177,21 +173,15 @@ class SlurmJobExecutor:
             submitted: gets the id of each submission, the first one of a chain.
         """
         ids: dict[int, str] = {}
-        file = _ids_file(jobs, sweep)
-        file.unlink(missing_ok=True)  # of an earlier submission of the same jobs
-        for same, turn in self._arrays(jobs):
+        for same in self._by_shape(jobs):
             folder = self._folder(same, sweep)
-            text, asked = self._submission(same, folder, sweep, turn, file)
-            asked = _waiting_for(asked, None if turn.after is None else self._last_of(submitted[turn.after]))
+            text, asked = self._submission(same, folder, sweep)
             folder.mkdir(parents=True, exist_ok=True)
             if len(same) > 1:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = self._submit_chain(same, folder, text, asked, submitted)
             submitted.append(main)
             self._record_estimate(same[0], f"{main}_0" if len(same) > 1 else main)
-            if turn.shared is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_text(file, "".join(f"{self._last_of(job_id)}\n" for job_id in submitted))
             for index, job in enumerate(same):
                 write_text(job.run.path / "job.sbatch", text, file_mode(job.config), flush=False)  # to be read
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
@@ -232,10 +222,6 @@ class SlurmJobExecutor:
         estimate = Estimate(self.site.name, cluster.partition, job_id, time.time(), expected)
         with suppress(OSError):  # the root belongs to somebody else
             append_line(Path(job.config.run.root) / ESTIMATES, asdict(estimate))
-
-    def _last_of(self, job_id: str) -> str:
-        """Returns the last job of the chain that begins with ``job_id``, or ``job_id`` itself."""
-        return self._chains.get(job_id, [job_id])[-1]
 
     def _all(self, ids: Collection[str]) -> list[str]:
         """Returns ``ids`` with the other jobs of their chains."""
@@ -298,31 +284,15 @@ class SlurmJobExecutor:
         largest = self.site.max_array_size or len(jobs)
         return [same[first : first + largest] for same in groups.values() for first in range(0, len(same), largest)]
 
-    def _arrays(self, jobs: Sequence[Job]) -> list[tuple[list[Job], Turn]]:
-        """Returns the submissions, and how ``launch.array_parallelism`` is divided among them."""
-        groups = self._by_shape(jobs)
-        turns = divide([len(same) for same in groups], jobs[0].config.launch.array_parallelism)
-        if other_clusters(jobs[0].config.cluster.clusters, self.site):  # a job sees the arrays of its own cluster only
-            turns = [replace(turn, shared=None) for turn in turns]
-        for same, turn in zip(groups, turns, strict=True):
-            if turn.after is not None and "?" in (same[0].config.cluster.dependency or ""):
-                raise UserError(
-                    f"the sweep needs {len(groups)} submissions, of which some must wait for others, and Slurm cannot "
-                    "combine this with alternatives (?) in a dependency",
-                    where="cluster.dependency, launch.array_parallelism",
-                    fix=f"launch.array_parallelism={len(groups)} or more, or a dependency without ?",
-                )
-        return list(zip(groups, turns, strict=True))
-
-    def _submission(self, same: list[Job], folder: Path, sweep: Path, turn: Turn, ids: Path) -> tuple[str, Options]:
-        """Returns script and options of an array or a single job. ``ids`` is the file with those of the sweep."""
+    def _submission(self, same: list[Job], folder: Path, sweep: Path) -> tuple[str, Options]:
+        """Returns script and options of an array or a single job."""
         single = len(same) == 1
         file = chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
         name = "%A_%a" if not single else "%j" if file is None else file.name
         asked = {
             **options(same[0], self.site),
             **identity(same, same[0].run.path if single else sweep, output_file(folder, f"{name}.out")),
-            **array(len(same), turn.at_once),
+            **_array(same),
         }
         script = Script(
             title=_title(same),
@@ -334,7 +304,6 @@ class SlurmJobExecutor:
             container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
             survives_node_loss=survives_node_loss(same[0].config.elastic),
-            last=[] if turn.shared is None else pass_on_lines(turn.shared, ids),
             agent_options=same[0].agent_options,
             on_event=same[0].config.run.on_event,
         )
@@ -381,12 +350,9 @@ def _site(path: str | None, conf: str | None) -> Site:
     return begun_site(path, conf)()
 
 
-def _waiting_for(asked: Options, job_id: str | None) -> Options:
-    """Returns the options with a dependency on the end of ``job_id``, besides that of the user."""
-    if job_id is None:
-        return asked
-    given = asked.get("dependency")
-    return {**asked, "dependency": ",".join(filter(None, [given, f"afterany:{job_id}"]))}
+def _array(same: Sequence[Job]) -> Options:
+    """Returns the option for the array of the jobs ``same``; empty for a single job."""
+    return array(len(same), same[0].config.launch.array_parallelism)
 
 
 def _title(same: Sequence[Job]) -> str:
@@ -399,11 +365,6 @@ def _listing(same: Sequence[Job]) -> str:
     """Returns a name for the list of runs that depends on its content, since earlier arrays still read theirs."""
     paths = "\n".join(str(job.run.path) for job in same)
     return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
-
-
-def _ids_file(jobs: Sequence[Job], sweep: Path) -> Path:
-    """Returns the file with the ids of all submissions of ``jobs``, for those that pass their places on."""
-    return sweep / "slurm" / _listing(jobs).replace("runs-", "submissions-")
 
 
 def _recorded(jobs: Sequence[Job]) -> set[str]:

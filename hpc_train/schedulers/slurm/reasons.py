@@ -42,7 +42,7 @@ REASONS: Mapping[str, Reason] = {
     "BeginTime": Reason(
         "its begin time has not come: cluster.begin, or about two minutes after a requeue"
     ),
-    "Dependency": Reason("it depends on another job (cluster.dependency, or launch.array_parallelism)",
+    "Dependency": Reason("it depends on another job (cluster.dependency)",
                          "squeue --job={job} --Format=dependency"),
     "DependencyNeverSatisfied": Reason("its dependency can no longer be satisfied, so it never starts", AGAIN),
     "JobHeldUser": Reason("it is held by its user", RELEASE),
