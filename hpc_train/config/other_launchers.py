@@ -5,7 +5,7 @@ from __future__ import annotations
 REPLACED = {
     "submitit_slurm": "remove it; cluster=slurm -m submits to Slurm, with cluster.partition=P cluster.time=T",
     "submitit_local": "remove it; cluster=local -m runs the jobs on this machine",
-    "joblib": "remove it; with cluster=local -m as many jobs run at once as there are free GPUs or cores",
+    "joblib": "remove it; with cluster=local -m as many jobs run at once as there are GPUs or cores for",
 }
 SWEEPERS = {  # name -> package
     "optuna": "hydra-optuna-sweeper",

@@ -54,7 +54,7 @@ class JobProgress:
         elif view.state == "waiting":
             if time.monotonic() > self._announce_at:
                 self._announce_at = float("inf")
-                self._console.print("waiting for free GPUs or cores: other jobs hold them", highlight=False)
+                self._console.print("waiting for GPUs or cores that other jobs of the sweep hold", highlight=False)
         elif view.exit is None and view.state not in (self._shown, "finishing", "failing"):
             self._shown = view.state
             self._console.print(view.state, markup=False, highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,8 +61,8 @@ def test_a_killed_holder_gives_back(tmp_path: Path) -> None:
 def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     script = (
-        "import os; from pathlib import Path; from hpc_train.launch.executors.executor import Share, reserve\n"
-        f"with reserve(Share(0, 1, {str(tmp_path)!r}, 1), lambda: False, Path({str(tmp_path)!r})):\n"
+        "import os; from hpc_train.launch.executors.executor import Share, reserve\n"
+        f"with reserve(Share(0, 1, {str(tmp_path)!r}, 1), lambda: False):\n"
         "    print(len(os.sched_getaffinity(0)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -72,19 +73,47 @@ def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path) -> None:
 def test_a_job_sees_only_the_gpus_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.launch.executors.executor.visible_devices", lambda: ("0", "1", "GPU-abc"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,GPU-abc")
-    with take(tmp_path, ["gpu-0"], 1, never), reserve(Share(2, 0, str(tmp_path), 1), never, tmp_path):
+    (tmp_path / ".slots").mkdir()
+    with take(tmp_path / ".slots", ["gpu-0"], 1, never), reserve(Share(2, 0, str(tmp_path), 1), never):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,GPU-abc"
 
 
 def test_a_sweep_keeps_to_its_cap(tmp_path: Path) -> None:
-    sweep, machine = tmp_path / "sweep", tmp_path / "machine"
-    sweep.mkdir()
-    machine.mkdir()
-    share = Share(gpus=0, cores=1, sweep=str(sweep), at_once=1)
+    share = Share(gpus=0, cores=1, sweep=str(tmp_path), at_once=1)
     before = os.sched_getaffinity(0)
     try:
         asked = iter([False, False, True, True])
-        with reserve(share, never, machine), take(sweep / ".slots", ["slot-0"], 1, asked.__next__) as turn:
+        with reserve(share, never), take(tmp_path / ".slots", ["slot-0"], 1, asked.__next__) as turn:
             assert turn == []
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_two_sweeps_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    sweeps = [tmp_path / "first", tmp_path / "second"]
+    try:
+        for sweep in sweeps:
+            sweep.mkdir()
+        first, second = (Share(0, len(before), str(sweep), 1) for sweep in sweeps)
+        with reserve(first, never), reserve(second, never):
+            assert os.sched_getaffinity(0) == before
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_jobs_that_each_need_most_of_the_gpus_run_one_after_the_other(tmp_path: Path) -> None:
+    """None waits for ever with a part of what another one needs."""
+    held: list[list[str]] = []
+
+    def job() -> None:
+        for _ in range(5):
+            with take(tmp_path, NAMES, 2, never) as names:
+                held.append(names)
+
+    threads = [threading.Thread(target=job) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [len(names) for names in held] == [2] * 15

@@ -1,20 +1,14 @@
-"""The interface of executors, which run jobs on this machine or on Slurm, and the reservation of GPUs and cores.
-
-On one machine, each GPU and each core is a lock file in a directory that all users share. A job holds the locks of what
-it uses until its process ends, when the kernel releases them. Jobs queue at a gate, so that small jobs cannot starve a
-large one.
-"""
+"""The interface of executors, which run jobs on this machine or on Slurm, and the shares of a sweep on this machine."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import stat
+import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,61 +174,26 @@ class Share:
     at_once: int
 
 
-GATE_S = 30.0  # a holder of the gate takes what is free within POLL_S
-
-
-class UnusableSlots(Exception):
-    """Reports that lock files cannot be used, because another user has made them unreadable or something else."""
-
-
-def shared_directory() -> Path:
-    """Returns the directory of the lock files, the same for all users of this machine."""
-    path = Path(tempfile.gettempdir()) / "hpc_train-slots"
-    if not os.path.lexists(path):
-        new = Path(tempfile.mkdtemp(prefix="hpc_train-slots-", dir=path.parent))
-        new.chmod(0o1777)
-        try:
-            new.rename(path)  # so that nobody sees it before it is open to all
-        except OSError:  # another process was first
-            new.rmdir()
-    return path
-
-
 @contextmanager
-def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | None = None) -> Iterator[None]:
+def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]:
     """Reserves the share of a job inside the ``with`` block, and restricts this process to it.
 
-    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved. If other users
-    have made the lock files of the machine unusable, the jobs of the sweep reserve their shares among themselves.
+    The directory ``.slots`` of the sweep has a lock file for each job that may run at the same time, and for each GPU
+    or core. When the process of a job ends, the kernel releases its locks. Jobs of other sweeps are not waited for.
+
+    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
     """
-    slots = [f"slot-{number}" for number in range(share.at_once)]
-    own = Path(share.sweep) / ".slots"
-    own.mkdir(exist_ok=True)
-    with take(own, slots, 1, waiting_is_over), ExitStack() as stack:
-        machine = machine or shared_directory()
-        names = _devices_or_cores(share)
-        count = share.gpus or share.cores
-        try:
-            _check_directory(machine)
-            held = stack.enter_context(take(machine, names, count, waiting_is_over))
-        except UnusableSlots as error:
-            _warn_of_others(machine, error)
-            held = stack.enter_context(take(own, names, count, waiting_is_over))
-        if held:
-            _restrict([name.partition("-")[2] for name in held], share)
+    folder = Path(share.sweep) / ".slots"
+    folder.mkdir(exist_ok=True)
+    turns = [f"slot-{number}" for number in range(share.at_once)]
+    count = share.gpus or share.cores
+    with (
+        take(folder, turns, 1, waiting_is_over),
+        take(folder, _devices_or_cores(share), count, waiting_is_over) as names,
+    ):
+        if names:
+            _restrict([name.partition("-")[2] for name in names], share)
         yield
-
-
-def _check_directory(machine: Path) -> None:
-    """Raises UnusableSlots if other users may remove the lock files of this one."""
-    try:
-        status = machine.lstat()
-    except OSError as error:
-        raise UnusableSlots(f"{machine} cannot be used: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode):
-        raise UnusableSlots(f"{machine} is not a directory")
-    if status.st_uid not in (0, os.geteuid()) and not status.st_mode & stat.S_ISVTX:
-        raise UnusableSlots(f"{machine} belongs to another user and has no sticky bit")
 
 
 def _devices_or_cores(share: Share) -> list[str]:
@@ -252,110 +211,36 @@ def _restrict(names: Sequence[str], share: Share) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
-def _warn_of_others(machine: Path, error: UnusableSlots) -> None:
-    print(
-        f"warning: {error}. Only the jobs of this sweep are kept apart; others may use the same GPUs and cores\n"
-        f"  fix:    its owner or root removes it: rm -r {machine}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
 @contextmanager
 def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> Iterator[list[str]]:
-    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free.
-
-    Raises:
-        UnusableSlots: the locks cannot be used by this user.
-    """
-    locks: dict[str, int] = {}
-    gate = None
+    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free."""
+    locks = _free_locks(folder, names, count)
+    while len(locks) < count and not waiting_is_over():
+        _close(locks)  # jobs that each hold a part of what they need would wait for each other
+        time.sleep(POLL_S * random.uniform(0.5, 1.5))
+        locks = _free_locks(folder, names, count)
     try:
-        gate = _wait_for_gate(folder, names, count, waiting_is_over)
-        while len(locks) < count and not waiting_is_over():
-            _lock_free(folder, names, count, locks)
-            if len(locks) < count:
-                time.sleep(POLL_S)
-        _close(gate)
-        gate = None
         yield list(locks) if len(locks) == count else []
     finally:
-        _close(gate, *locks.values())
+        _close(locks)
 
 
-def _lock_free(folder: Path, names: Sequence[str], count: int, locks: dict[str, int]) -> None:
-    """Adds free locks to ``locks``, up to ``count`` in all."""
-    for name in names:
-        if name not in locks and len(locks) < count and (lock := _try_lock(folder / name)) is not None:
-            locks[name] = lock
-
-
-def _close(*descriptors: int | None) -> None:
-    for descriptor in descriptors:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _wait_for_gate(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> int | None:
-    """Waits at the gate of one kind of lock, so that jobs waiting for GPUs do not block jobs waiting for cores.
-
-    Passes a gate that is held although ``count`` locks have been free for ``GATE_S`` seconds: a job that holds it would
-    have taken them.
-    """
-    path = folder / f"gate-{names[0].partition('-')[0]}"
-    free_since: float | None = None
-    while not waiting_is_over():
-        if (gate := _try_lock(path)) is not None:
-            return gate
-        if not _are_free(folder, names, count):
-            free_since = None
-        elif free_since is None:
-            free_since = time.monotonic()
-        elif time.monotonic() - free_since >= GATE_S:
-            print(f"warning: a process holds {path} and takes nothing; continuing without it", file=sys.stderr)
-            return None
-        time.sleep(POLL_S)
-    return None
-
-
-def _are_free(folder: Path, names: Sequence[str], count: int) -> bool:
+def _free_locks(folder: Path, names: Sequence[str], count: int) -> dict[str, int]:
+    """Takes up to ``count`` free locks; returns their descriptors by name."""
     locks: dict[str, int] = {}
-    try:
-        _lock_free(folder, names, count, locks)
-        return len(locks) == count
-    finally:
-        _close(*locks.values())
+    for name in names:
+        if len(locks) == count:
+            break
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        else:
+            locks[name] = descriptor
+    return locks
 
 
-def _try_lock(path: Path) -> int | None:
-    """Returns the descriptor of the lock file, or None if another process holds the lock.
-
-    Raises:
-        UnusableSlots: this user cannot open it, or it is not a file.
-    """
-    try:
-        descriptor = _open_lock(path)
-    except OSError as error:
-        raise UnusableSlots(f"the lock file {path} cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+def _close(locks: dict[str, int]) -> None:
+    for descriptor in locks.values():
         os.close(descriptor)
-        raise UnusableSlots(f"{path} is not a lock file")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _open_lock(path: Path) -> int:
-    """Opens a lock file, or creates it so that all users can lock it; follows no link and waits for no pipe."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    while True:
-        with suppress(FileNotFoundError):
-            # without O_CREAT first: in a shared directory, kernels refuse it for another user's file
-            return os.open(path, flags)
-        with suppress(FileExistsError):
-            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-            os.fchmod(descriptor, 0o644)  # whatever the umask
-            return descriptor
