@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_train.collector import without_collector
 from hpc_train.elastic.warm_parent.head_start import head_start
 from hpc_train.run.directory import RunDirectory
 
@@ -21,11 +20,6 @@ OPTIONS = ("--json", "-cd", "--config-dir", "-cn", "--config-name", "-cp", "--co
 ELSEWHERE = re.compile(r"\+{0,2}(cluster(\.kind)?=slurm|hydra\.mode=|run\.command=|launch\.dry_run=(?!false))")
 SUBMIT = {"-m", "--multirun"}
 HERE = ("cluster=local", "cluster.kind=local")
-KEYS = {
-    name.rpartition(".")[2]: name
-    for name in ("cluster.cpu_workers", "cluster.gpus_per_node", "run.command", "train.threads")
-}
-FROZEN = re.compile(rf"^  ({'|'.join(KEYS)}): (.*)$", re.MULTILINE)  # in a frozen config, without a parser
 DEFAULTS = {"cluster.cpu_workers": "4", "cluster.gpus_per_node": "auto", "train.threads": "auto"}
 
 
@@ -37,8 +31,7 @@ def train(arguments: list[str]) -> int:
         begun_site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
     values = dict(each.lstrip("+").split("=", 1) for each in arguments if "=" in each)
     threads = threads_of_worker(values) if trains_here(arguments) else None
-    # imports and composition take a tenth less time; who stays for long calls ``launch.launcher.collect_garbage``
-    with without_collector(), head_start(threads) as begun:
+    with head_start(threads) as begun:
         from hpc_train.commands.train import main
 
         return main(arguments, begun)
@@ -85,7 +78,10 @@ def threads_of_worker(values: Mapping[str, str]) -> int:
 
 def _threads_of_frozen(arguments: Sequence[str]) -> int | None:
     """Returns the threads of a worker of the run that an agent is to run; None if it has no worker of its own."""
-    config = next((path for each in arguments if (path := RunDirectory(Path(each)).config).is_file()), None)
-    text = "" if config is None else config.read_text(errors="replace")
-    values = {KEYS[name]: value for name, value in FROZEN.findall(text)}
-    return threads_of_worker(values) if values.get("run.command") == "null" else None
+    run = next((run for each in arguments if (run := RunDirectory(Path(each))).config.is_file()), None)
+    config = {} if run is None else run.plain_config("cluster", "run", "train")
+    if config.get("run", {}).get("command", "") is not None:
+        return None
+    groups = {group: config.get(group, {}) for group in ("cluster", "train")}
+    values = {f"{group}.{name}": str(value) for group, keys in groups.items() for name, value in keys.items()}
+    return threads_of_worker(values)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -26,7 +24,7 @@ from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.launcher import Ended, collect_garbage
+from hpc_train.launch.launcher import Ended
 from hpc_train.launch.request import check_job, complete_arguments, freeze_job, print_notices
 from hpc_train.launch.search import JobFailed
 from hpc_train.layout.shape import Place
@@ -63,7 +61,6 @@ def main(arguments: list[str], begun: HeadStart | None = None) -> int:
     if len(others) == 1 and RunDirectory(Path(others[0])).config.is_file():
         from hpc_train.commands.agent import start_agent
 
-        collect_garbage()
         return start_agent(arguments, begun)
     ended = Ended()
     if JSON not in arguments:
@@ -90,10 +87,9 @@ def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_ow
         before = sys.argv
         sys.argv = [before[0], *arguments]
         try:
-            with _mode_on_command_line():
-                hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(
-                    Training(ended, line, begun, trust_owner)
-                )()
+            hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(
+                Training(ended, line, begun, trust_owner)
+            )()
         except SystemExit as error:
             if line.runs or error.code != 1:
                 raise
@@ -108,23 +104,6 @@ def _train(arguments: list[str], ended: Ended, begun: HeadStart | None, trust_ow
     return 0
 
 
-@contextlib.contextmanager
-def _mode_on_command_line() -> Iterator[None]:
-    """Keeps Hydra from composing the whole config once more, for 0.1 s, to look up ``hydra.mode`` in it.
-
-    ``with_right_plus`` has made ``--multirun`` of it. A Hydra without the method only takes longer.
-    """
-    before = getattr(Hydra, "get_mode", None)
-    if before is None:
-        yield
-        return
-    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.get_mode = before  # type: ignore[method-assign]
-
-
 @dataclass(frozen=True)
 class Training:
     """Hydra's task function. The launcher of ``-m`` does not call it and uses only its attributes."""
@@ -136,7 +115,6 @@ class Training:
 
     def __call__(self, node: DictConfig) -> None:
         """Trains in the foreground. Raises SystemExit with the exit code unless that is 0."""
-        collect_garbage()
         run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
         try:
             exit_code = task(node, run, self.line, self.begun, self.trust_owner)

@@ -3,7 +3,6 @@ watches them or leaves."""
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -94,7 +93,6 @@ class HpcTrainLauncher(Launcher):
             UserError: a job is wrong or was refused.
             SystemExit: the user stopped the jobs.
         """
-        collect_garbage()
         if self._trials is not None:
             return self._trials.launch(job_overrides, initial_job_idx)
         jobs = self._jobs(job_overrides, initial_job_idx)
@@ -157,12 +155,6 @@ class HpcTrainLauncher(Launcher):
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
-
-
-def collect_garbage() -> None:
-    """Switches the garbage collector on, which ``commands.early`` has stopped for imports and composition."""
-    gc.freeze()  # what they have made stays until the end of the process
-    gc.enable()
 
 
 def tell_without_effect(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from pathlib import Path
 
 import hydra
 import pytest
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_app, _run_hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.commands.train import _mode_on_command_line
 from hpc_train.config.arguments import expand, first_values, refuse_search, with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import WITH_STRATEGY, initialized, typed
@@ -215,15 +211,3 @@ def test_a_file_that_overrides_the_strategy_leaves_nothing_behind(site: Path) ->
         assert "strategy" not in hydra.compose("config", return_hydra_config=True).hydra.runtime.choices
     after = {name: node for name, node in ConfigStore.instance().repo.items() if name != "hydra"}
     assert str(after) == str(before)
-
-
-def test_hydra_looks_up_its_mode_where_it_is_replaced_and_has_its_own_method_afterwards() -> None:
-    """A Hydra that looks elsewhere composes every command once more; see ``_mode_on_command_line``."""
-    own = Hydra.get_mode
-    with pytest.raises(KeyError), _mode_on_command_line():
-        assert Hydra.get_mode(None, "config", []) is None  # type: ignore[arg-type]
-        raise KeyError
-    assert Hydra.get_mode is own
-    release = f"Hydra {hydra.__version__}"
-    assert "hydra.get_mode(" in inspect.getsource(_run_hydra), f"{release} finds its mode in another way"
-    assert "if mode is None" in inspect.getsource(_run_app), f"{release} needs a mode"
