@@ -45,7 +45,9 @@ ONE_VALUE = (
     "launch.dry_run", "launch.detach", "launch.array_parallelism",
 )  # fmt: skip
 # keys whose value is a list of Slurm with commas, of which a sweep has no use: cluster.exclude=n1,n2
-SLURM_LISTS = re.compile(r"""(\+{0,2}cluster\.(?:exclude|nodelist|dependency|licenses|mail_type)=)([^'"{$][^'"]*)""")
+SLURM_LISTS = re.compile(
+    r"""(\+{0,2}cluster\.(?:exclude|nodelist|dependency|extra\.(?:licenses|mail-type))=)([^'"{$][^'"]*)"""
+)
 SWEPT_BY_NAME = re.compile(r"(choice|range|interval|glob|tag|shuffle|sort)\(")
 
 

@@ -60,7 +60,10 @@ REMOVED_VALUES: dict[tuple[str, str], RemovedValue] = {
     ),
 }
 
+# keys of cluster -> the option of sbatch that they set, which a frozen run keeps in cluster.extra
+SBATCH_OPTIONS = {"mail_user": "mail-user", "mail_type": "mail-type", "nice": "nice", "licenses": "licenses"}
 REMOVED: dict[str, Removed] = {
+    **{f"cluster.{key}": Removed(f"+cluster.extra.{option}=VALUE") for key, option in SBATCH_OPTIONS.items()},
     "strategy.compression_momentum": Removed("remove it, and keep optim.momentum", same=(0, 0.0)),
     "strategy.compression_warmup_steps": Removed(
         "strategy.compression=none for the first steps; the same run.name then continues with compression", same=(0,)
@@ -113,7 +116,7 @@ def without_removed(config: Mapping[str, Any], record: Mapping[str, Any]) -> dic
     Raises:
         UserError: the value of a removed key changed what the run computes.
     """
-    result = dict(config)
+    result = _with_options_in_extra(dict(config))
     for key, removed in REMOVED.items():
         result = _without(result, key.split("."), key, removed)
     for (key, value), instead in REMOVED_VALUES.items():
@@ -129,6 +132,14 @@ def _recorded(record: Mapping[str, Any], instead: RemovedValue) -> Any:
     for name in instead.recorded:
         node = node.get(name) if isinstance(node, Mapping) else None
     return instead.value if node is None else node
+
+
+def _with_options_in_extra(config: dict[str, Any]) -> dict[str, Any]:
+    cluster = config.get("cluster")
+    if not isinstance(cluster, Mapping):
+        return config
+    given = {option: cluster[key] for key, option in SBATCH_OPTIONS.items() if cluster.get(key) is not None}
+    return config | {"cluster": {**cluster, "extra": {**given, **cluster.get("extra", {})}}} if given else config
 
 
 def _without(node: Mapping[str, Any], names: list[str], key: str, removed: Removed) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hpc_train.config.compose import typed
-from hpc_train.config.removed import REMOVED, REMOVED_VALUES, replacement_of, without_removed
+from hpc_train.config.removed import REMOVED, REMOVED_VALUES, SBATCH_OPTIONS, replacement_of, without_removed
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
@@ -56,8 +56,14 @@ def frozen_with(folder: Path, values: dict[str, Any]) -> RunDirectory:
 
 def test_a_run_of_an_earlier_version_is_read_without_the_removed_keys(tmp_path: Path) -> None:
     values = {key: 1 if removed.same is None else removed.same[0] for key, removed in REMOVED.items()}
+    values |= dict.fromkeys((f"cluster.{key}" for key in SBATCH_OPTIONS), None)
     run = frozen_with(tmp_path, values)
     assert load(run) == config_of(f"run.root={tmp_path}", "run.name=run")
+
+
+def test_options_of_sbatch_that_had_a_key_are_passed_on(tmp_path: Path) -> None:
+    run = frozen_with(tmp_path, {"cluster.mail_type": "END,FAIL", "cluster.nice": 10, "cluster.licenses": None})
+    assert load(run).cluster.extra == {"mail-type": "END,FAIL", "nice": 10}
 
 
 CHANGING = sorted(key for key, removed in REMOVED.items() if removed.same is not None)

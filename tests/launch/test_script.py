@@ -57,15 +57,11 @@ FULL = ClusterConfig(
     reservation="course",
     exclusive=True,
     switches="1@00:30:00",
-    mail_user="me@example.org",
-    mail_type="END,FAIL",
     dependency="afterok:7",
-    nice=10,
     begin="now+1hour",
     wckey="thesis",
-    licenses="data@server",
     clusters="one",
-    extra={"hint": "nomultithread", "get-user-env": True},
+    extra={"hint": "nomultithread", "get-user-env": True, "mail-type": "END,FAIL"},
     env={"NCCL_DEBUG": "WARN", "WORDS": "two words"},
     setup=["module load python", "source ~/env/bin/activate"],
     teardown=["cp -r /tmp/profile ."],
@@ -136,9 +132,9 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
     assert asked == (
         "--clusters=one --partition=gpu --account=lab --qos=long --reservation=course --nodes=2-4 --ntasks-per-node=1 "
         "--gpus-per-node=a100:4 --cpus-per-task=32 --mem=256G --exclusive --constraint=rack1 --nodelist=n1 "
-        "--exclude=n7 --switches=1@00:30:00 --licenses=data@server --time=1-00:00:00 --time-min=04:00:00 "
-        "--begin=now+1hour --dependency=afterok:7 --nice=10 --wckey=thesis --mail-user=me@example.org "
-        "--mail-type=END,FAIL --signal=USR2@120 --requeue --open-mode=append --hint=nomultithread --get-user-env"
+        "--exclude=n7 --switches=1@00:30:00 --time=1-00:00:00 --time-min=04:00:00 "
+        "--begin=now+1hour --dependency=afterok:7 --wckey=thesis --signal=USR2@120 --requeue "
+        "--open-mode=append --hint=nomultithread --get-user-env --mail-type=END,FAIL"
     )
 
 

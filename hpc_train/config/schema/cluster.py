@@ -187,15 +187,11 @@ class ClusterConfig:
         None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.", when=when("submitted")
     )
     job_name: str | None = key(None, "The name of the job. null uses the name of the run.", when=when("submitted"))
-    mail_user: str | None = key(None, "sbatch --mail-user.", when=when("submitted"))
-    mail_type: str | None = key(None, "sbatch --mail-type.", when=when("submitted"))
     dependency: str | None = key(None, "sbatch --dependency.", when=when("submitted"))
-    nice: int | None = key(None, "sbatch --nice.", when=when("submitted"))
     begin: str | None = key(None, "The earliest start of the job: sbatch --begin.", when=when("submitted"))
     wckey: str | None = key(None, "sbatch --wckey.", when=when("submitted"))
-    licenses: str | None = key(None, "sbatch --licenses.", when=when("submitted"))
     clusters: str | None = key(None, "sbatch --clusters.", when=when("submitted"))
-    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {hint: nomultithread}.", when=when("submitted"))
+    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {mail-type: END}.", when=when("submitted"))
     env: dict[str, str] = key(
         {}, "Environment variables of the job, on Slurm and on this machine. A batch script exports them before setup."
     )

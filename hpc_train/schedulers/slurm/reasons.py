@@ -65,7 +65,7 @@ REASONS: Mapping[str, Reason] = {
     "NodeDown": Reason("a requested node is down", "remove cluster.nodelist", by_size=True),
     "Reservation": Reason("its reservation has not begun", "remove cluster.reservation"),
     "ReservationDeleted": Reason("its reservation was deleted", "remove cluster.reservation"),
-    "Licenses": Reason("a requested license is in use (cluster.licenses)", "scontrol show licenses"),
+    "Licenses": Reason("a requested license is in use (cluster.extra.licenses)", "scontrol show licenses"),
     "PartitionDown": Reason("its partition is down", "another cluster.partition"),
     "PartitionInactive": Reason("its partition is inactive", "another cluster.partition"),
     "PartitionTimeLimit": Reason(
