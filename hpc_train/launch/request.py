@@ -34,7 +34,7 @@ from hpc_train.layout.open_keys import check_chosen, open_keys
 from hpc_train.layout.shape import JobShape
 from hpc_train.layout.user_keys import user_keys
 from hpc_train.layout.validate import validate
-from hpc_train.layout.without_effect import notices, without_effect
+from hpc_train.layout.without_effect import WithoutEffect, notices, without_effect
 from hpc_train.registration import CHOOSE_LAYOUT, MACHINE_OF_JOB, registered
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_freeze, freeze
@@ -219,22 +219,19 @@ def freeze_job(job: Job, code_directory: Path, *, claim: bool = False) -> None:
     warn_if_open(job.run, job.config)
 
 
-def notices_of(jobs: Sequence[Job], line: CommandLine, shown: set[tuple[str, str]] | None = None) -> list[str]:
+def notices_of(jobs: Sequence[Job], line: CommandLine, reported: set[tuple[str, str]] | None = None) -> list[str]:
     """Returns the lines about keys that the user sets without an effect in some of ``jobs``.
 
     Args:
-        shown: the keys and reasons of earlier batches of the sweep, which are left out; gets those of ``jobs``.
+        reported: the keys and reasons of earlier batches of the sweep, which are left out; gets those of ``jobs``.
     """
-    shown = set() if shown is None else shown
-    unread = {
-        job.number: [
-            key
-            for key in without_effect(job.config, job.layout, job.shape, user_keys(line, job.overrides))
-            if (key.key, key.reason) not in shown
-        ]
-        for job in jobs
-    }
-    shown.update((key.key, key.reason) for keys in unread.values() for key in keys)
+    reported = set() if reported is None else reported
+    unread: dict[int, list[WithoutEffect]] = {}
+    for job in jobs:
+        keys = without_effect(job.config, job.layout, job.shape, user_keys(line, job.overrides))
+        unread[job.number] = [key for key in keys if (key.key, key.reason) not in reported]
+    for keys in unread.values():
+        reported.update((key.key, key.reason) for key in keys)
     return notices(unread)
 
 

@@ -218,6 +218,13 @@ def test_what_is_printed_for_programs_holds_no_notice(place: Path, capsys: pytes
         assert set(json.loads(capsys.readouterr().out)) == {key}
 
 
+def test_a_refused_command_composes_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("-m", "freeze", "script", "api"):
+        with mock.patch.object(hydra, "compose", wraps=hydra.compose) as composing:
+            assert "optim.lr is -1.0" in DOORS[name](["optim.lr=-1", *CPUS], capsys).refusal
+        assert composing.call_count == 1, name
+
+
 def test_one_job_is_required(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("freeze", "script", "doctor"):
         assert cli.run([command, "optim.lr=1,2", *CPUS]) == 2
