@@ -14,7 +14,7 @@ from gpu_checks.speed import SMALL, for_this_gpu
 from gpu_checks.steps import World
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.float8_gpus import CAPABILITIES
+from hpc_train.layout.float8 import CAPABILITIES
 from hpc_train.parallel.precision.float8 import check_device, use_float8
 
 LOSSES = 4

@@ -22,9 +22,9 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job import Job
 from hpc_train.launch.memory import MemoryNeed, memory_need, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
-from hpc_train.layout.activation_offload import node_bytes
 from hpc_train.layout.memory import host_copy_bytes
 from hpc_train.layout.optimizers import describe_values
+from hpc_train.layout.recomputation import node_bytes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.terminal import Terminal

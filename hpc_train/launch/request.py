@@ -28,7 +28,7 @@ from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job import Choice, Job
 from hpc_train.launch.search import tolerate_failed_trials
 from hpc_train.layout.compilation import check_compiler_device
-from hpc_train.layout.float8_gpus import check_gpus
+from hpc_train.layout.float8 import check_gpus
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.open_keys import check_chosen, open_keys
 from hpc_train.layout.shape import JobShape

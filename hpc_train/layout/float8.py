@@ -1,11 +1,19 @@
-"""States which linear layers ``precision.fp8`` computes in fp8. Imports no torch."""
+"""States which linear layers ``precision.fp8`` computes in fp8, and which GPUs can. Imports no torch.
+
+The workers know the architecture of their GPU. Before the submission it follows from a name, as Slurm or the driver
+gives it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from hpc_train.config.schema import PrecisionConfig
+from hpc_train.config.extensions import family_of
+from hpc_train.config.schema import Config, PrecisionConfig
+from hpc_train.errors import UserError
+from hpc_train.layout.layout import Layout
 
 WHERE = "precision.fp8"
 OFF = "precision.fp8=null"
@@ -42,3 +50,131 @@ def why_not_float8(name: str, inputs: int, outputs: int, precision: PrecisionCon
         return "precision.fp8_skip"
     multiple = MULTIPLES[str(precision.fp8)]
     return f"sizes that are not multiples of {multiple}" if inputs % multiple or outputs % multiple else ""
+
+
+def check_skip(precision: PrecisionConfig) -> None:
+    """Checks that ``precision.fp8_skip`` holds regular expressions.
+
+    Raises:
+        UserError: ``precision.fp8_skip`` has something that is not a regular expression.
+    """
+    for pattern in precision.fp8_skip:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(
+                f"precision.fp8_skip has {pattern!r}, which is not a regular expression: {error}",
+                where="precision.fp8_skip",
+                fix="precision.fp8_skip=[attention] leaves all matrices in bf16 whose names contain attention",
+            ) from None
+
+
+def check_float8(config: Config, layout: Layout) -> None:
+    """Checks that tensor-parallel ranks can compute their shards in fp8, if ``precision.fp8`` is set.
+
+    Raises:
+        UserError: a shard has a size that fp8 does not support.
+    """
+    recipe, model, tp = config.precision.fp8, config.model, layout.tp
+    if recipe is None or tp == 1 or config.precision.fp8_skip:  # the workers know the names of the matrices
+        return
+    head = getattr(model, "head_dim", None) or getattr(model, "dim", 0) // getattr(model, "n_heads", 1)
+    plan = family_of(model).tensor_parallel
+    for key in plan.divisible if plan is not None else ():
+        width = getattr(model, key) * (head if key.endswith("heads") else 1)
+        if width % MULTIPLES[recipe] == 0 and width % (tp * MULTIPLES[recipe]):
+            raise refused_shard(recipe, f"a matrix of model.{key}", width, tp)
+
+
+def refused_shard(recipe: str, what: str, width: int, tp: int) -> UserError:
+    """Returns the error for a matrix whose ``width`` the ``tp`` ranks share, and whose shards cannot be in fp8."""
+    why = "a block would cross shards" if recipe == "mxfp8" else "GPUs multiply no other sizes in fp8"
+    return UserError(
+        f"precision.fp8={recipe} needs shards of a multiple of {MULTIPLES[recipe]}, but {what} has a width of {width}, "
+        f"which {tp} ranks share: {why}",
+        where=f"{WHERE}, strategy.tp",
+        fix=f"a smaller strategy.tp, a width of a multiple of {tp * MULTIPLES[recipe]}, precision.fp8_skip, or {OFF}",
+    )
+
+
+# the least compute capability of NVIDIA's GPUs whose units and torch's kernels have this scaling
+CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
+AMD = ("gfx94", "gfx95")  # MI300 and MI350, which have fp8 with one scale per tensor or row
+# developer.nvidia.com/cuda/gpus and rocm.docs.amd.com (2026), by the words of which a name has all
+_ARCHITECTURES = {
+    "7.0": ("V100", "V100S", "GV100"),
+    "7.5": ("T4", "QUADRO RTX"),
+    "8.0": ("A100", "A100X", "A800", "A30"),
+    "8.6": (
+        "A2", "A10", "A10G", "A16", "A40", "A400", "A1000", "A2000", "A4000", "A4500", "A5000", "A5500", "A6000",
+        "3090",
+    ),
+    "8.9": ("L4", "L40", "L40S", "ADA", "4090"),
+    "9.0": ("H20", "H100", "H200", "H800", "GH200"),
+    "10.0": ("B200", "GB200"),
+    "10.3": ("B300", "GB300"),
+    "12.0": ("RTX BLACKWELL", "5090"),
+    "gfx908": ("MI100",),
+    "gfx90a": ("MI210", "MI250", "MI250X"),
+    "gfx942": ("MI300A", "MI300X", "MI325X"),
+    "gfx950": ("MI350X", "MI355X"),
+}  # fmt: skip
+
+
+def architecture_of(gpu: str) -> str | None:
+    """Returns the compute capability, or AMD's name, of a GPU such as ``h100`` or ``nvidia_a100-sxm4-80gb``; None if it
+    is unknown."""
+    words = set(re.split(r"[^A-Z0-9]+", gpu.upper()))
+    for architecture, names in _ARCHITECTURES.items():
+        if any(words.issuperset(name.split()) for name in names):
+            return architecture
+    return None
+
+
+def check_architecture(recipe: str, device: str, architecture: str, instead: Collection[str] = ()) -> None:
+    """Checks that a GPU has units for the scaling ``recipe``.
+
+    Args:
+        architecture: a compute capability such as ``9.0``, or AMD's name such as ``gfx942``.
+        instead: other settings that help.
+
+    Raises:
+        UserError: ``device``, which has this architecture, has no units for this scaling.
+    """
+    needs = _why_not(recipe, architecture)
+    if needs:
+        others = [name for name in CAPABILITIES if CAPABILITIES[name] < CAPABILITIES[recipe]]
+        kind = "architecture" if architecture.startswith("gfx") else "compute capability"
+        raise UserError(
+            f"precision.fp8 is {recipe}, but the GPU ({device}) has {kind} {architecture}; {needs}",
+            where=WHERE,
+            fix=" or ".join([*instead, *(f"precision.fp8={name}" for name in others), OFF]),
+        )
+
+
+def _why_not(recipe: str, architecture: str) -> str:
+    """Returns what ``recipe`` needs; an empty string if ``architecture`` has it."""
+    if architecture.startswith("gfx"):
+        has_it = recipe != "mxfp8" and architecture.startswith(AMD)
+        return "" if has_it else "fp8 needs an MI300 or later, and mxfp8 an NVIDIA B200"
+    major, minor = map(int, architecture.split("."))
+    needed = CAPABILITIES[recipe]
+    return "" if (major, minor) >= needed else f"{recipe} needs {needed[0]}.{needed[1]} or later"
+
+
+def check_gpus(config: Config, gpus: Collection[str]) -> None:
+    """Checks that all GPUs that a job may get have units for ``precision.fp8``.
+
+    Args:
+        gpus: the names of the GPUs that a job may get. Unknown ones are not checked.
+
+    Raises:
+        UserError: one of them has no units for ``precision.fp8``.
+    """
+    recipe = config.precision.fp8
+    if recipe is None:
+        return
+    known = {gpu: found for gpu in sorted(gpus) if (found := architecture_of(gpu)) is not None}
+    instead = [f"cluster.gpu_type={gpu}" for gpu, found in known.items() if not _why_not(recipe, found)]
+    for gpu, architecture in known.items():
+        check_architecture(recipe, gpu, architecture, instead)

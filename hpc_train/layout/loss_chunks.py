@@ -19,6 +19,7 @@ from math import ceil
 
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 
 LEAST_TOKENS = 4096  # of a chunk
@@ -55,6 +56,26 @@ def loss_form(config: Config, layout: Layout) -> LossForm:
     spread over the ranks.
     """
     return replace(_form(config, layout), z_loss=config.train.z_loss)
+
+
+def check_loss_chunks(config: Config, layout: Layout) -> None:
+    """Checks that there are at least as many tokens as chunks, if ``train.loss_chunks`` is a number.
+
+    Raises:
+        UserError: there are not.
+    """
+    chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
+    if isinstance(chunks, str) or not length:  # another check refuses a length of 0
+        return
+    fused = loss_form(config, layout).fused  # which cuts all tokens of a micro-batch
+    most = length * layout.micro_size // layout.cp if fused else length // (layout.cp * layout.tp)
+    if chunks > most:
+        whole = "micro-batch" if fused else "sequence"
+        raise UserError(
+            f"train.loss_chunks is {chunks}, but a rank has only {most} tokens of a {whole}",
+            where="train.loss_chunks",
+            fix=f"train.loss_chunks={most} or fewer",
+        )
 
 
 def _form(config: Config, layout: Layout) -> LossForm:

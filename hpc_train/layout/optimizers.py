@@ -159,9 +159,6 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
         key = "args" if optim.args else "elementwise"
         fix = f"optim._target_=package.module.Name, or remove optim.{key}"
         raise UserError(f"optim.{key} is set without optim._target_", where=f"optim.{key}", fix=fix)
-    if optim._target_ is not None and optim.moments != "fp32":
-        fix = "optim.moments=fp32, or optim._target_=null"
-        raise UserError("optim.moments applies to adamw, not to optim._target_", where="optim.moments", fix=fix)
     for target in own_targets(optim):
         if target.path in ("torch.optim.SparseAdam", "torch.optim.sparse_adam.SparseAdam"):
             what = "SparseAdam needs sparse gradients, but gradients are summed and clipped as dense tensors"

@@ -9,6 +9,8 @@ come first; in a stage the first layers do, since the backward reaches them when
 What ``kept_by_layers`` counts is bounded by the budget. The logits of the loss, the one layer that is complete while
 it is recomputed, and the gradients that a split backward keeps between its two parts come on top: the memory estimate
 adds them.
+
+``train.activation_offload`` moves what layers keep to host memory and back; ``parallel.activations.offload`` moves it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from hpc_train.config.values import LayerMode, Recomputation, parse_recomputatio
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.partition import layer_counts
-from hpc_train.units import format_bytes
+from hpc_train.units import format_bytes, parse_bytes
 
-_WHERE = "train.activation_checkpointing"
+CHECKPOINTING = "train.activation_checkpointing"
+OFFLOAD = "train.activation_offload"
 _MIB = 2**20
 
 
@@ -40,7 +43,7 @@ class HeldLayer:
 def recomputation_of(config: Config, layout: Layout) -> Recomputation:
     """Returns what each layer recomputes under ``layout``; all of them everything if no choice meets a budget."""
     asked = parse_recomputation(config.train.activation_checkpointing)
-    if asked.budget is None or not _knows_sizes(config):
+    if asked.budget is None or not knows_sizes(config):
         return asked
     chosen: dict[int, LayerMode] = {}
     for pp_rank in range(layout.pp):
@@ -169,7 +172,7 @@ def _greedy(
 def describe_recomputation(config: Config, layout: Layout) -> str | None:
     """Returns what a budget has chosen, for the notes of a layout; None without a budget."""
     recomputation = recomputation_of(config, layout)
-    if recomputation.budget is None or not _knows_sizes(config):
+    if recomputation.budget is None or not knows_sizes(config):
         return None
     modes = recomputation.chosen
     most = max(kept_by_layers(config, layout, rank) for rank in range(layout.pp))
@@ -183,37 +186,84 @@ def check_budget(config: Config, layout: Layout) -> None:
     """Checks that a choice of recomputation meets the budget, if ``train.activation_checkpointing`` is one.
 
     Raises:
-        UserError: the sizes or stages that a budget is compared with are not known, or no choice meets it.
+        UserError: no choice meets it.
     """
     budget = parse_recomputation(config.train.activation_checkpointing).budget
-    if budget is None:
+    if budget is None or not knows_sizes(config):
         return
-    asked = f"{_WHERE} is {config.train.activation_checkpointing}"
-    if not _knows_sizes(config):
-        raise UserError(
-            f"{asked}, but it is not known what the layers of model kind {config.model.kind} keep",
-            where=_WHERE,
-            fix=f"{_WHERE}=ops, selective or full",
-        )
-    if layout.pp > 1 and config.strategy.pp_split in ("flops", "measured"):
-        raise UserError(
-            f"{asked}, but strategy.pp_split={config.strategy.pp_split} divides the layers only when the workers start",
-            where=f"{_WHERE}, strategy.pp_split",
-            fix=f"strategy.pp_split=even or a list, or {_WHERE}=ops, selective or full",
-        )
+    asked = f"{CHECKPOINTING} is {config.train.activation_checkpointing}"
     most = max(kept_by_layers(config, layout, rank) for rank in range(layout.pp))
     if most > budget:
         raise UserError(
             f"{asked}, but the layers of a rank keep {format_bytes(most)} even if all are recomputed",
-            where=_WHERE,
-            fix=f"{_WHERE}={ceil(most / _MIB)}MiB or more, or a smaller batch.micro_size",
+            where=CHECKPOINTING,
+            fix=f"{CHECKPOINTING}={ceil(most / _MIB)}MiB or more, or a smaller batch.micro_size",
         )
 
 
-def _knows_sizes(config: Config) -> bool:
+def knows_sizes(config: Config) -> bool:
     """Returns whether the family of the model tells what a layer keeps."""
     if runs_own_code(config):
         return False
     family = family_of(config.model)
     count = family.parameters
     return family.activations is not None and count is not None and count(config.model) is not None
+
+
+def parse_activation_offload(text: str) -> int | None:
+    """Returns the size in bytes from which saved tensors are kept in host memory; None if none are.
+
+    Raises:
+        UserError: ``text`` is neither none nor a size.
+    """
+    size = None if text == "none" else parse_bytes(text)
+    if text == "none" or size:
+        return size
+    raise UserError(
+        f"{OFFLOAD} is {text!r}, which is not a size", where=OFFLOAD, fix=f"{OFFLOAD}=1MiB, or none to offload nothing"
+    )
+
+
+def kept_if_less(config: Config, layout: Layout) -> float | None:
+    """Returns the bytes that a layer keeps for a micro-batch if they are less than the size from which tensors are
+    moved, so that none is; None otherwise, and for a model whose activations are unknown."""
+    least = parse_activation_offload(config.train.activation_offload)
+    if least is None or family_of(config.model).activations is None:
+        return None
+    kept = layer_bytes(config, layout)["none"]
+    return kept if kept < least else None
+
+
+def offloaded_bytes(config: Config, layout: Layout, pp_rank: int) -> float:
+    """Returns the bytes in host memory that a rank's layers need between forward and backward."""
+    layers = layers_of_rank(config, layout, pp_rank)
+    return sum(layer.in_flight * moved_bytes(config, layout, layer.number) for layer in layers)
+
+
+def moved_bytes(config: Config, layout: Layout, layer: int) -> float:
+    """Returns the bytes that ``layer``, by global number, moves to host memory and back for one micro-batch.
+
+    Of ``ops`` it is the input, like ``full``. The input is the smallest of a layer's large tensors; if it is too small,
+    nothing is moved. The last layer stays on the device, since its backward pass comes next.
+    """
+    if config.train.activation_offload == "none" or layer == config.model.n_layers - 1:
+        return 0.0
+    return moved_by_mode(config, layout)[recomputation_of(config, layout).mode(layer)]
+
+
+def moved_by_mode(config: Config, layout: Layout) -> Mapping[LayerMode, float]:
+    """Returns ``moved_bytes`` of a layer that is not the last, by what it recomputes."""
+    least, sizes = parse_activation_offload(config.train.activation_offload), layer_bytes(config, layout)
+    if least is None or sizes["full"] < least:
+        return {"none": 0.0, "ops": 0.0, "full": 0.0}
+    return {"none": sizes["none"], "ops": sizes["full"], "full": sizes["full"]}
+
+
+def node_bytes(config: Config, layout: Layout, nodes: int) -> float | None:
+    """Returns the host memory that the activations of a node's ranks take; None if it is unknown or none is taken."""
+    family = family_of(config.model)
+    known = family.parameters is not None and family.parameters(config.model) is not None
+    if not known or family.activations is None:
+        return None
+    of_ranks = sum(offloaded_bytes(config, layout, rank) for rank in range(layout.pp))
+    return of_ranks * layout.stage_ranks / nodes or None

@@ -1,21 +1,35 @@
-"""Generates the config reference in Markdown: every key with its type, default, accepted values and meaning.
+"""Generates two pages of the docs: the reference of all config keys, and which techniques can be combined.
 
 python -m hpc_train.layout.reference > docs/config.md
+python -m hpc_train.layout.reference compatibility > docs/compatibility.md
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING, KeyInfo, info
-from hpc_train.layout.techniques import AUTO, KINDS, SCHEDULES
+from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN
+from hpc_train.layout.techniques import (
+    AUTO,
+    KINDS,
+    SCHEDULES,
+    DataParallelKind,
+    PipelineSchedule,
+    Row,
+    supports,
+)
 
 ROWS = {"strategy.schedule": (AUTO, *SCHEDULES), "strategy.data_parallel": tuple(KINDS)}  # names of built-in rows
 
@@ -116,5 +130,78 @@ def _values(name: str, known: KeyInfo) -> str:
     return ", ".join([*(f"`{word}`" for word in ROWS.get(name, known.choices)), *([numbers] if numbers else [])])
 
 
+COMBINATIONS = """# What works with what
+
+`python -m hpc_train.layout.reference compatibility > docs/compatibility.md` generates this page from
+`hpc_train/layout/compatibility.py`.
+
+Whatever is not excluded here can be combined: strategies, number formats, optimizers, models, data, and what saves
+memory or network traffic. A config that combines what is excluded is refused before the job is submitted, with the
+message below. `…` stands for a value of your config.
+
+Custom code (`run.entry`, `run.command`) implements its techniques itself;
+[Run your own loop or script](howto/own_loop.md) says which keys apply to it.
+"""
+
+
+def compatibility() -> str:
+    """Returns the page about what can be combined."""
+    parts = [COMBINATIONS, "## Data-parallel kinds\n", _kinds(), "## Pipeline schedules\n", _schedules()]
+    rows = sorted((*OF_LAYOUT, *OF_RUN), key=lambda row: row.technique.name.strip("`").lower())
+    for technique, exclusions in groupby(rows, key=lambda row: row.technique.name):
+        title = technique[0].upper() + technique[1:]
+        parts.append(f"## {title}\n\n| excluded with | message | fix |\n|---|---|---|")
+        for row in exclusions:
+            parts.append(f"| {row.excluded.name} | {_without_values(row.message)} | {_without_values(row.fix)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _without_values(text: str) -> str:
+    """Returns a text of a row in which the values of a config are left open."""
+    return re.sub(r"\{(this|it)[^}]*\}", "…", text)
+
+
+def _kinds() -> str:
+    columns: dict[str, Callable[[DataParallelKind], object]] = {
+        "`strategy.tp`": lambda row: row.tensor_parallel,
+        "`strategy.compression`": lambda row: "`bf16`" if row.shards else row.compressed_as,
+        "`strategy.offload`": lambda row: ", ".join(f"`{value}`" for value in row.offloads),
+        "`optim.in_backward`": lambda row: row.updated_as,
+        "`train.reproducible`": lambda row: row.reproducible,
+    }
+    return _matrix("strategy.data_parallel", KINDS, columns)
+
+
+def _schedules() -> str:
+    columns: dict[str, Callable[[PipelineSchedule], object]] = {
+        **{f"`{kind}`": partial(_supports, kind) for kind in KINDS},
+        "`train.compile`": lambda row: row.compiles,
+        "`train.activation_checkpointing=ops`": lambda row: row.ops_checkpointing,
+    }
+    return _matrix("strategy.schedule", SCHEDULES, columns)
+
+
+def _supports(kind: str, row: PipelineSchedule) -> bool:
+    return supports(row.name, kind)
+
+
+def _matrix(key: str, rows: Mapping[str, Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
+    """Returns a table of what each built-in row supports; a kind in a cell is used instead."""
+    lines = [f"| `{key}` | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows.values():
+        cells = [_support(row.name, value(row)) for value in columns.values()]
+        lines.append(f"| `{row.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _support(name: str, value: object) -> str:
+    if value in (True, name):
+        return "yes"
+    if value in KINDS:
+        return f"as `{value}`"
+    return str(value or "no")
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(compatibility() if sys.argv[1:] == ["compatibility"] else reference(), end="")

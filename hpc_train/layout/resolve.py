@@ -5,24 +5,23 @@ This module imports no torch, so the submission refuses an impossible layout bef
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NoReturn
 
-from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.schema import Config, CustomModelConfig, OptimConfig, StrategyConfig, TextDataConfig
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
+from hpc_train.layout.compatibility import OF_LAYOUT, check_compatibility
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.notices import notices
 from hpc_train.layout.open_keys import check_chosen, for_nodes
 from hpc_train.layout.pipeline_ranks import Ranks, pipeline_ranks, stages_of_rank
 from hpc_train.layout.recomputation import describe_recomputation
-from hpc_train.layout.schedule import check_reproducible, choose_schedule, divide
+from hpc_train.layout.schedule import choose_schedule, divide
 from hpc_train.layout.techniques import (
-    CARRYING,
     TREE,
     DataParallelKind,
+    asked_kind,
     find_kind,
-    kinds_where,
 )
 
 
@@ -56,14 +55,12 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
     dp = _data_parallel(strategy, ranks, pp)
     _check_use(dp * pp * cp * tp, ranks.nodes, ranks.available, notes)
     stages_per_rank = stages_of_rank(strategy) if pp > 1 else 1
-    asked = _asked_kind(config)
-    _check_tensor_parallel(config, asked, dp * cp, tp)
+    asked = asked_kind(config)
     synchronized = asked if dp * cp > 1 else None
     schedule, (micro_batches, micro_size) = choose_schedule(config, synchronized, dp, pp, stages_per_rank, notes)
-    kind = _used_kind(config, asked, dp * cp, tp, notes)
+    kind = _used_kind(config, asked, dp * cp, notes)
     reproducible, logical = config.train.reproducible is not None, 0
     if reproducible:
-        check_reproducible(config, pp, tp, cp)
         logical, micro_batches, micro_size = divide(config, dp)
     layout = Layout(
         dp=dp,
@@ -79,6 +76,7 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         logical_micro_batches=logical,
         cp=cp,
     )
+    check_compatibility(OF_LAYOUT, config, layout)
     chosen = describe_recomputation(config, layout)
     return layout if chosen is None else replace(layout, notes=(*layout.notes, chosen))
 
@@ -162,18 +160,11 @@ def _data_parallel(strategy: StrategyConfig, ranks: Ranks, pp: int) -> int:
     return strategy.dp
 
 
-def _asked_kind(config: Config) -> str:
-    """Returns the kind of the config, or the kind that replaces it under ``train.debug``."""
-    kind = config.strategy.data_parallel
-    return (find_kind(kind).debugged_as if config.train.debug else None) or kind
-
-
-def _used_kind(config: Config, asked: str, holders: int, tp: int, notes: list[str]) -> str:
+def _used_kind(config: Config, asked: str, holders: int, notes: list[str]) -> str:
     """Returns the kind that sums the gradients. Compressed gradients may need another kind than ``asked``."""
     kind = find_kind(asked)
     if holders == 1:
         return asked
-    check_compression(config, kind, tp)
     replacements = (
         (config.strategy.compression != "none", kind.compressed_as, "compress gradients"),
         (config.optim.in_backward, kind.updated_as, "update parameters inside the backward"),
@@ -197,15 +188,6 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
     notes.append(f"the layout uses {world_size} of {available} workers")
 
 
-def _check_tensor_parallel(config: Config, asked: str, holders: int, tp: int) -> None:
-    if tp > 1 and holders > 1 and not find_kind(asked).tensor_parallel:
-        raise UserError(
-            f"strategy.data_parallel={find_kind(asked).name} cannot reduce the gradients of tensor-parallel parameters",
-            where="strategy.data_parallel",
-            fix=f"strategy.data_parallel={kinds_where(lambda row: row.tensor_parallel)}",
-        )
-
-
 def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_node: int) -> int:
     if not kind.shards:
         return 1
@@ -221,54 +203,19 @@ def _shard(strategy: StrategyConfig, kind: DataParallelKind, holders: int, per_n
     return shard
 
 
-_WHERE = "strategy.compression"
+def notices(config: Config) -> Iterator[str]:
+    """Yields the notices about the settings of a run."""
+    if config.train.steps is not None:
+        yield from long_warmup(config.optim, config.train.steps)
+    data = config.data
+    if isinstance(config.model, CustomModelConfig) and isinstance(data, TextDataConfig) and data.path is None:
+        yield "the data is the source of Python's standard library as bytes, because neither data nor data.path is set"
 
 
-def check_compression(config: Config, kind: DataParallelKind, tp: int) -> None:
-    """Raises UserError if the layout does not support ``strategy.compression``."""
-    technique = config.strategy.compression
-    if technique == "none":
-        return
-    if kind.compressed_as is None or (kind.shards and technique != "bf16"):
-        _refuse_compression(technique, kind)
-    if config.train.reproducible is not None:
-        raise UserError(
-            "train.reproducible does not support compression, whose error depends on how many ranks share the batch",
-            where=f"{_WHERE}, train.reproducible",
-            fix=f"{_WHERE}=none, or train.reproducible=null",
-        )
-    if technique in CARRYING:
-        _check_carried(config, tp)
-
-
-def _refuse_compression(technique: str, kind: DataParallelKind) -> NoReturn:
-    sharded = (
-        f"strategy.data_parallel={kind.name} scatters gradients, so no rank has a complete gradient to compress by "
-        f"{technique}"
-    )
-    others = kinds_where(lambda row: row.compressed_as == row.name and not row.shards)
-    casts = "bf16 or none" if kind.compressed_as is not None else "none"
-    raise UserError(
-        sharded if kind.shards else f"strategy.data_parallel={kind.name} cannot compress gradients",
-        where=f"strategy.data_parallel, {_WHERE}",
-        fix=f"{_WHERE}={casts}, or strategy.data_parallel={others}",
-    )
-
-
-def _check_carried(config: Config, tp: int) -> None:
-    """Raises UserError for techniques that add the unsent part of a gradient to the next one."""
-    technique = config.strategy.compression
-    if tp > 1:
-        raise UserError(
-            f"{technique} does not support tensor parallelism, where a rank has slices of gradients whose unsent parts "
-            "would not fit another layout",
-            where=f"{_WHERE}, strategy.tp",
-            fix=f"{_WHERE}=bf16 or none, or strategy.tp=1",
-        )
-    if config.precision.name == "fp16":
-        raise UserError(
-            f"{technique} does not support precision=fp16: the unsent part of a gradient is in units of the loss "
-            "scale, which changes",
-            where=f"{_WHERE}, precision",
-            fix=f"precision=bf16, or {_WHERE}=fp16",
+def long_warmup(optim: OptimConfig, steps: int) -> Iterator[str]:
+    """Yields a notice if a run of ``steps`` steps ends during the warm-up of the learning rate."""
+    if 0 < steps < optim.warmup_steps:
+        yield (
+            f"the learning rate never reaches optim.lr: optim.warmup_steps={optim.warmup_steps}, but the run has "
+            f"{steps} steps"
         )

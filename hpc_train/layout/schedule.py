@@ -11,7 +11,7 @@ import math
 from hpc_train.config.schema import BatchConfig, Config
 from hpc_train.errors import UserError
 from hpc_train.layout.partition import check_split
-from hpc_train.layout.techniques import AUTO, SCHEDULES, PipelineSchedule, find_kind, find_schedule, schedules_where
+from hpc_train.layout.techniques import AUTO, SCHEDULES, PipelineSchedule, find_schedule, schedules_where, supports
 from hpc_train.units import counted
 
 
@@ -25,80 +25,47 @@ def choose_schedule(
         notes: receives the reason for the choice of ``strategy.schedule=auto``.
 
     Raises:
-        UserError: the schedule does not support the kind, the stages, the micro-batches or another option.
+        UserError: the schedule does not support the stages or the micro-batches.
     """
     asked = config.strategy.schedule
     if asked != AUTO or pp == 1:
         schedule = "1f1b" if asked == AUTO else asked
-        return schedule, _scheduled(config, schedule, kind, dp, pp, stages_per_rank)
+        return schedule, _scheduled(config, schedule, dp, pp, stages_per_rank)
     problems: list[UserError] = []
-    for row in reversed(SCHEDULES.values()):
-        least, most = row.stages_per_rank
-        if row.auto is None or not least <= stages_per_rank <= most:
+    rows = [row for row in reversed(SCHEDULES.values()) if row.auto is not None and row.has_room_for(stages_per_rank)]
+    for row in rows:
+        if kind is not None and not supports(row.name, kind):
             continue
         try:
-            found = _scheduled(config, row.name, kind, dp, pp, stages_per_rank)
+            divided = _scheduled(config, row.name, dp, pp, stages_per_rank)
         except UserError as problem:
             problems.append(problem)
             continue
         notes.append(f"schedule {row.name}: {row.auto}")
-        return row.name, found
-    raise problems[0]
+        return row.name, divided
+    if problems:
+        raise problems[0]
+    return rows[0].name, _scheduled(config, rows[0].name, dp, pp, stages_per_rank)  # whose row excludes the kind
 
 
-def _scheduled(
-    config: Config, schedule: str, kind: str | None, dp: int, pp: int, stages_per_rank: int
-) -> tuple[int, int]:
+def _scheduled(config: Config, schedule: str, dp: int, pp: int, stages_per_rank: int) -> tuple[int, int]:
     row = find_schedule(schedule)
     if pp > 1:
-        _check_pipeline(config, schedule, kind, stages_per_rank)
+        _check_stages(row, stages_per_rank)
         check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
     return _micro_batches(config, row, dp, pp, pp * stages_per_rank)
 
 
-def _check_pipeline(config: Config, schedule: str, kind: str | None, stages_per_rank: int) -> None:
-    """Raises UserError if ``schedule`` does not support the stages, the kind (None: no replicas) or the options."""
-    row = find_schedule(schedule)
-    least, most = row.stages_per_rank
-    if not least <= stages_per_rank <= most:
-        wanted = f"{least} to {most} stages" if least < most else f"{least} stage{'s' if least > 1 else ''}"
-        raise UserError(
-            f"strategy.stages_per_rank is {stages_per_rank}, but the schedule {row.name} requires {wanted} per rank",
-            where="strategy.stages_per_rank",
-            fix=f"strategy.stages_per_rank={least}",
-        )
-    if kind is not None:
-        _check_pair(schedule, kind)
-    _check_backward(config, row, kind)
-
-
-def _check_pair(schedule: str, kind: str) -> None:
-    row, replicas = find_schedule(schedule), find_kind(kind)
-    if kind in row.data_parallel or schedule in replicas.schedules:
+def _check_stages(row: PipelineSchedule, stages_per_rank: int) -> None:
+    if row.has_room_for(stages_per_rank):
         return
+    least, most = row.stages_per_rank
+    wanted = f"{least} to {most} stages" if least < most else f"{least} stage{'s' if least > 1 else ''}"
     raise UserError(
-        f"the schedule {row.name} does not support data_parallel={replicas.name}: {row.data_parallel_reason}",
-        where="strategy.schedule, strategy.data_parallel",
-        fix=f"strategy.data_parallel={' or '.join(row.data_parallel)}",
+        f"strategy.stages_per_rank is {stages_per_rank}, but the schedule {row.name} requires {wanted} per rank",
+        where="strategy.stages_per_rank",
+        fix=f"strategy.stages_per_rank={least}",
     )
-
-
-def _check_backward(config: Config, row: PipelineSchedule, kind: str | None) -> None:
-    """Raises UserError for options that the schedule's backward does not support."""
-    if config.train.compile and not row.compiles:
-        raise UserError(
-            f"train.compile does not support the schedule {row.name}, which runs the backward in two parts",
-            where="train.compile",
-            fix=f"train.compile=false, or strategy.schedule={schedules_where(lambda row: row.compiles)}",
-        )
-    if config.train.activation_checkpointing == "ops" and not row.ops_checkpointing:
-        raise UserError(
-            f"train.activation_checkpointing=ops does not support the schedule {row.name}, because both parts of its "
-            "backward would need the kept results",
-            where="train.activation_checkpointing",
-            fix="train.activation_checkpointing=full or selective, or strategy.schedule="
-            f"{schedules_where(lambda row: row.ops_checkpointing)}",
-        )
 
 
 def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages: int) -> tuple[int, int]:
@@ -190,38 +157,6 @@ def divide(config: Config, dp: int) -> tuple[int, int, int]:
             fix=f"at most {logical} ranks, or a new run with batch.logical_micro_batches={dp} or more",
         )
     return logical, math.ceil(logical / dp), math.ceil(batch.global_size / logical)
-
-
-def check_reproducible(config: Config, pp: int, tp: int, cp: int) -> None:
-    """Raises UserError if the weights would depend on the number of ranks."""
-    kind = find_kind(config.strategy.data_parallel)
-    if pp > 1 or tp > 1 or cp > 1:
-        split = "a pipeline" if pp > 1 else "tensor parallelism" if tp > 1 else "context parallelism"
-        raise UserError(
-            f"train.reproducible does not support {split}, where the order of sums depends on the number of ranks",
-            where=f"strategy.pp={pp}, strategy.cp={cp}, strategy.tp={tp}, {_REPRODUCIBLE}",
-            fix="strategy=single or dp, or train.reproducible=null",
-        )
-    if not kind.reproducible:
-        raise UserError(
-            f"train.reproducible does not support strategy.data_parallel={kind.name}, which reduces gradients in an "
-            "order that depends on the number of ranks",
-            where=f"strategy.data_parallel, {_REPRODUCIBLE}",
-            fix="strategy=single or dp, or train.reproducible=null",
-        )
-    if config.train.compile:
-        raise UserError(
-            "train.reproducible does not support train.compile, because compiled code may round differently on each "
-            "machine",
-            where=f"train.compile, {_REPRODUCIBLE}",
-            fix="train.compile=false",
-        )
-    if config.batch.micro_size != "auto" or config.batch.micro_batches != "auto":
-        raise UserError(
-            "train.reproducible determines the micro-batches, but batch.micro_size or batch.micro_batches is set too",
-            where=f"batch.micro_size, batch.micro_batches, {_REPRODUCIBLE}",
-            fix="batch.micro_size=auto and batch.micro_batches=auto; set batch.logical_micro_batches instead",
-        )
 
 
 def _logical_micro_batches(batch: BatchConfig) -> int:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal, TypeVar, get_args
 
 from hpc_train.config.description_file import IMPORT_PATH, is_import_path, load_row
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.layout import orders
 from hpc_train.layout.orders import Action, PipelineShape
@@ -90,6 +91,16 @@ class PipelineSchedule:
                 f"bubble returns {share}, which is not a share": not 0 <= share < 1,
             },
         )
+
+    def has_room_for(self, stages: int) -> bool:
+        """Returns whether a rank may have ``stages`` stages."""
+        least, most = self.stages_per_rank
+        return least <= stages <= most
+
+    @property
+    def kinds(self) -> str:
+        """The data-parallel kinds that its row names, for messages."""
+        return " or ".join(self.data_parallel)
 
     def place(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
         """Returns the pipeline rank of each stage."""
@@ -343,6 +354,17 @@ def find_kind(name: str) -> DataParallelKind:
         if kind is not None:
             _known(row.name, fact, kind, KINDS, f"strategy.data_parallel={name}")
     return row
+
+
+def asked_kind(config: Config) -> str:
+    """Returns the kind of the config, or the kind that replaces it under ``train.debug``."""
+    kind = config.strategy.data_parallel
+    return (find_kind(kind).debugged_as if config.train.debug else None) or kind
+
+
+def supports(schedule: str, kind: str) -> bool:
+    """Returns whether the gradients of a data-parallel kind are correct with a pipeline schedule."""
+    return kind in find_schedule(schedule).data_parallel or schedule in find_kind(kind).schedules
 
 
 def _find(key: str, name: str, table: Mapping[str, Row], kind: type[Row], others: tuple[str, ...] = ()) -> Row:

@@ -30,22 +30,19 @@ from hpc_train.config.values import (
     runs_own_code,
 )
 from hpc_train.errors import Mistakes, UserError, check_all
-from hpc_train.layout.activation_offload import parse_activation_offload
-from hpc_train.layout.compilation import check_compilation
-from hpc_train.layout.context import check_context_parallel
+from hpc_train.layout.compatibility import OF_RUN, check_compatibility
+from hpc_train.layout.float8 import check_float8, check_skip
 from hpc_train.layout.hooks import check_targets
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.mixing import check_declared_balancing, check_declared_mixing
-from hpc_train.layout.number_formats import check_float8, check_skip, check_weights
+from hpc_train.layout.loss_chunks import check_loss_chunks
+from hpc_train.layout.mixing import check_declared_balancing
 from hpc_train.layout.open_keys import for_nodes
 from hpc_train.layout.optimizers import check_optimizers, own_code
 from hpc_train.layout.own_code import check_own_code, check_own_layout, own_code_notes
-from hpc_train.layout.requirements import check_own_model, check_packages
+from hpc_train.layout.recomputation import check_budget, parse_activation_offload
+from hpc_train.layout.requirements import check_built_model, check_own_model, check_packages, check_tried_optimizer
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.savers import check_savers
 from hpc_train.layout.techniques import AUTO, find_kind, find_schedule
-from hpc_train.layout.tried_code import check_built_model, check_tried_optimizer
-from hpc_train.layout.z_loss import check_z_loss
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
 
@@ -206,13 +203,6 @@ def _check_length(config: Config) -> None:
             where="train.steps, train.epochs",
             fix="train.steps=null or train.epochs=null" if both else "train.steps=N or train.epochs=N",
         )
-
-    if epochs is not None and isinstance(config.data, StreamDataConfig):
-        raise UserError(
-            f"train.epochs is {epochs:g}, but the length of a stream is not known",
-            where="train.epochs",
-            fix="train.epochs=null train.steps=N; data.repeat=false also ends the run where the stream ends",
-        )
     ends = isinstance(config.data, StreamDataConfig) and not config.data.repeat
     if ends and config.data.shards > config.batch.global_size:
         raise UserError(
@@ -224,16 +214,10 @@ def _check_length(config: Config) -> None:
 
 
 def _check_tensor_parallel(config: Config, layout: Layout) -> None:
-    """Raises UserError if the model has no tensor-parallel plan, or for all sizes that the ranks do not divide."""
+    """Raises UserError for all sizes of the model and the data that the ranks do not divide."""
     plan, tp = family_of(config.model).tensor_parallel, layout.tp
-    if tp == 1:
+    if tp == 1 or plan is None:
         return
-    if plan is None:
-        raise UserError(
-            f"model kind {config.model.kind} has no tensor-parallel plan",
-            where="strategy.tp",
-            fix="strategy.tp=1, or model=gpt_tiny or another model that has one",
-        )
     sizes = {f"model.{name}": getattr(config.model, name) for name in plan.divisible}
     sizes |= sequence_lengths(config) if plan.shards_sequence else {}
     divide = (partial(check_divides, tp, size, "strategy.tp", name) for name, size in sizes.items())
@@ -251,15 +235,45 @@ def _check_words(config: Config, tp: int) -> None:
         )
 
 
-def _check_stages(config: Config, layout: Layout) -> None:
-    family, pp = family_of(config.model), layout.pp
-    reason = family.why_not_stages(config.model) if pp > 1 and family.why_not_stages is not None else ""
-    if reason:
-        raise UserError(
-            reason,
-            where=f"strategy.pp={pp}, model",
-            fix="strategy=single, dp, zero1, zero2, zero3 or hsdp",
-        )
+def _check_context_parallel(config: Config, layout: Layout) -> None:
+    """Raises UserError for all sizes of the model and the data that the ranks do not divide."""
+    keys = family_of(config.model).context_heads
+    if layout.cp == 1 or keys is None:
+        return
+    heads, shared = (getattr(config.model, key) for key in keys)
+    check_all(
+        partial(_check_heads, layout, heads, keys[0]),
+        partial(_check_shared_heads, layout, shared, keys[1]),
+        partial(_check_tokens, config, layout),
+    )
+
+
+def _check_heads(layout: Layout, heads: int, key: str) -> None:
+    check_divides(layout.cp, heads // layout.tp, "strategy.cp", f"{_per_rank(layout)}model.{key}")
+
+
+def _check_shared_heads(layout: Layout, heads: int, key: str) -> None:
+    """Each rank needs equally many heads of keys and values, or one that it shares with equally many ranks."""
+    of_rank = max(1, heads // layout.tp)
+    if layout.cp % of_rank:
+        check_divides(layout.cp, of_rank, "strategy.cp", f"{_per_rank(layout)}model.{key}")
+
+
+def _per_rank(layout: Layout) -> str:
+    return "the heads per tensor-parallel rank of " if layout.tp > 1 else ""
+
+
+def _check_tokens(config: Config, layout: Layout) -> None:
+    split = family_of(config.model).tensor_parallel
+    shards = layout.tp if split is not None and split.shards_sequence else 1
+    by = f"strategy.cp x strategy.tp = {layout.cp * shards}" if shards > 1 else f"strategy.cp={layout.cp}"
+    for key, length in sequence_lengths(config).items():
+        if length % (layout.cp * shards):
+            raise UserError(
+                f"{by} does not divide {key}={length}",
+                where=f"strategy.cp, {key}",
+                fix=f"use a multiple of {layout.cp * shards} as {key}",
+            )
 
 
 def _check_samples(config: Config, layout: Layout) -> None:
@@ -274,18 +288,15 @@ def _check_samples(config: Config, layout: Layout) -> None:
 
 
 CHECKS_OF_LAYOUT: tuple[Callable[[Config, Layout], None], ...] = (
-    _check_stages,
+    partial(check_compatibility, OF_RUN),
     check_targets,
-    check_declared_mixing,
     check_declared_balancing,
     _check_tensor_parallel,
-    check_context_parallel,
+    _check_context_parallel,
     _check_samples,
-    check_savers,
-    check_z_loss,
+    check_loss_chunks,
+    check_budget,
     check_float8,
-    check_weights,
-    check_compilation,
     lambda config, layout: check_profiled_steps(config.telemetry.profile, layout.world_size),
 )
 

@@ -15,14 +15,13 @@ from hpc_train.config.schema import Config
 from hpc_train.config.schema.condition import FACTS
 from hpc_train.config.schema.key import KeyInfo, info
 from hpc_train.config.values import runs_own_code
-from hpc_train.layout.activation_offload import kept_if_less
 from hpc_train.layout.layout import Layout
+from hpc_train.layout.recomputation import OFFLOAD, kept_if_less
 from hpc_train.layout.shape import JobShape, Place
 from hpc_train.units import format_bytes
 
-# groups whose keys custom code reads as it likes; ``plan.own_code`` says what applies
+# groups whose keys custom code reads as it likes; ``layout.own_code`` says what applies
 READ_BY_OWN_CODE = ("strategy", "model", "data", "optim", "precision", "train", "batch", "checkpoint")
-OFFLOAD = "train.activation_offload"
 SHOWN_JOBS = 5
 
 

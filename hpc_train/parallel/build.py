@@ -10,7 +10,8 @@ from torch import nn
 
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.mixing import check_balancing, check_mixing
+from hpc_train.layout.compatibility import COMPARED_SAMPLES, refusals
+from hpc_train.layout.mixing import check_balancing
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -50,7 +51,8 @@ def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = No
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, config.data, mesh.layout)
     if model.mixes_samples:
-        check_mixing(mesh.layout, place(_loss_of(model)))
+        for refusal in refusals(COMPARED_SAMPLES, config, mesh.layout, place(_loss_of(model))):
+            raise refusal
         model.gather = partial(gather, group=mesh.group("dp"))
     if isinstance(model, WrappedModel) and model.balances_experts:
         accepted = isinstance(config.model, HFModelConfig) and config.model.split_dependent_loss

@@ -20,8 +20,7 @@ from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import CountedModel, counted
-from hpc_train.layout.float8 import OFF, WHERE, Products
-from hpc_train.layout.float8_gpus import check_gpus
+from hpc_train.layout.float8 import OFF, WHERE, Products, check_gpus
 from hpc_train.layout.layout import Layout
 from hpc_train.planner.machine import Machine
 

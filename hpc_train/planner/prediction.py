@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode, Recomputation
-from hpc_train.layout.activation_offload import moved_bytes
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import Memory, estimate, exceeds, needed_bytes
 from hpc_train.layout.optimizers import values_per_parameter
 from hpc_train.layout.partition import layer_counts
-from hpc_train.layout.recomputation import recomputation_of
+from hpc_train.layout.recomputation import moved_bytes, recomputation_of
 from hpc_train.planner.collectives import Group, all_reduce, gather, group_of, load, message, scatter
 from hpc_train.planner.machine import Machine, Rates
 from hpc_train.planner.passes import Passes

@@ -26,8 +26,8 @@ from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.errors import UserError
 from hpc_train.layout.compilation import check_compiler_device
-from hpc_train.layout.notices import long_warmup
 from hpc_train.layout.open_keys import for_nodes
+from hpc_train.layout.resolve import long_warmup
 from hpc_train.models.modes import parts_in_evaluation
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts

@@ -26,10 +26,9 @@ from hpc_train.config.schema import (
 )
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
-from hpc_train.layout.activation_offload import node_bytes, offloaded_bytes
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.memory import estimate
-from hpc_train.layout.recomputation import kept_by_layers
+from hpc_train.layout.recomputation import kept_by_layers, node_bytes, offloaded_bytes
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.parallel.activations import offload as offload_module

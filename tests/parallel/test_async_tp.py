@@ -29,22 +29,6 @@ def asynchronous(model: str = "gpt", tp: int = 2, compiles: bool = True, **clust
     return replace(config, cluster=replace(config.cluster, **{"visible_gpus": "all"} | cluster))
 
 
-@pytest.mark.parametrize(
-    ("config", "missing"),
-    [
-        (asynchronous(compiles=False), "train.compile=true"),
-        (asynchronous(tp=1), "strategy.tp=2 or more"),
-        (asynchronous("vit"), "hold shards of the sequence"),
-        (asynchronous(gpus_per_node=0), "needs GPUs"),
-        (asynchronous(visible_gpus="own"), "cluster.visible_gpus=all"),
-        (asynchronous(compiles=False, tp=1, visible_gpus="own"), "compile=true.*tp=2 or more.*visible_gpus=all"),
-    ],
-)
-def test_what_is_missing_is_named_in_one_message(config: Config, missing: str) -> None:
-    with pytest.raises(UserError, match=missing):
-        validate(config, 1, config.strategy.tp if isinstance(config.strategy.tp, int) else 1)
-
-
 def test_it_needs_a_gpu() -> None:
     assert validate(asynchronous(), 1, 2).tp == 2
     check_compiler_device(asynchronous(), gpus=2)

@@ -18,34 +18,13 @@ from tests.ranks import run_ranks
 GRAPHS = {"compile": True, "cuda_graphs": True}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "train", "reason"),
-    [
-        ({"pp": 2, "schedule": "1f1b"}, {}, "a stage keeps several"),
-        ({"dp": 2, "data_parallel": "zero1"}, {}, "zero1: a graph replays fixed addresses"),
-        ({"tp": 2}, {}, "collectives are inside the compiled layers"),
-        ({"cp": 2, "data_parallel": "allreduce"}, {}, "collectives are inside the compiled layers"),
-        ({"dp": 2}, {"activation_offload": "1MiB"}, "saves nothing"),
-    ],
-)
-def test_layouts_whose_memory_moves_are_refused(strategy: dict[str, Any], train: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        Cell(2, strategy=strategy, train=GRAPHS | train).layout()
-    Cell(2, strategy=strategy, train=train | {"cuda_graphs": True}).layout()  # without compilation it has no effect
-
-
-def test_updates_inside_the_backward_are_refused() -> None:
-    cell = Cell(1, train=GRAPHS, optim={"in_backward": True, "clip_norm": 0.0})
-    with pytest.raises(UserError, match="freeing them saves nothing"):
-        cell.layout()
-
-
 def test_they_need_a_gpu() -> None:
     config = Cell(1, train=GRAPHS).config()
     with pytest.raises(UserError, match="needs GPUs"):
         check_compiler_device(config, gpus=0)
     check_compiler_device(config, gpus=1)
     check_compiler_device(Cell(1, train={"compile": True}).config(), gpus=0)
+    Cell(2, strategy={"pp": 2}, train={"cuda_graphs": True}).layout()  # without compilation it has no effect
 
 
 def captured(rank: int, world_size: int, cell: Cell) -> tuple[list[Any], list[Outcome]]:

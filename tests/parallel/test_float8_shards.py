@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
-from hpc_train.layout.number_formats import check_float8
+from hpc_train.layout.float8 import check_float8
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize

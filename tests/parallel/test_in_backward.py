@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Config, PrecisionConfig
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.in_backward import check_in_backward
-from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
@@ -223,40 +221,6 @@ def test_updates_end_where_a_gradient_is_not_finite(strategy: dict[str, Any]) ->
         assert len(in_first) == len(in_second) - 1, "all but the table of the stem"
         assert norms[1] < float("inf") and not norms[0] < float("inf")
     assert all(each[:2] == found[0][:2] for each in found)
-
-
-REFUSED: list[tuple[int, dict[str, Any], str]] = [
-    (1, {"optim": {"clip_norm": 1.0}}, r"clipping to optim\.clip_norm=1 needs the norm of all gradients"),
-    (1, {"batch": {"micro_batches": 3}}, "adds the gradients of 3 micro-batches"),
-    (1, {"precision": "fp16"}, "fp16 skips a step if any of its gradients overflows"),
-    (1, {"strategy": {"offload": "optimizer"}}, "the host updates parameters after the backward"),
-    (1, {"train": {"debug": True}}, r"train\.debug looks at all gradients"),
-    (1, {"optim": {"_target_": "examples.own_optimizer.Lion"}}, r"may need the gradients of several parameters"),
-    (1, {"train": {"reproducible": "any_world_size"}}, "sums whole gradients over a tree"),
-    (2, {"strategy": {"pp": 2}}, "a pipeline adds the gradients of several micro-batches"),
-    (2, {"strategy": {"tp": 2}}, "the gradients of norms are partial sums on tensor-parallel ranks"),
-    *(
-        (2, {"strategy": {"dp": 2, "data_parallel": kind}}, f"{kind} reduces the gradients of a whole block")
-        for kind in ("zero1", "zero2", "zero3")
-    ),
-    *(
-        (2, {"strategy": {"dp": 2, "compression": kind}}, f"{kind} keeps the unsent part of gradients")
-        for kind in ("powersgd", "topk")
-    ),
-]
-
-
-@pytest.mark.parametrize(("world_size", "fields", "reason"), REFUSED)
-def test_what_needs_all_gradients_is_refused(world_size: int, fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError, match=f"optim.in_backward is true, but .*{reason}"):
-        cell_of(world_size, **fields).layout()
-
-
-def test_weights_with_masters_are_refused() -> None:
-    config = cell_of(1).config()
-    narrow = replace(config, precision=PrecisionConfig(name="bf16", weights="bf16"))
-    with pytest.raises(UserError, match="the optimizer updates the fp32 masters of the weights"):
-        check_in_backward(narrow, resolve_layout(config, 1, 1))
 
 
 def own_count(rank: int, world_size: int) -> None:

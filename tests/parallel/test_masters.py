@@ -16,12 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig, TargetConfig
+from hpc_train.config.schema import Config, OptimConfig, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.layout.loss_chunks import loss_form
-from hpc_train.layout.number_formats import check_weights
-from hpc_train.layout.resolve import resolve_layout
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import apply_loss_form, materialize
@@ -217,34 +215,6 @@ def test_checkpoints_have_the_bits_of_the_masters(
         shutil.copytree(saved.path / "checkpoints", run.path / "checkpoints", dirs_exist_ok=True)
         for found in run_on_world(ranks, resume, run):
             assert found == expected, strategy
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"precision": "fp32"}, "products are not computed in bf16"),
-        ({"strategy": {"tp": 2}}, "strategy.tp=2"),
-        ({"strategy": {"dp": 2}, "train": {"reproducible": "any_world_size"}}, "train.reproducible=any_world_size"),
-        ({"strategy": {"dp": 2, "data_parallel": "zero2", "offload": "all"}}, "strategy.offload=all"),
-        ({"strategy": {"dp": 2, "compression": "bf16"}}, "gradients are in bf16 already"),
-    ],
-)
-def test_what_bf16_weights_do_not_support_is_refused(changes: dict[str, Any], what: str) -> None:
-    fields: dict[str, Any] = {"precision": "bf16", "batch": {"global_size": 8}} | changes
-    cell = Cell(2, **fields)
-    with pytest.raises(UserError, match=what):
-        check_weights(config_of(cell), resolve_layout(config_of(cell), 1, 2 if cell.strategy else 1))
-
-
-def test_averages_and_whole_updates_are_refused() -> None:
-    config = config_of(Cell(1, precision="bf16"))
-    layout = resolve_layout(config, 1, 1)
-    averaged = replace(config, hooks={"ema": TargetConfig(_target_="hpc_train.train.hooks.ema.EMA")})
-    with pytest.raises(UserError, match=r"hooks\.ema"):
-        check_weights(averaged, layout)
-    whole_updates = replace(config, optim=OptimConfig(name="custom", _target_="torch.optim.Muon"))
-    with pytest.raises(UserError, match="updates whole parameters"):
-        check_weights(whole_updates, layout)
 
 
 def test_a_model_with_frozen_weights_is_refused() -> None:

@@ -134,11 +134,6 @@ def test_sub_trees_add_up_in_one_order(leaves: int, data: st.DataObject) -> None
 @pytest.mark.parametrize(
     ("ranks", "strategy", "fields", "reason"),
     [
-        (2, {"pp": 2}, {}, "does not support a pipeline"),
-        (2, {"tp": 2}, {}, "does not support tensor parallelism"),
-        (2, {"dp": 2, "data_parallel": "zero2"}, {}, "zero2, which reduces gradients in an"),
-        (2, {"dp": 2}, {"batch": {"micro_size": 2}}, "train.reproducible determines the micro-batches"),
-        (2, {"dp": 2}, {"train": ON | {"compile": True}}, "compiled code may round differently"),
         (9, {"dp": 9}, {}, "8 logical micro-batches are too few for 9 ranks"),
         (2, {"dp": 2}, {"batch": {"logical_micro_batches": 11}}, "is 10, less than 11 logical"),
     ],

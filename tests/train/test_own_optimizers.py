@@ -19,9 +19,9 @@ from examples.own_optimizer import Lion
 from hpc_train.checkpoint.state import TensorShape, shapes
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.layout.compatibility import OF_RUN, check_compatibility
 from hpc_train.layout.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
-from hpc_train.layout.savers import check_savers
-from hpc_train.layout.tried_code import check_tried_optimizer
+from hpc_train.layout.requirements import check_tried_optimizer
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize
@@ -365,9 +365,9 @@ def test_whole_updates_need_parameters_on_the_device() -> None:
     cell = Cell(2, strategy=zero)
     config, layout = cell.config(), cell.layout()
     for settings in ({"_target_": LION, "elementwise": True}, {"_target_": "torch.optim.RMSprop"}):
-        check_savers(replace(config, optim=OptimConfig(**settings)), layout)
+        check_compatibility(OF_RUN, replace(config, optim=OptimConfig(**settings)), layout)
     with pytest.raises(UserError, match="offload=all cannot gather"):
-        check_savers(replace(config, optim=OptimConfig(_target_=LION)), layout)
+        check_compatibility(OF_RUN, replace(config, optim=OptimConfig(_target_=LION)), layout)
 
 
 def rates(total: int, **settings: Any) -> list[float]:

@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.config.source_check import how_to_install
 from hpc_train.errors import UserError
-from hpc_train.layout.float8 import MULTIPLES, OFF, WHERE, why_not_float8
-from hpc_train.layout.float8_gpus import check_architecture
+from hpc_train.layout.float8 import MULTIPLES, OFF, WHERE, check_architecture, why_not_float8
 from hpc_train.layout.optimizers import shortened
 from hpc_train.models.linear_layers import linear_layers
 from hpc_train.models.projections import CASTS, cast_weight, product_dtype

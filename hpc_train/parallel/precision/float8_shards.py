@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from hpc_train.errors import UserError
-from hpc_train.layout.float8 import MULTIPLES, OFF, WHERE
-from hpc_train.layout.number_formats import refused_shard
+from hpc_train.layout.float8 import MULTIPLES, OFF, WHERE, refused_shard
 
 OUT, IN = 0, 1  # the dimensions of a weight
 

@@ -15,7 +15,7 @@ from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
-from hpc_train.layout.in_backward import can_update_in_backward
+from hpc_train.layout.compatibility import IN_BACKWARD, refusals
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.memory import estimate
 from hpc_train.layout.resolve import resolve_layout
@@ -169,7 +169,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
         yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
     if not recomputes:
         yield "train.activation_checkpointing=full", full
-    if not config.optim.in_backward and can_update_in_backward(config, layout):
+    if not config.optim.in_backward and not any(refusals(IN_BACKWARD, config, layout)):
         yield "optim.in_backward=true", replace(config, optim=replace(config.optim, in_backward=True))
     if layout.dp_cp > 1 and "parameters" not in layout.kind.shards and not layout.logical_micro_batches:
         sharded: dict[str, Any] = {"data_parallel": "zero3", "compression": "none"}

@@ -1,0 +1,753 @@
+"""States which techniques cannot be combined, one row each. It imports no torch.
+
+Submissions and attempts check this table, and ``docs/compatibility.md`` is generated from it. A row names a technique,
+a condition that excludes it, the reason, and what to set instead. Limits of numbers, such as too few layers for the
+stages, are not of this form: the module that computes with the numbers checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from hpc_train.config.description_file import is_import_path
+from hpc_train.config.extensions import IMAGES, family_of
+from hpc_train.config.schema import Config, CustomModelConfig, StreamDataConfig
+from hpc_train.config.source_check import method_parameters
+from hpc_train.config.values import parse_recomputation
+from hpc_train.errors import UserError, check_all
+from hpc_train.layout.compilation import CompilerMode, compiler_mode
+from hpc_train.layout.hooks import EARLY_STOPPING, EMA, SAMPLES
+from hpc_train.layout.layout import Layout
+from hpc_train.layout.optimizers import own_targets
+from hpc_train.layout.peak.sizes import trained_share
+from hpc_train.layout.recomputation import knows_sizes
+from hpc_train.layout.techniques import (
+    CARRYING,
+    KINDS,
+    DataParallelKind,
+    PipelineSchedule,
+    asked_kind,
+    find_kind,
+    kinds_where,
+    schedules_where,
+    supports,
+)
+
+Value = Callable[[Config, Layout], Any]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A technique that a config uses, or another fact about a config and its layout.
+
+    Attributes:
+        name: describes it on the page.
+        value: returns what messages show of it; falsy if the condition does not hold.
+        where: the keys that set it, in which ``{}`` stands for the value; empty if messages do not name them.
+        message: the message if something excludes it, with the reason of the row.
+        fix: the fix if something excludes it, with the alternative of the row.
+    """
+
+    name: str
+    value: Value
+    where: str = ""
+    message: str = "{reason}"
+    fix: str = "{instead}"
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A row of the table.
+
+    In the texts ``{this}`` stands for the value of ``technique`` and ``{it}`` for that of ``excluded``.
+    """
+
+    technique: Condition
+    excluded: Condition
+    reason: str
+    instead: str = ""
+
+    def check(self, config: Config, layout: Layout) -> None:
+        """Raises UserError if ``config`` and ``layout`` combine what the row excludes."""
+        this = self.technique.value(config, layout)
+        it = this and self.excluded.value(config, layout)
+        if it:
+            raise self.refusal(this, it)
+
+    @property
+    def message(self) -> str:
+        return self.technique.message.replace("{reason}", self.reason)
+
+    @property
+    def fix(self) -> str:
+        return self.technique.fix.replace("{instead}", self.instead)
+
+    def refusal(self, this: object, it: object) -> UserError:
+        """Returns the error for the values of the two conditions."""
+        keys = [self.technique.where.format(this), self.excluded.where.format(it)]
+        what = self.message.format(this=this, it=it)
+        return UserError(what, where=", ".join(filter(None, keys)), fix=self.fix.format(this=this, it=it))
+
+
+def _key(key: str, value: str | None = None, *, where: str | None = None, **texts: str) -> Condition:
+    """Returns the condition that a key is set, or that it has ``value``."""
+    read = attrgetter(key)
+
+    def holds(config: Config, _: Layout) -> Any:
+        current = read(config)
+        if value is None:
+            return current != "none" and current
+        return current == value
+
+    name = f"`{key}`" if value is None else f"`{key}={value}`"
+    return Condition(name, holds, key if where is None else where, **texts)
+
+
+def _other_than(value: str, key: str, name: str) -> Condition:
+    """Returns the condition that a key does not have ``value``."""
+    read = attrgetter(key)
+    return Condition(name, lambda config, _: read(config) != value and read(config), key)
+
+
+def _kind(name: str, holds: Callable[[DataParallelKind], object]) -> Condition:
+    """Returns the condition that ranks synchronize gradients by a kind of which ``holds`` is true."""
+
+    def value(config: Config, layout: Layout) -> Any:
+        kind = find_kind(asked_kind(config))
+        return layout.dp_cp > 1 and holds(kind) and kind.name
+
+    return Condition(name, value, "strategy.data_parallel")
+
+
+def _schedule(name: str, holds: Callable[[PipelineSchedule], bool]) -> Condition:
+    """Returns the condition that a pipeline runs a schedule of which ``holds`` is true."""
+    return Condition(name, lambda _, layout: layout.pp > 1 and holds(layout.pipeline) and layout.pipeline)
+
+
+def _compression(name: str, holds: Callable[[str], bool]) -> Condition:
+    """Returns the condition that replicas compress gradients by a technique of which ``holds`` is true."""
+
+    def value(config: Config, layout: Layout) -> Any:
+        technique = config.strategy.compression
+        return layout.dp_cp > 1 and technique != "none" and holds(technique) and technique
+
+    return Condition(name, value, "strategy.compression")
+
+
+def _optimizer(name: str, built_in: bool) -> Condition:
+    """Returns the condition that an optimizer updates whole parameters, maybe one of ``torch.optim``."""
+
+    def value(config: Config, _: Layout) -> Any:
+        whole = (target for target in own_targets(config.optim) if not target.elementwise)
+        return next((target for target in whole if built_in or target.torch_name is None), None)
+
+    return Condition(name, value, "{0.where}._target_")
+
+
+def _any_of(*conditions: Condition, where: str = "") -> Condition:
+    """Returns the condition that one of ``conditions`` holds, whose name is the value."""
+
+    def value(config: Config, layout: Layout) -> str:
+        return next((condition.name for condition in conditions if condition.value(config, layout)), "")
+
+    return Condition(" or ".join(condition.name for condition in conditions), value, where)
+
+
+def _hook(name: str, target: str, where: str = "") -> Condition:
+    """Returns the condition that a built-in hook is used."""
+
+    def value(config: Config, _: Layout) -> str:
+        return next((f"hooks.{key}" for key, hook in config.hooks.items() if hook._target_ == target), "")
+
+    return Condition(name, value, where)
+
+
+def _other_task(config: Config, _: Layout) -> str:
+    """Returns the kind or the task of a model that does not predict the next token."""
+    if family_of(config.model).learns_from == IMAGES:
+        return f"model kind {config.model.kind}"
+    task = getattr(config.model, "task", "causal_lm")
+    return "" if task == "causal_lm" else f"model.task={task}"
+
+
+def _comparing_loss(config: Config, _: Layout) -> str:
+    """Returns a loss whose source has the parameter ``gather``; the workers know those of other models."""
+    target = config.model._target_ if isinstance(config.model, CustomModelConfig) else ""
+    return f"{target}.loss" if target and "gather" in method_parameters(target, "loss") else ""
+
+
+def _why_not_stages(config: Config, _: Layout) -> str:
+    family = family_of(config.model)
+    return "" if family.why_not_stages is None else family.why_not_stages(config.model)
+
+
+def _shards_sequence(config: Config) -> bool:
+    plan = family_of(config.model).tensor_parallel
+    return plan is None or plan.shards_sequence
+
+
+# The split of the model and the batch
+PIPELINE = Condition("a pipeline", lambda _, layout: layout.pp > 1 and layout.pp, "strategy.pp={}")
+TENSOR = Condition("tensor parallelism", lambda _, layout: layout.tp > 1 and layout.tp, "strategy.tp={}")
+CONTEXT = Condition("context parallelism", lambda _, layout: layout.cp > 1 and layout.cp, "strategy.cp={}")
+NO_TENSOR = Condition("no tensor parallelism", lambda _, layout: layout.tp == 1)
+SEVERAL_BATCHES = Condition(
+    "several micro-batches in a step",
+    lambda _, layout: layout.micro_batches > 1 and layout.micro_batches,
+    "batch.micro_size, batch.micro_batches",
+)
+SET_BATCHES = Condition(
+    "`batch.micro_size` or `batch.micro_batches`",
+    lambda config, _: not config.batch.micro_size == config.batch.micro_batches == "auto",
+    "batch.micro_size, batch.micro_batches",
+)
+PROFILED_SPLIT = Condition(
+    "stages that are divided when the workers start",
+    lambda config, layout: (
+        layout.pp > 1 and config.strategy.pp_split in ("flops", "measured") and config.strategy.pp_split
+    ),
+    "strategy.pp_split",
+)
+SCHEDULE = Condition("a pipeline schedule", lambda _, layout: layout.pp > 1 and layout.pipeline, "strategy.schedule")
+TWO_PART_BACKWARD = _schedule("a schedule that is not compiled", lambda row: not row.compiles)
+NO_KEPT_RESULTS = _schedule("a schedule that recomputes in two parts", lambda row: not row.ops_checkpointing)
+REPRODUCIBLE = _key("train.reproducible")
+
+# Data parallelism
+UNSUPPORTED_KIND = Condition(
+    "a kind that the schedule does not support",
+    lambda config, layout: (
+        layout.dp_cp > 1 and not supports(layout.schedule, asked_kind(config)) and find_kind(asked_kind(config)).name
+    ),
+    "strategy.data_parallel",
+)
+SHARDED = Condition("ZeRO", lambda _, layout: layout.shards_state and layout.kind.name, "strategy.data_parallel={}")
+NO_TENSOR_KIND = _kind("`ddp`", lambda kind: not kind.tensor_parallel)
+NO_COMPRESSED_KIND = _kind("a kind that cannot compress", lambda kind: kind.compressed_as is None)
+SCATTERING_KIND = _kind("ZeRO", lambda kind: kind.shards and kind.compressed_as)
+UNORDERED_KIND = Condition(
+    "ZeRO",
+    lambda config, _: (
+        not find_kind(config.strategy.data_parallel).reproducible and find_kind(config.strategy.data_parallel).name
+    ),
+    "strategy.data_parallel",
+)
+OWN_KIND = Condition(
+    "a custom kind",
+    lambda _, layout: is_import_path(layout.data_parallel) and layout.data_parallel,
+    "strategy.data_parallel",
+)
+LATE_KIND = Condition(
+    "a kind that cannot update in the backward",
+    lambda config, layout: (
+        layout.dp_cp > 1
+        and layout.kind.updated_as is None
+        and not layout.kind.shards
+        and config.train.reproducible is None
+        and layout.kind.name
+    ),
+    "strategy.data_parallel",
+)
+DEVICE_KIND = Condition(
+    "a kind that cannot offload",
+    lambda _, layout: layout.dp_cp > 1 and "optimizer" not in layout.kind.offloads and layout.kind.name,
+)
+NOT_GATHERED = Condition(
+    "any other layout than `zero2` or `zero3` on several ranks",
+    lambda _, layout: layout.dp_cp == 1 or "all" not in layout.kind.offloads,
+)
+COMPRESSION = _compression("`strategy.compression`", lambda _: True)
+UNCAST = _compression("compression other than `bf16`", lambda technique: technique != "bf16")
+CARRIED = _compression("compression that carries errors", lambda technique: technique in CARRYING)
+REPLICA_COMPRESSION = Condition(
+    "compression between replicas",
+    lambda config, layout: not layout.shards_state and COMPRESSION.value(config, layout),
+    "strategy.compression",
+)
+
+# Optimizers
+IN_BACKWARD = _key(
+    "optim.in_backward", message="optim.in_backward is true, but {reason}", fix="{instead}, or optim.in_backward=false"
+)
+CLIPPING = _key("optim.clip_norm")
+MOMENTS = _other_than("fp32", "optim.moments", "`optim.moments`")
+NOT_ADAMW = Condition(
+    "any optimizer but `adamw`",
+    lambda config, _: config.optim._target_ or (config.optim.name != "adamw" and config.optim.name),
+)
+WHOLE_UPDATES = _optimizer("an optimizer that updates whole parameters", built_in=True)
+UNKNOWN_UPDATES = _optimizer("a custom optimizer that updates whole parameters", built_in=False)
+
+# Memory
+OFFLOAD = _key("strategy.offload")
+OPTIMIZER_OFFLOAD = _key("strategy.offload", "optimizer")
+ALL_OFFLOAD = _key("strategy.offload", "all")
+ACTIVATION_OFFLOAD = _key("train.activation_offload")
+OPS = _key("train.activation_checkpointing", "ops")
+BUDGET = Condition(
+    "a budget of `train.activation_checkpointing`",
+    lambda config, _: (
+        parse_recomputation(config.train.activation_checkpointing).budget is not None
+        and config.train.activation_checkpointing
+    ),
+    "train.activation_checkpointing",
+)
+LOSS_CHUNKS = Condition(
+    "`train.loss_chunks`",
+    lambda config, _: config.train.loss_chunks not in ("auto", 1) and config.train.loss_chunks,
+    "train.loss_chunks",
+)
+
+# Number formats and the compiler
+FP8 = _key("precision.fp8", fix="{instead}, or precision.fp8=null")
+FP16 = _key("precision.name", "fp16", where="precision")
+NOT_BF16 = _other_than("bf16", "precision.name", "any other precision than `bf16`")
+WEIGHTS = _key(
+    "precision.weights",
+    "bf16",
+    message="precision.weights=bf16 does not support {reason}",
+    fix="precision.weights=fp32{instead}",
+)
+COMPILED = _key("train.compile")
+INTERPRETED = Condition("no `train.compile`", lambda config, _: not config.train.compile)
+CUDA_GRAPHS = Condition(
+    "`train.cuda_graphs`",
+    lambda config, _: compiler_mode(config) == CompilerMode.CUDA_GRAPHS,
+    "train.cuda_graphs",
+    message="train.cuda_graphs does not support {reason}",
+    fix="train.cuda_graphs=false, or strategy=single or dp",
+)
+ASYNC_TP = _key(
+    "strategy.async_tp", message="strategy.async_tp needs {reason}", fix="strategy.async_tp=false, or set what it needs"
+)
+CPUS = Condition("CPUs", lambda config, _: config.cluster.gpus_per_node == 0)
+OWN_GPU = Condition(
+    "`cluster.visible_gpus=own`",
+    lambda config, _: config.cluster.gpus_per_node != 0 and config.cluster.visible_gpus == "own",
+)
+
+# Models, data and hooks
+WHOLE_MODEL = Condition("a model that cannot be cut", _why_not_stages, "model")
+NO_TENSOR_MODEL = Condition(
+    "a model without a tensor-parallel plan",
+    lambda config, _: family_of(config.model).tensor_parallel is None and config.model.kind,
+)
+NO_SEQUENCE_SHARDS = Condition(
+    "a model that does not shard the sequence", lambda config, _: not _shards_sequence(config)
+)
+NO_CONTEXT_MODEL = Condition(
+    "any model but a `gpt`", lambda config, _: family_of(config.model).context_heads is None and config.model.kind
+)
+ONE_LOSS = Condition(
+    "a model that computes its loss in one piece",
+    lambda config, _: not family_of(config.model).chunks_loss(config.model) and config.model.kind,
+)
+UNKNOWN_LAYERS = Condition(
+    "a model whose activations are unknown", lambda config, _: not knows_sizes(config) and config.model.kind
+)
+FROZEN_WEIGHTS = Condition("`model.lora`", lambda config, _: trained_share(config.model) < 1, "model.lora")
+Z_LOSS = _key("train.z_loss")
+NO_NEXT_TOKEN = Condition("a model that predicts no next token", _other_task, "model")
+COMPARED_SAMPLES = Condition(
+    "a loss that compares samples",
+    _comparing_loss,
+    message="{this} compares samples, as its parameter gather declares, so it needs each rank's samples of a step in "
+    "one micro-batch; {reason}",
+)
+EPOCHS = _key("train.epochs")
+STREAM = Condition("a stream", lambda config, _: isinstance(config.data, StreamDataConfig))
+NO_SEQUENCES = Condition(
+    "data without sequences",
+    lambda config, _: getattr(config.data, "sequence_length", None) is None and config.data.kind,
+)
+DEBUG = _key("train.debug")
+AVERAGES = _hook("the hook `ema`", EMA, where="hooks.ema")
+EARLY_STOP = _hook("the hook `early_stopping`", EARLY_STOPPING)
+SAMPLE_TEXTS = _hook("the hook `samples`", SAMPLES, where="{}")
+NO_EVALUATIONS = Condition("`train.eval_every=0`", lambda config, _: config.train.eval_every == 0, "train.eval_every")
+
+_ONE_STAGE = "strategy=single, dp, zero1, zero2, zero3 or hsdp"
+_REPLICAS = "strategy=single or dp"
+_ORDERED = "strategy=single or dp, or train.reproducible=null"
+_ELEMENTWISE = "{it.where}.elementwise=true if it computes each element alone"
+_GATHERED = kinds_where(lambda row: "all" in row.offloads)
+_NO_ALL = f"strategy.offload=optimizer, which every strategy supports, or strategy={_GATHERED}"
+_COMPRESSING = kinds_where(lambda row: row.compressed_as == row.name and not row.shards)
+_UPDATING = f"strategy.data_parallel={kinds_where(lambda row: row.updated_as is not None)}"
+
+# What is checked again when an attempt derives its layout from the nodes that it gets
+OF_LAYOUT: tuple[Exclusion, ...] = (
+    Exclusion(
+        TENSOR,
+        NO_TENSOR_KIND,
+        "strategy.data_parallel={it} cannot reduce the gradients of tensor-parallel parameters",
+        f"strategy.data_parallel={kinds_where(lambda row: row.tensor_parallel)}",
+    ),
+    Exclusion(
+        SCHEDULE,
+        UNSUPPORTED_KIND,
+        "the schedule {this.name} does not support data_parallel={it}: {this.data_parallel_reason}",
+        "strategy.data_parallel={this.kinds}",
+    ),
+    Exclusion(
+        COMPILED,
+        TWO_PART_BACKWARD,
+        "train.compile does not support the schedule {it.name}, which runs the backward in two parts",
+        f"train.compile=false, or strategy.schedule={schedules_where(lambda row: row.compiles)}",
+    ),
+    Exclusion(
+        OPS,
+        NO_KEPT_RESULTS,
+        "train.activation_checkpointing=ops does not support the schedule {it.name}, because both parts of its "
+        "backward would need the kept results",
+        "train.activation_checkpointing=full or selective, or strategy.schedule="
+        f"{schedules_where(lambda row: row.ops_checkpointing)}",
+    ),
+    Exclusion(
+        COMPRESSION,
+        NO_COMPRESSED_KIND,
+        "strategy.data_parallel={it} cannot compress gradients",
+        f"strategy.compression=none, or strategy.data_parallel={_COMPRESSING}",
+    ),
+    Exclusion(
+        UNCAST,
+        SCATTERING_KIND,
+        "strategy.data_parallel={it} scatters gradients, so no rank has a complete gradient to compress by {this}",
+        f"strategy.compression=bf16 or none, or strategy.data_parallel={_COMPRESSING}",
+    ),
+    Exclusion(
+        CARRIED,
+        TENSOR,
+        "{this} does not support tensor parallelism, where a rank has slices of gradients whose unsent parts would not "
+        "fit another layout",
+        "strategy.compression=bf16 or none, or strategy.tp=1",
+    ),
+    Exclusion(
+        CARRIED,
+        FP16,
+        "{this} does not support precision=fp16: the unsent part of a gradient is in units of the loss scale, which "
+        "changes",
+        "precision=bf16, or strategy.compression=fp16",
+    ),
+    Exclusion(
+        REPRODUCIBLE,
+        _any_of(PIPELINE, TENSOR, CONTEXT, where="strategy.pp, strategy.cp, strategy.tp"),
+        "train.reproducible does not support {it}, where the order of sums depends on the number of ranks",
+        _ORDERED,
+    ),
+    Exclusion(
+        REPRODUCIBLE,
+        UNORDERED_KIND,
+        "train.reproducible does not support strategy.data_parallel={it}, which reduces gradients in an order that "
+        "depends on the number of ranks",
+        _ORDERED,
+    ),
+    Exclusion(
+        REPRODUCIBLE,
+        COMPRESSION,
+        "train.reproducible does not support compression, whose error depends on how many ranks share the batch",
+        "strategy.compression=none, or train.reproducible=null",
+    ),
+    Exclusion(
+        REPRODUCIBLE,
+        COMPILED,
+        "train.reproducible does not support train.compile, because compiled code may round differently on each "
+        "machine",
+        "train.compile=false",
+    ),
+    Exclusion(
+        REPRODUCIBLE,
+        SET_BATCHES,
+        "train.reproducible determines the micro-batches, but batch.micro_size or batch.micro_batches is set too",
+        "batch.micro_size=auto and batch.micro_batches=auto; set batch.logical_micro_batches instead",
+    ),
+)
+
+# What is checked before a submission
+OF_RUN: tuple[Exclusion, ...] = (
+    Exclusion(PIPELINE, WHOLE_MODEL, "{it}", _ONE_STAGE),
+    Exclusion(
+        TENSOR,
+        NO_TENSOR_MODEL,
+        "model kind {it} has no tensor-parallel plan",
+        "strategy.tp=1, or model=gpt_tiny or another model that has one",
+    ),
+    Exclusion(
+        CONTEXT,
+        NO_CONTEXT_MODEL,
+        "model kind {it} does not support context parallelism, because nothing tells how its attention could exchange "
+        "heads for tokens",
+        "strategy.cp=1, or model=gpt_tiny or another gpt",
+    ),
+    Exclusion(
+        CONTEXT,
+        OWN_KIND,
+        "strategy.data_parallel={it} is not known to sum gradients over context-parallel ranks",
+        f"strategy.data_parallel={' or '.join(KINDS)}, or strategy.cp=1",
+    ),
+    Exclusion(COMPARED_SAMPLES, PIPELINE, "a pipeline splits them into several", _ONE_STAGE),
+    Exclusion(COMPARED_SAMPLES, TENSOR, "it is not supported under tensor parallelism", _ONE_STAGE),
+    Exclusion(COMPARED_SAMPLES, CONTEXT, "context parallelism splits each of them", _ONE_STAGE),
+    Exclusion(
+        COMPARED_SAMPLES,
+        REPRODUCIBLE,
+        "train.reproducible=any_world_size splits them into logical micro-batches",
+        "train.reproducible=null",
+    ),
+    Exclusion(
+        COMPARED_SAMPLES,
+        SEVERAL_BATCHES,
+        "this layout splits them into {it}",
+        "batch.micro_batches=1 and batch.micro_size=auto",
+    ),
+    Exclusion(
+        EPOCHS,
+        STREAM,
+        "train.epochs is {this:g}, but the length of a stream is not known",
+        "train.epochs=null train.steps=N; data.repeat=false also ends the run where the stream ends",
+    ),
+    Exclusion(
+        LOSS_CHUNKS,
+        ONE_LOSS,
+        "train.loss_chunks is {this}, but this model of kind {it} computes its loss in one piece",
+        "train.loss_chunks=1, or a language model, such as model=gpt_tiny",
+    ),
+    Exclusion(
+        Z_LOSS,
+        NO_NEXT_TOKEN,
+        "train.z_loss is {this:g}, but {it} predicts no next token, and a z-loss is for the vocabulary of a language "
+        "model",
+        "train.z_loss=0",
+    ),
+    Exclusion(
+        BUDGET,
+        UNKNOWN_LAYERS,
+        "train.activation_checkpointing is {this}, but it is not known what the layers of model kind {it} keep",
+        "train.activation_checkpointing=ops, selective or full",
+    ),
+    Exclusion(
+        BUDGET,
+        PROFILED_SPLIT,
+        "train.activation_checkpointing is {this}, but strategy.pp_split={it} divides the layers only when "
+        "the workers start",
+        "strategy.pp_split=even or a list, or train.activation_checkpointing=ops, selective or full",
+    ),
+    Exclusion(
+        BUDGET,
+        ACTIVATION_OFFLOAD,
+        "train.activation_checkpointing={this} is a budget for what stays on a device, but train.activation_offload "
+        "moves it",
+        "train.activation_checkpointing=none or full, or train.activation_offload=none",
+    ),
+    Exclusion(
+        OPTIMIZER_OFFLOAD,
+        DEVICE_KIND,
+        "strategy.data_parallel={it} does not support an optimizer state in host memory",
+        "strategy.offload=none",
+    ),
+    Exclusion(
+        ALL_OFFLOAD,
+        NOT_GATHERED,
+        f"strategy.offload=all requires {_GATHERED} on several ranks, which gather parameters in each step",
+        _NO_ALL,
+    ),
+    Exclusion(
+        ALL_OFFLOAD,
+        _any_of(TENSOR, PIPELINE),
+        "strategy.offload=all does not support tensor or pipeline parallelism, which exchange gradients on devices",
+        _NO_ALL,
+    ),
+    Exclusion(
+        ALL_OFFLOAD,
+        WHOLE_UPDATES,
+        "{it.path} updates whole parameters, which strategy.offload=all cannot gather: their shards are in host memory",
+        f"strategy.offload=optimizer, or {_ELEMENTWISE}",
+    ),
+    Exclusion(
+        MOMENTS,
+        NOT_ADAMW,
+        "optim.moments is {this}, but {it} has no such moments",
+        "optim.moments=fp32, or optim=adamw",
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        PIPELINE,
+        "a pipeline adds the gradients of several micro-batches before any of them is final",
+        _REPLICAS,
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        TENSOR,
+        "the gradients of norms are partial sums on tensor-parallel ranks until the backward pass has ended",
+        _REPLICAS,
+    ),
+    Exclusion(
+        IN_BACKWARD, REPRODUCIBLE, "train.reproducible sums whole gradients over a tree", "train.reproducible=null"
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        SHARDED,
+        "{it} reduces the gradients of a whole block at once and keeps only the shard of each rank",
+        _UPDATING,
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        LATE_KIND,
+        "strategy.data_parallel={it} reduces gradients by code that cannot update parameters",
+        _UPDATING,
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        SEVERAL_BATCHES,
+        "a step adds the gradients of {it} micro-batches, so none is final before the last",
+        "a larger batch.micro_size, a smaller batch.global_size or more ranks",
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        CLIPPING,
+        "clipping to optim.clip_norm={it:g} needs the norm of all gradients before the first update",
+        "optim.clip_norm=0",
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        FP16,
+        "fp16 skips a step if any of its gradients overflows, which is known after the last",
+        "precision=bf16",
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        WEIGHTS,
+        "the optimizer updates the fp32 masters of the weights, not the parameters that have the gradients",
+        "precision.weights=fp32",
+    ),
+    Exclusion(
+        IN_BACKWARD,
+        CARRIED,
+        "{it} keeps the unsent part of gradients only if all gradients of a step are finite",
+        "strategy.compression=bf16",
+    ),
+    Exclusion(IN_BACKWARD, OFFLOAD, "the host updates parameters after the backward", "strategy.offload=none"),
+    Exclusion(IN_BACKWARD, DEBUG, "train.debug looks at all gradients after the backward", "train.debug=false"),
+    Exclusion(
+        IN_BACKWARD,
+        UNKNOWN_UPDATES,
+        "{it.path} may need the gradients of several parameters for an update",
+        _ELEMENTWISE,
+    ),
+    Exclusion(
+        FP8,
+        NOT_BF16,
+        "precision.fp8 is {this}, which replaces products in bf16, but precision.name is {it}",
+        "precision=bf16",
+    ),
+    Exclusion(
+        FP8,
+        ASYNC_TP,
+        "precision.fp8 does not support strategy.async_tp, which joins products with the collectives of their "
+        "operands: casts to fp8 are between the two",
+        "strategy.async_tp=false",
+    ),
+    Exclusion(WEIGHTS, NOT_BF16, "precision.name={it}: products are not computed in bf16", ", or precision=bf16"),
+    Exclusion(
+        WEIGHTS, TENSOR, "strategy.tp={it}: the ranks would add up gradients of norms in bf16", ", or strategy.tp=1"
+    ),
+    Exclusion(
+        WEIGHTS,
+        REPRODUCIBLE,
+        "train.reproducible={it}: it adds up the gradients of many small micro-batches, for which bf16 is too coarse",
+        ", or train.reproducible=null",
+    ),
+    Exclusion(
+        WEIGHTS,
+        ALL_OFFLOAD,
+        "strategy.offload=all: masters would be a second copy of the weights in host memory",
+        ", or strategy.offload=optimizer, which keeps the masters there",
+    ),
+    Exclusion(
+        WEIGHTS,
+        REPLICA_COMPRESSION,
+        "strategy.compression={it}: gradients are in bf16 already",
+        ", or strategy.compression=none",
+    ),
+    Exclusion(
+        WEIGHTS,
+        AVERAGES,
+        "hooks.ema: weights in bf16 change too coarsely to be averaged",
+        ", or no hook that averages weights",
+    ),
+    Exclusion(
+        WEIGHTS, WHOLE_UPDATES, "{it.where}._target_={it.path}: it updates whole parameters, not shards of masters"
+    ),
+    Exclusion(WEIGHTS, FROZEN_WEIGHTS, "model.lora: the frozen weights have no masters"),
+    Exclusion(
+        CUDA_GRAPHS,
+        PIPELINE,
+        "pipelines: a graph has memory for the activations of one micro-batch, and a stage keeps several",
+    ),
+    Exclusion(
+        CUDA_GRAPHS, SHARDED, "{it}: a graph replays fixed addresses, and ZeRO gathers parameters into other memory"
+    ),
+    Exclusion(
+        CUDA_GRAPHS,
+        _any_of(TENSOR, CONTEXT),
+        "tensor or context parallelism, whose collectives are inside the compiled layers",
+    ),
+    Exclusion(
+        CUDA_GRAPHS,
+        ACTIVATION_OFFLOAD,
+        "train.activation_offload: the memory of a graph stays allocated, so a copy in host memory saves nothing",
+    ),
+    Exclusion(
+        CUDA_GRAPHS,
+        IN_BACKWARD,
+        "optim.in_backward: gradients stay in the memory of a graph, so freeing them saves nothing",
+    ),
+    Exclusion(ASYNC_TP, INTERPRETED, "train.compile=true, since the compiler changes the products"),
+    Exclusion(ASYNC_TP, NO_TENSOR, "strategy.tp=2 or more"),
+    Exclusion(ASYNC_TP, NO_SEQUENCE_SHARDS, "a model whose ranks hold shards of the sequence, such as a gpt"),
+    Exclusion(ASYNC_TP, CPUS, "GPUs"),
+    Exclusion(ASYNC_TP, OWN_GPU, "cluster.visible_gpus=all, since ranks write to the memory of each other's GPUs"),
+    Exclusion(
+        EARLY_STOP,
+        NO_EVALUATIONS,
+        "early stopping needs evaluations during the run, but train.eval_every=0 evaluates only at its end",
+        "train.eval_every=N, the number of steps between evaluations",
+    ),
+    Exclusion(
+        SAMPLE_TEXTS,
+        PIPELINE,
+        "{this} generates text with a whole model on each rank, but a pipeline splits it",
+        "remove the hook, or use a strategy without stages, such as zero3 or tp",
+    ),
+    Exclusion(
+        SAMPLE_TEXTS,
+        NO_SEQUENCES,
+        "{this} generates text, but the data source {it} has no sequences",
+        "remove the hook, or use data=text or data=tokens",
+    ),
+)
+
+
+def check_compatibility(rows: Iterable[Exclusion], config: Config, layout: Layout) -> None:
+    """Checks that ``config`` and ``layout`` combine nothing that ``rows`` exclude.
+
+    Raises:
+        UserError: they do. The message reports all of it.
+    """
+    check_all(*(partial(row.check, config, layout) for row in rows))
+
+
+def refusals(technique: Condition, config: Config, layout: Layout, this: object = True) -> Iterator[UserError]:
+    """Yields what excludes ``technique``, whether ``config`` uses it or not.
+
+    Args:
+        this: the value of the technique in messages.
+    """
+    for row in (*OF_LAYOUT, *OF_RUN):
+        it = row.technique is technique and row.excluded.value(config, layout)
+        if it:
+            yield row.refusal(this, it)
