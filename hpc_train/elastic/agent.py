@@ -27,8 +27,8 @@ from hpc_train.machine.environment import (
     Variable,
     apply,
     export_job_environment,
+    node_environment,
     node_local_caches,
-    own_environment,
     refuse_loopback_down,
     refuse_unknown_interface,
     threads_per_rank,
@@ -231,7 +231,7 @@ def _set_environment(
     if allocation.nodes == 1 and workers:
         workers = min(workers, resolve_layout(config, 1, workers).world_size)
     threads = threads_per_rank(config.train.threads, max(1, workers))
-    return apply([*own_environment(threads), *caches])
+    return apply([*node_environment(threads), *caches])
 
 
 def _no_op() -> None:

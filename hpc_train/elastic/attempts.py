@@ -271,7 +271,9 @@ def report_placement(start: Start, asked_switches: str | None, events: EventLog)
     if len(addresses) < len(names) or network_of(addresses, {}) is None:
         return
     network = network_of(addresses, parse_switch_sizes(show_topology()))
-    found = [] if network is None else judge(network, start.layout, workers, blocks=has_blocks(), asked=asked_switches)
+    found = (
+        [] if network is None else judge(network, start.layout, workers, blocks=has_blocks(), switches=asked_switches)
+    )
     if found:
         events.write("warning", message="; ".join(found))
         *problems, fix = found

@@ -10,7 +10,7 @@
         ``rate_gbps``: the sum over its usable ports, null if unknown
     nodes
         for each node in the order of rank: ``name``, the index of its ``machine``, and its own facts
-        (``machines.own_facts``), on one line
+        (``machines.local_facts``), on one line
     environment   the variables that all workers export: name, value, reason
     not_set       common variables that were not set: name, reason
     warnings, unknown
@@ -29,7 +29,7 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.machine.network.decision import FabricDecision, FabricJob, decide, site_profile
 from hpc_train.machine.network.facts import NodeFacts, format_cpu_list
-from hpc_train.machine.network.machines import by_machine, own_facts
+from hpc_train.machine.network.machines import by_machine, local_facts
 from hpc_train.machine.network.nccl_settings import Setting, merged, warnings
 from hpc_train.machine.network.port_filter import sick_lines
 from hpc_train.machine.network.rails import different_rails, match, port_warnings, rate_gbps
@@ -139,7 +139,7 @@ def _by_node(nodes: Sequence[Node]) -> list[dict[str, Any]]:
     machines = by_machine(node.facts for node in nodes)
     number = {id(alike[0].results): index for index, alike in enumerate(machines)}
     found = ((node, number[id(node.facts.results)]) for node in nodes)
-    return [{"name": node.name, "machine": at} | own_facts(node.facts, machines[at][0]) for node, at in found]
+    return [{"name": node.name, "machine": at} | local_facts(node.facts, machines[at][0]) for node, at in found]
 
 
 def _text(common: dict[str, Any], nodes: Sequence[dict[str, Any]]) -> str:

@@ -49,7 +49,7 @@ class Allocation:
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
     """Reads the Slurm step that this process is a task of; any other process has one node."""
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
-        return _one_node(environment)
+        return _single_node(environment)
     nodes = int(environment["SLURM_STEP_NUM_NODES"])
     # several slurmd of a test cluster share one host name; Slurm's node name is unique
     name = environment.get("SLURMD_NODENAME", socket.gethostname())
@@ -85,18 +85,19 @@ def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
     if HOST in interface:
         return replace(allocation, address=_resolving(interface.replace(HOST, allocation.node_name.partition(".")[0])))
     addresses = {
-        name: found.address
-        for name, all_found in psutil.net_if_addrs().items()
-        for found in all_found
-        if found.family is socket.AF_INET and not found.address.startswith("127.")
+        name: candidate.address
+        for name, candidates in psutil.net_if_addrs().items()
+        for candidate in candidates
+        if candidate.family is socket.AF_INET and not candidate.address.startswith("127.")
     }
     if interface not in addresses:
-        there = list(addresses)
+        available = list(addresses)
         raise UserError(
             f"cluster.interface={interface}: {allocation.node_name} has no such interface with an IPv4 address, only "
-            f"{', '.join(there) or 'loopback'}",
+            f"{', '.join(available) or 'loopback'}",
             where="cluster.interface",
-            fix=f"cluster.interface={there[0] if there else 'null'}, or a pattern for host names such as {HOST}-ib0",
+            fix=f"cluster.interface={available[0] if available else 'null'}, or a pattern for host names such as "
+            f"{HOST}-ib0",
         )
     return replace(allocation, address=addresses[interface])
 
@@ -124,33 +125,33 @@ def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, s
     """
     if allocation.nodes == 1:
         return allocation, None
-    own, doubt = _own_address(allocation.address)
-    if doubt is None and (not is_chosen or own.startswith(_LOOPBACK_NET)):
-        doubt = _doubt_about(own, [name for name in allocation.node_names if name != allocation.node_name])
-    return (allocation, doubt) if doubt else (replace(allocation, address=own, listen_address=own), None)
+    address, doubt = _local_address(allocation.address)
+    if doubt is None and (not is_chosen or address.startswith(_LOOPBACK_NET)):
+        doubt = _doubt_about(address, [name for name in allocation.node_names if name != allocation.node_name])
+    return (allocation, doubt) if doubt else (replace(allocation, address=address, listen_address=address), None)
 
 
 _LOOPBACK_NET = "127."  # some systems map the name of the host itself to 127.0.1.1
 
 
-def _own_address(name: str) -> tuple[str, str | None]:
+def _local_address(name: str) -> tuple[str, str | None]:
     """Returns the IPv4 address of ``name``, and why it cannot be listened on."""
     try:
-        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, socket.AF_INET)})
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
     except OSError as error:
         return "", f"{name} does not resolve on this node: {error.strerror or error}"
-    if len(found) > 1:
-        return "", f"{name} has the addresses {', '.join(found)}"
+    if len(addresses) > 1:
+        return "", f"{name} has the addresses {', '.join(addresses)}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((found[0], 0))
+            probe.bind((addresses[0], 0))
         except OSError:
-            return "", f"{name} resolves to {found[0]}, which no interface of this node has"
-    return found[0], None
+            return "", f"{name} resolves to {addresses[0]}, which no interface of this node has"
+    return addresses[0], None
 
 
-def _doubt_about(own: str, others: Sequence[str]) -> str | None:
-    """Returns why ``own`` may not be the address at which ``others`` reach this node. Asks for two of them: each is
+def _doubt_about(address: str, others: Sequence[str]) -> str | None:
+    """Returns why ``address`` may not be the address at which ``others`` reach this node. Asks for two of them: each is
     a query of the name service.
     """
     for other in {*others[:1], *others[-1:]}:
@@ -160,15 +161,15 @@ def _doubt_about(own: str, others: Sequence[str]) -> str | None:
             except OSError as error:
                 return f"there is no route to {other}: {error.strerror or error}"
             source = probe.getsockname()[0]
-        if source != own:
-            return f"its name belongs to {own}, but it sends to {other} from {source}"
+        if source != address:
+            return f"its name belongs to {address}, but it sends to {other} from {source}"
     return None
 
 
 _ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
 
 
-def _one_node(environment: Mapping[str, str]) -> Allocation:
+def _single_node(environment: Mapping[str, str]) -> Allocation:
     name = socket.gethostname()
     job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
     return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,), LOOPBACK)
@@ -184,25 +185,26 @@ def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tupl
         UserError: more GPUs are requested than the node has. On this machine also ``UnusableGpus``: this process cannot
             use them.
     """
-    asked = cluster.gpus_per_node
-    if asked == 0:
+    requested = cluster.gpus_per_node
+    if requested == 0:
         return 0, cluster.cpu_workers
-    if asked != "auto" and (not isinstance(asked, int) or asked < 0):
+    if requested != "auto" and (not isinstance(requested, int) or requested < 0):
         raise UserError(
-            f"cluster.gpus_per_node must be auto or a number >= 0, got {asked!r}",
+            f"cluster.gpus_per_node must be auto or a number >= 0, got {requested!r}",
             where="cluster.gpus_per_node",
             fix="set cluster.gpus_per_node=auto, or the number of GPUs per node",
         )
-    there = gpus_to_use(asked) if visible is None else visible
-    if not isinstance(asked, int):
-        return (there, there) if there else (0, cluster.cpu_workers)
-    if asked > there:
+    available = gpus_to_use(requested) if visible is None else visible
+    if not isinstance(requested, int):
+        return (available, available) if available else (0, cluster.cpu_workers)
+    if requested > available:
         raise UserError(
-            f"{asked} GPUs per node are requested, but {f'{there} are' if there else 'none is'} visible here",
+            f"{requested} GPUs per node are requested, but {f'{available} are' if available else 'none is'} visible "
+            "here",
             where="cluster.gpus_per_node",
-            fix=f"set cluster.gpus_per_node={there} or auto (0 trains on the CPU), or check CUDA_VISIBLE_DEVICES",
+            fix=f"set cluster.gpus_per_node={available} or auto (0 trains on the CPU), or check CUDA_VISIBLE_DEVICES",
         )
-    return asked, asked
+    return requested, requested
 
 
 _ITEM = re.compile(r"(?:[^,\[]+|\[[^\]]*\])+")
@@ -220,11 +222,11 @@ def _names(item: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    found = []
+    names = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return found
+        names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return names
 
 
 SILENCE_S = 1.0  # lets the first task print its error before srun kills it for the failure of another
@@ -270,9 +272,9 @@ def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
         UserError: in the first process.
         SystemExit: in the others.
     """
-    found = misplaced(environment)
-    if found is not None:
-        _refuse(found)
+    error = misplaced(environment)
+    if error is not None:
+        _refuse(error)
 
 
 def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
@@ -304,8 +306,8 @@ def refuse_components(environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _refuse(found: Misplaced) -> None:
-    if found.first:
-        raise found.error
+def _refuse(misplacement: Misplaced) -> None:
+    if misplacement.first:
+        raise misplacement.error
     time.sleep(SILENCE_S)
     raise SystemExit(Exit.REFUSED)

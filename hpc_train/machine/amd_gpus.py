@@ -72,8 +72,8 @@ def amd_memory(kind: str) -> float | None:
     """Returns the bytes of a device of the GRES type ``kind``, such as ``mi250x`` or ``amd_instinct_mi300x``; None if
     it is not an Instinct GPU.
     """
-    found = re.search(r"(?<![a-z0-9])mi\d{3}[ax]?(?![0-9])", kind.lower())
-    return None if found is None else AMD_MEMORY.get(found[0])
+    match = re.search(r"(?<![a-z0-9])mi\d{3}[ax]?(?![0-9])", kind.lower())
+    return None if match is None else AMD_MEMORY.get(match[0])
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class AmdGpu:
 
 def read_gpus(nodes: Path = NODES) -> tuple[AmdGpu, ...]:
     """Returns all devices that the control group lets this process read, also integrated ones, in ROCm's order."""
-    found: list[AmdGpu] = []
+    gpus: list[AmdGpu] = []
     for folder in _numbered(nodes):
         values = _properties(folder / "properties")
         if values.get("simd_count", 0) > 0 and values.get("vendor_id", 0) == int(VENDOR, 16):
-            found.append(_gpu(len(found), folder, values))
-    return tuple(found)
+            gpus.append(_gpu(len(gpus), folder, values))
+    return tuple(gpus)
 
 
 def _gpu(index: int, folder: Path, values: Mapping[str, int]) -> AmdGpu:
@@ -218,14 +218,14 @@ class AmdNode:
 
     Attributes:
         gpus: the devices of this job in ROCm's order, including those that are not counted.
-        there: the number of Instinct devices of the node, also those of other jobs.
+        installed: the number of Instinct devices of the node, also those of other jobs.
         managed: how many of them the driver lists.
         loaded: whether the driver amdgpu shows its topology.
         devices: usually ``/dev``.
     """
 
     gpus: tuple[AmdGpu, ...]
-    there: int
+    installed: int
     managed: int
     loaded: bool
     devices: Path
@@ -234,11 +234,11 @@ class AmdNode:
     def read(cls, nodes: Path, pci: Path, devices: Path) -> AmdNode | None:
         """Returns None for a node without Instinct GPUs: a laptop with an integrated GPU also has the driver."""
         gpus, plugged = read_gpus(nodes), len(instinct_on_bus(pci))
-        own = sum(gpu.compute for gpu in gpus)
-        if not own and not plugged:
+        counted = sum(gpu.compute for gpu in gpus)
+        if not counted and not plugged:
             return None
         others = sum(not _properties(folder / "properties") for folder in _numbered(nodes))
-        return cls(gpus, max(plugged, own + others), own + others, nodes.is_dir(), devices)
+        return cls(gpus, max(plugged, counted + others), counted + others, nodes.is_dir(), devices)
 
     def visible(self, environment: Mapping[str, str] = os.environ) -> tuple[AmdGpu, ...]:
         """Returns the devices on which ranks can run, in HIP's order. Devices after one that is not counted are left
@@ -294,10 +294,10 @@ class AmdNode:
         return self._why_hidden(environment, len(seen), staff)
 
     def _why_hidden(self, environment: Mapping[str, str], seen: int, staff: str | None) -> tuple[str, str]:
-        own = sum(gpu.compute for gpu in self.gpus)
+        listed = sum(gpu.compute for gpu in self.gpus)
         names = [name for name in VISIBLE if name in environment]
-        if own == seen or not names:
-            return f"the driver amdgpu lists {own}", staff or f"set cluster.gpus_per_node={own}"
+        if listed == seen or not names:
+            return f"the driver amdgpu lists {listed}", staff or f"set cluster.gpus_per_node={listed}"
         text = " and ".join(f"{name}={environment[name]!r}" for name in names)
         if names[0] == VISIBLE[0] and len(names) > 1:
             others = " ".join(names[1:])
@@ -313,8 +313,8 @@ def instinct_on_bus(pci: Path) -> tuple[str, ...]:
     """Returns the addresses of the Instinct GPUs on the PCI bus, which shows them without a driver, too."""
     if not pci.is_dir():
         return ()
-    found = [path for path in sorted(pci.iterdir()) if read_text(path / "vendor") == VENDOR]
-    return tuple(path.name for path in found if read_text(path / "device").lower() in _IDS)
+    devices = [path for path in sorted(pci.iterdir()) if read_text(path / "vendor") == VENDOR]
+    return tuple(path.name for path in devices if read_text(path / "device").lower() in _IDS)
 
 
 _IDS = {f"0x{number:04x}" for number in _PRODUCTS}

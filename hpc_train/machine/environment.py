@@ -64,16 +64,16 @@ def export_job_environment(variables: Mapping[str, str], environment: MutableMap
     Raises:
         UserError: a name is not that of a variable, or a value contains a NUL character.
     """
-    wanted = job_environment(variables)
-    if wanted and environment.get(_EXPORTED) != wanted[_EXPORTED]:
+    variables_to_export = job_environment(variables)
+    if variables_to_export and environment.get(_EXPORTED) != variables_to_export[_EXPORTED]:
         try:
-            environment.update(wanted)
+            environment.update(variables_to_export)
         except ValueError:
             fix = "remove it; no variable can hold it"
             raise UserError("a value contains a NUL character", where="cluster.env", fix=fix) from None
 
 
-def own_environment(threads: int) -> tuple[Variable, ...]:
+def node_environment(threads: int) -> tuple[Variable, ...]:
     """Returns the variables of this node's workers that do not depend on other nodes."""
     return (Variable("OMP_NUM_THREADS", str(threads), "the ranks of a node share its cores"),)
 
@@ -82,32 +82,32 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
     """Sets variables that are not set yet; returns the effective values with reasons, for ``run.json``."""
     record = []
     for variable in variables:
-        found = environment.get(variable.name)
-        if found is None:
+        value = environment.get(variable.name)
+        if value is None:
             environment[variable.name] = variable.value
             record.append(asdict(variable))
         else:
-            reason = variable.reason if found == variable.value else "set by the user"
-            record.append({"name": variable.name, "value": found, "reason": reason})
+            reason = variable.reason if value == variable.value else "set by the user"
+            record.append({"name": variable.name, "value": value, "reason": reason})
     return record
 
 
-def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0) -> int:
+def threads_per_rank(requested: int | str, local_workers: int, bound_cores: int = 0) -> int:
     """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or if it is not
     bound an equal share of this process's affinity mask.
 
     Raises:
-        UserError: ``asked`` is neither ``auto`` nor a number of at least 1.
+        UserError: ``requested`` is neither ``auto`` nor a number of at least 1.
     """
-    if asked == "auto":
+    if requested == "auto":
         return bound_cores or max(1, len(os.sched_getaffinity(0)) // local_workers)
-    if not isinstance(asked, int) or asked < 1:
+    if not isinstance(requested, int) or requested < 1:
         raise UserError(
-            f"train.threads must be auto or a number >= 1, got {asked!r}",
+            f"train.threads must be auto or a number >= 1, got {requested!r}",
             where="train.threads",
             fix="set train.threads=auto",
         )
-    return asked
+    return requested
 
 
 def refuse_unknown_interface(environment: Mapping[str, str] = os.environ) -> None:
@@ -203,12 +203,12 @@ def _parent(environment: Mapping[str, str]) -> Path | None:
     named = (environment.get(name) for name in ("SLURM_TMPDIR", "TMPDIR"))
     # a variable that a job inherits from the login node may name a directory that this node does not have
     base = next((base for base in named if base and Path(base).is_dir()), None) or tempfile.gettempdir()
-    own = Path(base) / f"hpc_train-{os.getuid()}"
-    parent = own / os.uname().nodename
-    return parent if _is_own(own) and _is_own(parent) else None
+    user_directory = Path(base) / f"hpc_train-{os.getuid()}"
+    parent = user_directory / os.uname().nodename
+    return parent if _belongs_to_user(user_directory) and _belongs_to_user(parent) else None
 
 
-def _is_own(directory: Path) -> bool:
+def _belongs_to_user(directory: Path) -> bool:
     """Creates the directory if it is missing. Tells whether this user has created it: other users can write to /tmp."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -66,8 +66,8 @@ def visible_devices(
 
 def _with_number(name: str, present: int) -> str | None:
     """Returns the number at the start of ``name``, which is all that CUDA reads; None if there is no such device."""
-    found = re.match(r"\d+", name)
-    return str(int(found[0])) if found and int(found[0]) < present else None
+    match = re.match(r"\d+", name)
+    return str(int(match[0])) if match and int(match[0]) < present else None
 
 
 def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
@@ -76,21 +76,21 @@ def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
     """
     if not name.startswith(UUID_PREFIXES):
         return None
-    found = [uuid for uuid in uuids if uuid.startswith(name)] if uuids else [name]
-    return found[0] if len(found) == 1 else None
+    matches = [uuid for uuid in uuids if uuid.startswith(name)] if uuids else [name]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
     """Returns the UUIDs of the GPUs that this process may open, and of their MIG slices; [] if they are unknown."""
-    texts = [read_text(driver / address / "information") for address in own_gpus(driver, devices)]
-    found = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
-    known = [each[1] for each in found if each is not None]  # question marks until the GPU is initialized
-    if known and len(known) == len(texts) and not with_slices:
-        return known
+    texts = [read_text(driver / address / "information") for address in job_gpus(driver, devices)]
+    matches = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
+    known_uuids = [match[1] for match in matches if match is not None]  # question marks until the GPU is initialized
+    if known_uuids and len(known_uuids) == len(texts) and not with_slices:
+        return known_uuids
     return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", print_listing())
 
 
-def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
+def job_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
     """Returns the PCI addresses of the GPUs that the job's control group lets this process open, in CUDA's order.
 
     CUDA counts only these, while ``/proc`` and ``/sys`` also show those of other jobs on the node.
@@ -102,10 +102,10 @@ def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
 
 def _may_open(gpu: Path, devices: Path) -> bool:
     try:
-        found = re.search(r"^Device Minor:\s*(\d+)", (gpu / "information").read_text(), re.MULTILINE)
+        match = re.search(r"^Device Minor:\s*(\d+)", (gpu / "information").read_text(), re.MULTILINE)
     except OSError:
         return True
-    device = devices / f"nvidia{found[1]}" if found else None
+    device = devices / f"nvidia{match[1]}" if match else None
     # access() respects the control group and does not wake the GPU
     return device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK)
 
@@ -113,7 +113,7 @@ def _may_open(gpu: Path, devices: Path) -> bool:
 def _present(driver: Path, devices: Path) -> int:
     """Counts the GPUs that this process may open. Some containers show an empty ``driver``."""
     if _entries(driver):
-        return len(own_gpus(driver, devices))
+        return len(job_gpus(driver, devices))
     return sum(line.startswith("GPU ") for line in print_listing().splitlines())
 
 
@@ -161,8 +161,8 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        found = find_spec("torch")  # imports nothing
-        folders = (found.submodule_search_locations or []) if found is not None else []
+        spec = find_spec("torch")  # imports nothing
+        folders = (spec.submodule_search_locations or []) if spec is not None else []
         return cls(torch=Path(folders[0]) if folders else None)
 
     def nvidia_gpus(self) -> int:
@@ -181,7 +181,7 @@ class Machine:
     def gpus(self) -> int:
         """Returns the number of GPUs of the machine, also those of other jobs."""
         amd = self.amd()
-        return self.nvidia_gpus() if amd is None else amd.there
+        return self.nvidia_gpus() if amd is None else amd.installed
 
     def torch_without_gpus(self) -> str | None:
         """Returns the version of a torch that was built without CUDA, or on a machine with AMD GPUs without ROCm; None
@@ -195,9 +195,11 @@ class Machine:
         return version[1] if version else "(unknown version)"
 
 
-def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None) -> int:
-    """Returns the number of GPUs to use: ``asked``; for ``auto`` those allocated by Slurm, otherwise all visible; 0:
-    the CPU.
+def gpus_to_use(
+    requested: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None
+) -> int:
+    """Returns the number of GPUs to use: ``requested``; for ``auto`` those allocated by Slurm, otherwise all visible;
+    0: the CPU.
 
     Raises:
         UserError: more GPUs are requested than Slurm has allocated.
@@ -205,22 +207,22 @@ def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, m
     """
     machine = machine or Machine.this()
     allocated = allocated_gpus(environment)
-    if isinstance(asked, int) and 0 < allocated < asked:
+    if isinstance(requested, int) and 0 < allocated < requested:
         raise UserError(
-            f"{asked} GPUs per node are requested, but Slurm has allocated {allocated}",
+            f"{requested} GPUs per node are requested, but Slurm has allocated {allocated}",
             where=KEY,
-            fix=f"set {KEY}={allocated}, or request more from Slurm with --gpus-per-node={asked}",
+            fix=f"set {KEY}={allocated}, or request more from Slurm with --gpus-per-node={requested}",
         )
     visible = len(visible_devices(environment, machine.driver, machine.devices, machine.kfd, machine.pci))
-    wanted, claim = _wanted(asked, allocated, visible, environment, machine)
+    needed, claim = _needed(requested, allocated, visible, environment, machine)
     build = machine.torch_without_gpus()
     usable = 0 if build is not None else visible
-    if usable >= wanted:
-        return wanted
+    if usable >= needed:
+        return needed
     if build is not None:
         cause, fix = _wrong_build(build, machine.amd() is not None)
     else:
-        cause, fix = _why_not_visible(wanted, allocated, visible, environment, machine)
+        cause, fix = _why_not_visible(needed, allocated, visible, environment, machine)
     sees = f"{'sees' if build is None else 'can use'} {f'only {usable}' if usable else 'none'}"
     raise UnusableGpus(f"{claim}, and the process {sees}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
 
@@ -253,14 +255,14 @@ def _is_step_without_gpus(environment: Mapping[str, str]) -> bool:
     return "SLURM_STEP_NUM_NODES" in environment and not environment.keys() & {"SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"}
 
 
-def _wanted(
-    asked: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+def _needed(
+    requested: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[int, str]:
     """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
     chosen, amd = environment.get("CUDA_VISIBLE_DEVICES"), machine.amd()
     named = (None if chosen is None else _count(chosen)) if amd is None else amd.named(environment)
-    if isinstance(asked, int):
-        return asked, f"{asked} GPUs per node are requested"
+    if isinstance(requested, int):
+        return requested, f"{requested} GPUs per node are requested"
     if allocated:
         owner = "step" if "SLURM_STEP_GPUS" in environment else "job"
         # runs that share a job's GPUs have a subset each
@@ -269,30 +271,30 @@ def _wanted(
         return 0, ""  # hidden on purpose
     if visible:
         return visible, f"{visible} are visible"
-    there = machine.gpus()
-    return there, f"the node has {there}"
+    installed = machine.gpus()
+    return installed, f"the node has {installed}"
 
 
 AVOID = "avoid the node with cluster.exclude=NODE and report it to the site's staff"
 
 
 def _why_not_visible(
-    wanted: int, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+    needed: int, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[str, str]:
     """Returns the cause and its fix."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.gpus():
-        return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
+        return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={needed}"
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
     if (amd := machine.amd()) is not None:
         return amd.why_not_visible(environment, AVOID if allocated else None)
     if chosen is not None and visible < _present(machine.driver, machine.devices):
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
-    return _fault_of_node(wanted, allocated > 0, machine)
+    return _fault_of_node(needed, allocated > 0, machine)
 
 
-def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
+def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
     """Returns the cause and its fix if the driver or the device files are at fault."""
     staff = AVOID
     if not machine.driver.is_dir():
@@ -302,14 +304,14 @@ def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, 
             f"the NVIDIA driver is not loaded ({machine.driver} does not exist)",
             staff if on_slurm else "load the driver",
         )
-    listed, own = len(_entries(machine.driver)), len(own_gpus(machine.driver, machine.devices))
-    if own < min(listed, wanted):
+    listed, openable = len(_entries(machine.driver)), len(job_gpus(machine.driver, machine.devices))
+    if openable < min(listed, needed):
         return (
-            f"it may open {own} of the {listed} GPUs of the node",
+            f"it may open {openable} of the {listed} GPUs of the node",
             staff if on_slurm else "get access to /dev/nvidia*",
         )
-    own_fix = f"set {KEY}={listed}" if listed else "check nvidia-smi"
-    return f"the NVIDIA driver lists {listed}", staff if on_slurm else own_fix
+    workstation_fix = f"set {KEY}={listed}" if listed else "check nvidia-smi"
+    return f"the NVIDIA driver lists {listed}", staff if on_slurm else workstation_fix
 
 
 def _count(names: str) -> int:
@@ -363,7 +365,7 @@ def _of_kind(kind: str) -> float | None:
     ``nvidia_h100_80gb_hbm3``.
     """
     words = re.split(r"[\s_-]+", kind.lower())
-    sizes = [found[1] for word in words if (found := _SIZE.fullmatch(word))]
+    sizes = [match[1] for word in words if (match := _SIZE.fullmatch(word))]
     if sizes and not set(words) & set(_GRACE):
         return float(sizes[0]) * 1e9
     if {"h100", "nvl"} <= set(words):

@@ -33,9 +33,9 @@ def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemo
 
     The page cache of a group counts as free, since the kernel drops it before it kills a process.
     """
-    found = [FreeMemory(1024 * _field(processes / "meminfo", "MemAvailable:"), NODE)]
-    found += [FreeMemory(size, GROUP) for size in _left_in_groups(groups, processes)]
-    return min(found, key=lambda each: each.size)
+    bounds = [FreeMemory(1024 * _field(processes / "meminfo", "MemAvailable:"), NODE)]
+    bounds += [FreeMemory(size, GROUP) for size in _left_in_groups(groups, processes)]
+    return min(bounds, key=lambda bound: bound.size)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MemoryGroup:
     version: int
 
     @classmethod
-    def own(cls, groups: Path = CGROUPS, processes: Path = PROCESSES) -> MemoryGroup:
+    def current(cls, groups: Path = CGROUPS, processes: Path = PROCESSES) -> MemoryGroup:
         try:
             lines = (processes / "self" / "cgroup").read_text().splitlines()
         except OSError:
@@ -66,12 +66,12 @@ class MemoryGroup:
 
 def _left_in_groups(groups: Path, processes: Path) -> Iterator[int]:
     """Yields the bytes left in the group of this process and in each group above it that has a limit."""
-    own = MemoryGroup.own(groups, processes)
-    for level in (own.path, *own.path.parents):
-        left = _left(level, own.version)
+    group = MemoryGroup.current(groups, processes)
+    for level in (group.path, *group.path.parents):
+        left = _left(level, group.version)
         if left is not None:
             yield left
-        if level == own.root:
+        if level == group.root:
             return
 
 

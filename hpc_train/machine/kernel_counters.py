@@ -88,13 +88,13 @@ class OomKills:
 
 def _events_file(groups: Path, processes: Path) -> Path:
     """Returns the file of the counter in this process's control group."""
-    own = MemoryGroup.own(groups, processes)
-    return own.path / ("memory.oom_control" if own.version == 1 else "memory.events")
+    group = MemoryGroup.current(groups, processes)
+    return group.path / ("memory.oom_control" if group.version == 1 else "memory.events")
 
 
 def _counter(path: Path) -> int:
     try:
-        found = COUNTER.search(path.read_text())
+        match = COUNTER.search(path.read_text())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0

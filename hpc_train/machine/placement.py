@@ -47,14 +47,16 @@ def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
     rendezvous.
     """
     tori = [TORUS.fullmatch(address) for address in addresses]
-    coordinates = [found for found in tori if found is not None]
+    coordinates = [matches for matches in tori if matches is not None]
     if len(coordinates) == len(addresses):
         return _torus_order(coordinates)
     home = addresses[0].split(".")
 
     def sort_key(index: int) -> list[tuple[bool, list[tuple[int, str]]]]:
         names = addresses[index].split(".")
-        return [(name != own, natural(name)) for name, own in itertools.zip_longest(names, home, fillvalue="")]
+        return [
+            (name != home_name, natural(name)) for name, home_name in itertools.zip_longest(names, home, fillvalue="")
+        ]
 
     return tuple(sorted(range(len(addresses)), key=sort_key))
 
@@ -98,8 +100,8 @@ def _span(values: set[int]) -> str:
 
 def parse_switch_sizes(text: str) -> dict[str, int]:
     """Returns the nodes of each lowest switch, or of each block, in the output of ``scontrol show topology``."""
-    found = re.findall(r"^(?:SwitchName=(\S+) Level=0|BlockName=(\S+)).*?\bNodes=(\S+)", text, flags=re.MULTILINE)
-    return {switch or block: len(expand(nodes)) for switch, block, nodes in found}
+    lines = re.findall(r"^(?:SwitchName=(\S+) Level=0|BlockName=(\S+)).*?\bNodes=(\S+)", text, flags=re.MULTILINE)
+    return {switch or block: len(expand(nodes)) for switch, block, nodes in lines}
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ def network_of(addresses: Sequence[str], sizes: Mapping[str, int]) -> Network | 
     used = Counter(switches)
     if len(used) < 2:
         return None
-    known = [sizes[name] for name in used if name in sizes]
-    return Network(switches, max(*used.values(), *known))
+    sizes_of_used = [sizes[name] for name in used if name in sizes]
+    return Network(switches, max(*used.values(), *sizes_of_used))
 
 
 def has_blocks(environment: Mapping[str, str] = os.environ) -> bool:
@@ -137,12 +139,12 @@ def has_blocks(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").startswith("block.")
 
 
-def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bool, asked: str | None) -> list[str]:
+def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bool, switches: str | None) -> list[str]:
     """Returns what is wrong with the placement of ``layout``, and as the last line what would improve it.
 
     Args:
         blocks: whether the site describes blocks, for which ``--segment`` replaces ``--switches``.
-        asked: the value of ``cluster.switches``.
+        switches: the value of ``cluster.switches``.
     """
     kind = "blocks" if blocks else "switches"
     used, nodes = Counter(network.switches), len(network.switches)
@@ -157,26 +159,28 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
     if blocks:
         group = -(-layout.stage_ranks // workers_per_node)
         fix = f"+cluster.extra.segment={min(group, network.size)} requests that many nodes of one block at a time"
-    elif asked is None:
+    elif switches is None:
         fewer = min(network.needed, len(used) - 1) if network.size > 1 else 1
         on = "one switch" if fewer == 1 else f"{fewer} switches"
         fix = f"cluster.switches={fewer}@00:30:00 waits up to 30 minutes for nodes on {on}"
     else:
-        fix = f"cluster.switches={asked} did not help: a longer waiting time, if the site permits it (max_switch_wait)"
+        fix = (
+            f"cluster.switches={switches} did not help: a longer waiting time, if the site permits it (max_switch_wait)"
+        )
     return [*problems, fix]
 
 
 def _straddling(network: Network, layout: Layout, workers_per_node: int) -> list[str]:
     """Returns a line for each data-parallel group that one switch could hold, but that is on several."""
-    found = []
+    problems = []
     for stage in range(layout.pp):
         first, last = stage * layout.stage_ranks, (stage + 1) * layout.stage_ranks - 1
         group = network.switches[first // workers_per_node : last // workers_per_node + 1]
         names = list(dict.fromkeys(group))
         if len(names) > 1 and len(group) <= network.size and layout.dp_cp > 1:
             of_stage = f" of pipeline rank {stage}" if layout.pp > 1 else ""
-            found.append(
+            problems.append(
                 f"the data-parallel group{of_stage} ({len(group)} nodes) straddles {' and '.join(names)}, so its "
                 "collectives cross the switches above"
             )
-    return found
+    return problems

@@ -64,9 +64,15 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> FileSystem | None:
     except OSError:
         return None
     real = Path(os.path.realpath(path))
-    found = [mounted for line in lines if (mounted := _mounted(line)) and real.is_relative_to(mounted.mount_point)]
+    mounts_above = [
+        mounted for line in lines if (mounted := _mounted(line)) and real.is_relative_to(mounted.mount_point)
+    ]
     # of several mounts on one point, the last one is visible
-    return max(enumerate(found), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1] if found else None
+    return (
+        max(enumerate(mounts_above), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1]
+        if mounts_above
+        else None
+    )
 
 
 def renames_by_copying(path: Path) -> bool:
@@ -89,10 +95,10 @@ def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
     """Returns the limits on what may still be written below ``path``: the file system's, and this user's quota if
     known.
     """
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    found = os.statvfs(there)
-    rooms = [Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None, FILE_SYSTEM)]
-    system = file_system_of(there)
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    status = os.statvfs(existing)
+    rooms = [Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None, FILE_SYSTEM)]
+    system = file_system_of(existing)
     quota = None if system is None else _quota(system, ask or _output)
     return rooms if quota is None else [*rooms, quota]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_train.machine.network.facts import NodeFacts
-from hpc_train.machine.network.machines import by_machine, with_own_facts
+from hpc_train.machine.network.machines import by_machine, with_local_facts
 from hpc_train.machine.network.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import DamagedFile
@@ -61,7 +61,7 @@ def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
     try:
         record = run.json(run.fabric)
         machines = [NodeFacts.from_json(machine["facts"]) for machine in record["machines"]]
-        return tuple(with_own_facts(machines[node["machine"]], node["name"], node) for node in record["nodes"])
+        return tuple(with_local_facts(machines[node["machine"]], node["name"], node) for node in record["nodes"])
     except (FileNotFoundError, DamagedFile, LookupError, TypeError, AttributeError, ValueError):
         return ()
 

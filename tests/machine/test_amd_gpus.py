@@ -97,7 +97,7 @@ def test_only_the_jobs_own_devices_are_numbered(tmp_path: Path) -> None:
     own = STEP | {"SLURM_STEP_GPUS": "4,5,6,7", "SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "0,1,2,3"}
     assert gpus_to_use("auto", own, machine.machine()) == 4
     node = machine.node()
-    assert (node.there, node.visible(own)[0].pci) == (8, "0000:d1:00.0")
+    assert (node.installed, node.visible(own)[0].pci) == (8, "0000:d1:00.0")
 
 
 def laptop(root: Path) -> AmdMachine:

@@ -10,7 +10,7 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import LOOPBACK, current_allocation, workers_per_node
-from hpc_train.machine.environment import Variable, apply, own_environment, threads_per_rank
+from hpc_train.machine.environment import Variable, apply, node_environment, threads_per_rank
 from hpc_train.machine.gpus import visible_devices, visible_gpus
 
 STEP = {
@@ -138,7 +138,7 @@ def test_more_gpus_than_there_are() -> None:
 
 def test_the_users_environment_wins() -> None:
     environment = {"OMP_NUM_THREADS": "3"}
-    record = apply([*own_environment(threads=8), Variable("CUDA_CACHE_PATH", "/tmp/x", "near")], environment)
+    record = apply([*node_environment(threads=8), Variable("CUDA_CACHE_PATH", "/tmp/x", "near")], environment)
     assert environment == {"OMP_NUM_THREADS": "3", "CUDA_CACHE_PATH": "/tmp/x"}
     rows = {row["name"]: row for row in record}
     assert rows["OMP_NUM_THREADS"] == {"name": "OMP_NUM_THREADS", "value": "3", "reason": "set by the user"}

@@ -134,7 +134,7 @@ def test_a_scattered_allocation_is_reported(
     network = network_of(racks(*counts), sizes)
     assert network is not None
     nodes = sum(counts)
-    found = judge(network, layout(pp, nodes * 4 // pp), 4, blocks=False, asked=None)
+    found = judge(network, layout(pp, nodes * 4 // pp), 4, blocks=False, switches=None)
     assert len(found) == len(expected)
     assert all(words in line for words, line in zip(expected, found, strict=True))
 
@@ -146,5 +146,5 @@ def test_one_switch_and_a_torus_are_not_judged() -> None:
 
 def test_blocks_and_a_request_for_switches_have_other_fixes() -> None:
     network = Network(("b1", "b2"), 18)
-    assert "+cluster.extra.segment=2" in judge(network, layout(1, 8), 4, blocks=True, asked=None)[-1]
-    assert "max_switch_wait" in judge(network, layout(1, 8), 4, blocks=False, asked="1@00:10:00")[-1]
+    assert "+cluster.extra.segment=2" in judge(network, layout(1, 8), 4, blocks=True, switches=None)[-1]
+    assert "max_switch_wait" in judge(network, layout(1, 8), 4, blocks=False, switches="1@00:10:00")[-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
 from hpc_train.machine.network.decision import FabricDecision
 from hpc_train.machine.network.facts import format_cpu_list
 from hpc_train.machine.network.recording import FabricReport
@@ -44,7 +44,7 @@ def finding_lines(found: Sequence[Located], verbose: bool) -> Iterator[str]:
                 groups.setdefault(key, []).append(node)
         for (subject, text, fix), nodes in groups.items():
             names = ",".join(dict.fromkeys(node for node in nodes if node))
-            shown_level = "" if level == OK and text.startswith(NOT_KNOWN) else level
+            shown_level = "" if level == OK and text.startswith(UNCHECKED) else level
             yield f"{shown_level:<8}{f'{names}: ' if names else ''}{subject}: {text}"
             if fix:
                 yield f"        fix: {fix.replace(NODES, names)}"

@@ -28,7 +28,7 @@ from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, Order, S
 from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.network.machines import Machines
-from hpc_train.machine.network.rank_binding import refuse_slices_of_one_gpu
+from hpc_train.machine.network.rank_binding import refuse_slices_of_same_gpu
 from hpc_train.run.exits import OF_DISKS, Action, Exit, Failure, concerns_gpu
 
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
@@ -340,7 +340,7 @@ class Coordinator:
                 layout = resolve_layout(self.config, count, workers[count - 1], memory[count - 1])
                 chosen = in_order_of_rank(nodes[:count])
                 for node in chosen:
-                    refuse_slices_of_one_gpu(node.facts, min(workers[count - 1], layout.world_size))
+                    refuse_slices_of_same_gpu(node.facts, min(workers[count - 1], layout.world_size))
                 return Start(chosen, layout)
             except UserError as error:
                 refusal = refusal or error

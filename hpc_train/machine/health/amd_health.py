@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.machine.amd_gpus import VENDOR, AmdGpu, AmdNode, instinct_on_bus
-from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
 from hpc_train.machine.health.gpu_health import (
     HANGS,
     LIMIT_S,
@@ -47,31 +47,33 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     Args:
         quick: do not read the processes.
     """
-    found = AmdNode.read(paths.kfd / "topology/nodes", paths.pci, paths.devices)
-    if found is None:
+    amd_node = AmdNode.read(paths.kfd / "topology/nodes", paths.pci, paths.devices)
+    if amd_node is None:
         return VendorHealth()
     on_bus = instinct_on_bus(paths.pci)
-    own = [gpu for gpu in found.gpus if gpu.compute]
+    usable = [gpu for gpu in amd_node.gpus if gpu.compute]
     places: dict[str, list[AmdGpu]] = {}  # the partitions of a GPU have one address
-    for gpu in own:
+    for gpu in usable:
         places.setdefault(_device(gpu, on_bus), []).append(gpu)
-    foreign = [place for place in on_bus if place not in places] if found.managed > len(own) else []
+    foreign = [place for place in on_bus if place not in places] if amd_node.managed > len(usable) else []
     texts, hangs = _read(places, paths.pci, node)
     processes = {} if quick else read_processes(paths)
     gpus = [
-        parse_gpu(parts[0], place, texts[place], [one for part in parts for one in processes.get(part.node, ())])
+        parse_gpu(
+            parts[0], place, texts[place], [process for part in parts for process in processes.get(part.node, ())]
+        )
         for place, parts in places.items()
         if place in texts
     ]
     lines = read_kernel_log(paths.kmsg)
     findings = (
-        *_missing(len(on_bus), found.managed, node),
+        *_missing(len(on_bus), amd_node.managed, node),
         *hangs,
         *judge_amd([(gpu, texts[gpu.pci or ""]) for gpu in gpus], node),
         *judge_amd_log(lines, node, foreign),
     )
-    shared = 0 < len(on_bus) < found.managed
-    return VendorHealth(found.managed, shared, tuple(gpus), (), defects_in(lines or (), foreign), findings)
+    shared = 0 < len(on_bus) < amd_node.managed
+    return VendorHealth(amd_node.managed, shared, tuple(gpus), (), defects_in(lines or (), foreign), findings)
 
 
 def _read(places: Iterable[str], pci: Path, node: str) -> tuple[dict[str, Texts], list[Finding]]:
@@ -82,7 +84,7 @@ def _read(places: Iterable[str], pci: Path, node: str) -> tuple[dict[str, Texts]
         text = f"{HANGS}: amdgpu did not respond within {LIMIT_S:g} s"
         return {}, [Finding(SUBJECT, ERROR, text, out_of_service(node, "reboot the node"))]
     if texts is None:
-        return {}, [Finding(SUBJECT, OK, f"{NOT_KNOWN}the files of amdgpu in {pci} cannot be read")]
+        return {}, [Finding(SUBJECT, OK, f"{UNCHECKED}the files of amdgpu in {pci} cannot be read")]
     return texts, []
 
 
@@ -119,16 +121,16 @@ def read_texts(device: Path) -> dict[str, str]:
 
 def read_processes(paths: Paths) -> dict[int, tuple[GpuProcess, ...]]:
     """Returns the processes with memory on each GPU, by its number in the driver's topology."""
-    found: dict[int, tuple[GpuProcess, ...]] = {}
+    processes: dict[int, tuple[GpuProcess, ...]] = {}
     for place in (paths.kfd / "topology/nodes").glob("[0-9]*"):
         name = f"vram_{read_text(place / 'gpu_id')}"
         used = [(int(path.parent.name), read_text(path)) for path in paths.kfd.glob(f"proc/[0-9]*/{name}")]
-        found[int(place.name)] = tuple(
+        processes[int(place.name)] = tuple(
             GpuProcess(pid, read_text(paths.proc / f"{pid}/comm") or "?", int(memory))
             for pid, memory in sorted(used)
             if memory.isdigit() and int(memory)
         )
-    return found
+    return processes
 
 
 def parse_gpu(gpu: AmdGpu, place: str, texts: Texts, processes: Sequence[GpuProcess] = ()) -> GpuState:
@@ -178,12 +180,12 @@ def uncorrected(texts: Texts) -> dict[str, int] | None:
 
     None if no block shows a count: in virtual machines, or while the GPU is being reset.
     """
-    found = {}
+    counts = {}
     for name, text in texts.items():
         count = re.search(r"^ue: (\d+)$", text, re.MULTILINE) if name.endswith(COUNTS) else None
         if count is not None:
-            found[name.removeprefix("ras/").removesuffix(COUNTS)] = int(count[1])
-    return found or None
+            counts[name.removeprefix("ras/").removesuffix(COUNTS)] = int(count[1])
+    return counts or None
 
 
 def bad_pages(texts: Texts) -> dict[str, int]:
@@ -194,15 +196,15 @@ def bad_pages(texts: Texts) -> dict[str, int]:
 
 def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Finding]:
     """Reports what is wrong with GPUs according to their files, or that nothing is."""
-    found = [finding for gpu, texts in gpus for finding in (*_memory(gpu, texts, node), *judge_speed(gpu, node))]
+    findings = [finding for gpu, texts in gpus for finding in (*_memory(gpu, texts, node), *judge_speed(gpu, node))]
     unknown = [gpu.name for gpu, texts in gpus if gpu.uncorrected is None and not _lost(texts)]
     if unknown:
-        yield Finding(SUBJECT, OK, f"{NOT_KNOWN}amdgpu shows no error counts of {', '.join(unknown)}")
-    yield from found
-    known = [] if unknown else ["memory"]
-    known += ["PCIe links"] if all(gpu.pcie_width for gpu, _ in gpus) else []
-    if gpus and known and not found:
-        yield Finding(SUBJECT, OK, f"{len(gpus)} GPUs: in order: {', '.join(known)}")
+        yield Finding(SUBJECT, OK, f"{UNCHECKED}amdgpu shows no error counts of {', '.join(unknown)}")
+    yield from findings
+    checked = [] if unknown else ["memory"]
+    checked += ["PCIe links"] if all(gpu.pcie_width for gpu, _ in gpus) else []
+    if gpus and checked and not findings:
+        yield Finding(SUBJECT, OK, f"{len(gpus)} GPUs: in order: {', '.join(checked)}")
 
 
 def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:
@@ -297,19 +299,21 @@ _LOADED = "amdgpu kernel modesetting enabled"
 
 def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
     """Returns the errors since the driver was last loaded; repetitions are counted."""
-    found: dict[tuple[str | None, str], AmdEvent] = {}
+    events: dict[tuple[str | None, str], AmdEvent] = {}
     for line in lines:
         if _LOADED in line.text:
-            found.clear()
+            events.clear()
         if (match := _LINE.search(line.text)) is None:
             continue
         pci, text = match[1], match[2] or match[3] or ""
         if _RESET_DONE.search(text):
-            found = {key: replace(one, reset=one.reset or one.pci in (pci, None)) for key, one in found.items()}
+            events = {
+                key: replace(event, reset=event.reset or event.pci in (pci, None)) for key, event in events.items()
+            }
         elif (event := _event(pci, text, line.age)) is not None:
-            before = found.get((pci, event.meaning))
-            found[pci, event.meaning] = replace(event, count=1 if before is None else before.count + 1)
-    return tuple(found.values())
+            before = events.get((pci, event.meaning))
+            events[pci, event.meaning] = replace(event, count=1 if before is None else before.count + 1)
+    return tuple(events.values())
 
 
 def _event(pci: str | None, text: str, age: float | None) -> AmdEvent | None:
@@ -322,7 +326,7 @@ def _event(pci: str | None, text: str, age: float | None) -> AmdEvent | None:
 def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str] = ()) -> Iterator[Finding]:
     """Reports the errors of amdgpu in the kernel log (None: it cannot be read) except those of ``foreign`` GPUs."""
     if lines is None:
-        text = f"{NOT_KNOWN}this user may read neither /dev/kmsg nor the journal, so errors of amdgpu are unchecked"
+        text = f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so errors of amdgpu are unchecked"
         yield Finding(LOG, OK, text)
         return
     events = [event for event in find_events(lines) if event.pci not in foreign]
@@ -348,5 +352,5 @@ def defects_in(lines: Iterable[Line], foreign: Sequence[str] = ()) -> tuple[Defe
     without an address counts only if no GPU of the node is ``foreign``.
     """
     events = (event for event in find_events(lines) if event.lasting and event.kind.level == ERROR)
-    own = (event for event in events if (event.pci not in foreign if event.pci else not foreign))
-    return tuple(Defect(event.pci, f"{event.where}: {event.meaning}", event.age) for event in own)
+    job_events = (event for event in events if (event.pci not in foreign if event.pci else not foreign))
+    return tuple(Defect(event.pci, f"{event.where}: {event.meaning}", event.age) for event in job_events)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-NOT_KNOWN = "not known: "  # the beginning of the text of a check that was not possible
+UNCHECKED = "not known: "  # the beginning of the text of a check that was not possible
 _ORDER = (OK, WARNING, ERROR)
 
 
@@ -23,7 +23,7 @@ class Finding:
     @property
     def unknown(self) -> bool:
         """Returns whether the check was not possible here, which is not a problem but no sign of health either."""
-        return self.text.startswith(NOT_KNOWN)
+        return self.text.startswith(UNCHECKED)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

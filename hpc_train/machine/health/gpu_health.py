@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
-from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
 from hpc_train.units import format_bytes
 
 LIMIT_S = 10.0
@@ -132,7 +132,7 @@ def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
         fix = "reboot the node; `dmesg` shows where the driver hangs"
         return GpuReading(findings=(Finding(SUBJECT, ERROR, f"{HANGS}: {error}", fix),))
     except OSError:
-        missing = Finding(SUBJECT, WARNING, f"{NOT_KNOWN}nvidia-smi is not installed here", "put nvidia-smi on PATH")
+        missing = Finding(SUBJECT, WARNING, f"{UNCHECKED}nvidia-smi is not installed here", "put nvidia-smi on PATH")
         return GpuReading(findings=(missing,) if expected else ())
     gpus = parse_query(output)
     findings = (_failed(code, output),) if code and (expected or gpus) else ()
@@ -167,7 +167,7 @@ def parse_query(text: str) -> tuple[GpuState, ...]:
 def _gpu(index: int, gpu: ElementTree.Element) -> GpuState:
     link = "pci/pci_gpu_link_info/pcie_gen"
     generations = [_number(gpu, f"{link}/{name}") for name in ("max_device_link_gen", "max_host_link_gen")]
-    known = [generation for generation in generations if generation is not None]
+    known_generations = [generation for generation in generations if generation is not None]
     return GpuState(
         index=index,
         pci=_address(gpu.get("id") or _text(gpu, "pci/pci_bus_id")),
@@ -186,7 +186,7 @@ def _gpu(index: int, gpu: ElementTree.Element) -> GpuState:
         pcie_max_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/max_link_width"),
         pcie_gen=_number(gpu, f"{link}/current_link_gen"),
         pcie_max_gen=_number(gpu, f"{link}/max_link_gen"),
-        pcie_best_gen=min(known) if len(known) == len(generations) else None,
+        pcie_best_gen=min(known_generations) if len(known_generations) == len(generations) else None,
         fabric=_text(gpu, "fabric/state"),
         fabric_fault=_fabric_fault(gpu),
         memory_used=_bytes(gpu, "fb_memory_usage/used"),
@@ -202,13 +202,13 @@ def _text(gpu: ElementTree.Element, path: str) -> str | None:
 
 
 def _number(gpu: ElementTree.Element, path: str) -> int | None:
-    found = re.match(r"\d+", _text(gpu, path) or "")
-    return int(found[0]) if found else None
+    match = re.match(r"\d+", _text(gpu, path) or "")
+    return int(match[0]) if match else None
 
 
 def _bytes(gpu: ElementTree.Element, path: str) -> int | None:
-    found = _number(gpu, path)
-    return None if found is None else found << 20  # nvidia-smi prints MiB
+    mebibytes = _number(gpu, path)
+    return None if mebibytes is None else mebibytes << 20  # nvidia-smi prints MiB
 
 
 def _address(text: str | None) -> str | None:
@@ -222,7 +222,7 @@ def _uncorrected(gpu: ElementTree.Element) -> int | None:
     volatile = gpu.find("ecc_errors/volatile")
     if volatile is None:
         return None
-    paths = [one.tag for one in volatile if "uncorrectable" in one.tag] or ["double_bit/total"]
+    paths = [counter.tag for counter in volatile if "uncorrectable" in counter.tag] or ["double_bit/total"]
     counts = [count for path in paths if (count := _number(volatile, path)) is not None]
     return sum(counts) if counts else None
 
@@ -243,10 +243,10 @@ def _active(gpu: ElementTree.Element, reason: str) -> Iterator[bool]:
 
 
 def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
-    found = {reason: words for reason, words in SLOWDOWNS.items() if any(_active(gpu, reason))}
-    if len(found) > 1:
-        found.pop("hw_slowdown", None)  # it only summarizes the other reasons of the hardware
-    return tuple(found.values())
+    slowdowns = {reason: words for reason, words in SLOWDOWNS.items() if any(_active(gpu, reason))}
+    if len(slowdowns) > 1:
+        slowdowns.pop("hw_slowdown", None)  # it only summarizes the other reasons of the hardware
+    return tuple(slowdowns.values())
 
 
 def _fabric_fault(gpu: ElementTree.Element) -> str | None:
@@ -277,10 +277,10 @@ def with_links(gpus: Sequence[GpuState], status: str) -> tuple[GpuState, ...]:
     counts: dict[str, int] = {}
     names: tuple[str, ...] = ()
     for line in status.splitlines():
-        if found := _HEADING.match(line):
-            names = tuple(name for name in found.groups() if name)
-        elif found := _LINK.match(line):
-            active = bool(found[1]) and float(found[1]) > 0
+        if match := _HEADING.match(line):
+            names = tuple(name for name in match.groups() if name)
+        elif match := _LINK.match(line):
+            active = bool(match[1]) and float(match[1]) > 0
             counts |= {name: counts.get(name, 0) + active for name in names}
         elif "all links are inactive" in line.lower():
             counts |= dict.fromkeys(names, 0)
@@ -293,19 +293,19 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
     Args:
         fabric_manager: whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown.
     """
-    found = [finding for gpu in gpus for finding in (*_memory(gpu, node), *judge_speed(gpu, node))]
-    found += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
-    if gpus and not found:
+    findings = [finding for gpu in gpus for finding in (*_memory(gpu, node), *judge_speed(gpu, node))]
+    findings += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
+    if gpus and not findings:
         links = {gpu.links for gpu in gpus if gpu.links}
         text = f"{len(gpus)} GPUs: memory, clocks and PCIe links are in order"
-        found = [Finding(SUBJECT, OK, text + (f", {min(links)} NVLinks each" if links else ""))]
-    yield from found
+        findings = [Finding(SUBJECT, OK, text + (f", {min(links)} NVLinks each" if links else ""))]
+    yield from findings
 
 
 def problems(gpu: GpuState) -> tuple[str, ...]:
     """Returns what is wrong with one GPU, a line per problem."""
-    found = (*_memory(gpu, ""), *judge_speed(gpu, ""))
-    return tuple(finding.text.removeprefix(f"{gpu.name}: ") for finding in found)
+    findings = (*_memory(gpu, ""), *judge_speed(gpu, ""))
+    return tuple(finding.text.removeprefix(f"{gpu.name}: ") for finding in findings)
 
 
 def out_of_service(node: str, action: str) -> str:
@@ -379,13 +379,15 @@ def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) ->
             )
 
 
-def judge_processes(gpus: Sequence[GpuState], own: frozenset[int]) -> Iterator[Finding]:
-    """Reports processes other than ``own`` and memory without a process on the GPUs."""
+def judge_processes(gpus: Sequence[GpuState], job_pids: frozenset[int]) -> Iterator[Finding]:
+    """Reports processes other than ``job_pids`` and memory without a process on the GPUs."""
     fix = "end them, or use another node; a process that survived its job needs the staff"
     for gpu in gpus:
-        others = [process for process in gpu.processes if process.pid not in own]
+        others = [process for process in gpu.processes if process.pid not in job_pids]
         if others:
-            shown = ", ".join(f"{one.name} (pid {one.pid}, {format_bytes(one.memory)})" for one in others[:3])
+            shown = ", ".join(
+                f"{process.name} (pid {process.pid}, {format_bytes(process.memory)})" for process in others[:3]
+            )
             text = f"{gpu.name}: {len(others)} other processes use it: {shown}"
             yield Finding(SUBJECT, WARNING, text, fix)
         elif not gpu.processes and (gpu.memory_used or 0) > MEMORY_LEFT:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.machine.gpus import own_gpus
+from hpc_train.machine.gpus import job_gpus
 from hpc_train.machine.health.amd_health import amd_health
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding, worst
 from hpc_train.machine.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
@@ -55,7 +55,7 @@ class NodeHealth:
         """Returns the result in one line, which begins with the worst level."""
         bad = [finding for level in (ERROR, WARNING) for finding in self.findings if finding.level == level]
         if not bad:
-            unread = "".join(f"; {one.subject} {one.text}" for one in self.findings if one.unknown)
+            unread = "".join(f"; {finding.subject} {finding.text}" for finding in self.findings if finding.unknown)
             return f"ok: {len(self.gpus)} GPUs, {len(self.ports)} RDMA ports{unread}"[:LONGEST]
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         text = f"{bad[0].level}: {bad[0].subject}: {bad[0].text}"
@@ -114,16 +114,16 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
-    own = own_gpus(paths.driver, paths.devices)
+    openable = job_gpus(paths.driver, paths.devices)
     lines = read_kernel_log(paths.kmsg)
-    foreign = sorted(listed.difference(own))  # of other jobs
-    found = find_errors(lines or ())
-    errors = tuple(one for one in found if not any(place.startswith(one.pci) for place in foreign))
-    defects = tuple(one.defect for one in errors if one.defect is not None)
+    foreign = sorted(listed.difference(openable))  # of other jobs
+    logged = find_errors(lines or ())
+    errors = tuple(error for error in logged if not any(place.startswith(error.pci) for place in foreign))
+    defects = tuple(error.defect for error in errors if error.defect is not None)
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
     findings = (
         *reading.findings,
-        *_missing(on_bus, len(listed), len(own), reading, node),
+        *_missing(on_bus, len(listed), len(openable), reading, node),
         *judge(reading.gpus, node, fabric_manager_runs(paths)),
         *judge_log(lines, node, recovered, foreign=foreign),
     )
@@ -142,24 +142,25 @@ def _on_bus(pci: Path) -> int:
     except OSError:
         return 0
     return sum(
-        read_text(one / "vendor") == NVIDIA and read_text(one / "class").startswith(ACCELERATOR) for one in devices
+        read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith(ACCELERATOR)
+        for device in devices
     )
 
 
-def _missing(on_bus: int, managed: int, own: int, reading: GpuReading, node: str) -> Iterator[Finding]:
+def _missing(on_bus: int, managed: int, openable: int, reading: GpuReading, node: str) -> Iterator[Finding]:
     """Reports GPUs that the bus shows and the driver does not manage, or that do not respond."""
     fix = f"cluster.exclude={node}; for the staff: drain and reboot the node, check the GPU's slot and power"
     if managed < on_bus:
         text = f"the PCI bus shows {on_bus} NVIDIA GPUs, but the driver manages {managed or 'none'}"
         yield Finding(SUBJECT, ERROR, text, fix)
-    elif not reading.findings and len(reading.gpus) < own:
-        yield Finding(SUBJECT, ERROR, f"only {len(reading.gpus)} of {own} GPUs respond", fix)
+    elif not reading.findings and len(reading.gpus) < openable:
+        yield Finding(SUBJECT, ERROR, f"only {len(reading.gpus)} of {openable} GPUs respond", fix)
 
 
 def configured_gpus(node: str) -> int | None:
     """Returns the GPUs of the node in Slurm's configuration (``Gres``); None if Slurm does not know the node."""
-    found = re.search(r"\bGres=(\S+)", show_nodes([node], SLURM_S))
-    return None if found is None or found[1] == "(null)" else sum(gpus_of(found[1]).values())
+    match = re.search(r"\bGres=(\S+)", show_nodes([node], SLURM_S))
+    return None if match is None or match[1] == "(null)" else sum(gpus_of(match[1]).values())
 
 
 def check_count(present: int, configured: int | None, node: str) -> Iterator[Finding]:
@@ -201,32 +202,35 @@ def metrics(health: NodeHealth, now: float | None = None) -> str:
         "healthy": ("Whether no check found an error.", [({}, health.healthy)]),
         "findings": (
             "Findings by level.",
-            [({"level": name}, sum(one.level == name for one in health.findings)) for name in (OK, WARNING, ERROR)],
+            [
+                ({"level": name}, sum(finding.level == name for finding in health.findings))
+                for name in (OK, WARNING, ERROR)
+            ],
         ),
         "check_time_seconds": ("Unix time of the check.", [({}, time.time() if now is None else now)]),
         "gpus": ("GPUs that respond.", [({}, len(health.gpus))]),
-        "gpu_uncorrectable_errors": ("Uncorrectable ECC errors.", [(one, gpu.uncorrected) for one, gpu in gpus]),
-        "gpu_rows_pending": ("Whether rows wait for remapping.", [(one, gpu.rows_pending) for one, gpu in gpus]),
-        "gpu_rows_failed": ("Whether a remapping failed.", [(one, gpu.rows_failed) for one, gpu in gpus]),
-        "gpu_slowed": ("Whether the clocks are reduced.", [(one, bool(gpu.slowdowns)) for one, gpu in gpus]),
-        "gpu_pcie_lanes": ("Lanes of the PCIe link.", [(one, gpu.pcie_width) for one, gpu in gpus]),
-        "gpu_nvlinks": ("Active NVLinks.", [(one, gpu.links) for one, gpu in gpus]),
+        "gpu_uncorrectable_errors": ("Uncorrectable ECC errors.", [(labels, gpu.uncorrected) for labels, gpu in gpus]),
+        "gpu_rows_pending": ("Whether rows wait for remapping.", [(labels, gpu.rows_pending) for labels, gpu in gpus]),
+        "gpu_rows_failed": ("Whether a remapping failed.", [(labels, gpu.rows_failed) for labels, gpu in gpus]),
+        "gpu_slowed": ("Whether the clocks are reduced.", [(labels, bool(gpu.slowdowns)) for labels, gpu in gpus]),
+        "gpu_pcie_lanes": ("Lanes of the PCIe link.", [(labels, gpu.pcie_width) for labels, gpu in gpus]),
+        "gpu_nvlinks": ("Active NVLinks.", [(labels, gpu.links) for labels, gpu in gpus]),
         "gpu_xid": (
             "Xid errors since the driver was loaded.",
-            [({"pci": one.pci, "code": str(one.code)}, one.count) for one in health.errors if not one.switch],
+            [({"pci": error.pci, "code": str(error.code)}, error.count) for error in health.errors if not error.switch],
         ),
-        "port_symbol_errors": ("Symbol errors of the port.", [(one, port.symbol_errors) for one, port in ports]),
-        "port_link_recoveries": ("Recoveries of the link.", [(one, port.recoveries) for one, port in ports]),
+        "port_symbol_errors": ("Symbol errors of the port.", [(labels, port.symbol_errors) for labels, port in ports]),
+        "port_link_recoveries": ("Recoveries of the link.", [(labels, port.recoveries) for labels, port in ports]),
     }
     lines = [line for name, (text, samples) in families.items() for line in _family(name, text, samples)]
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
 def _family(name: str, text: str, samples: list[tuple[dict[str, str], float | None]]) -> Iterator[str]:
-    known = [(labels, value) for labels, value in samples if value is not None]
-    if known:
+    known_samples = [(labels, value) for labels, value in samples if value is not None]
+    if known_samples:
         yield f"# HELP hpc_train_{name} {text}"
         yield f"# TYPE hpc_train_{name} gauge"
-    for labels, value in known:
+    for labels, value in known_samples:
         inner = ",".join(f'{key}="{label}"' for key, label in labels.items())
         yield f"hpc_train_{name}{'{' + inner + '}' if inner else ''} {value + 0:.15g}"

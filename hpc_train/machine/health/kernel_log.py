@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from hpc_train.machine.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.machine.health.finding import ERROR, OK, UNCHECKED, WARNING, Finding
 from hpc_train.machine.health.gpu_health import NoResponse, run_limited
 from hpc_train.units import format_duration
 
@@ -206,8 +206,8 @@ def _records(kmsg: Path) -> Iterator[Line]:
 
 def _age(text: str) -> float | None:
     """Returns the age of a line that begins with seconds since boot: ``[ 1234.567890] node kernel: …``."""
-    found = re.match(r"\s*\[\s*(\d+\.\d+)\]", text)
-    return None if found is None else max(0.0, time.monotonic() - float(found[1]))
+    match = re.match(r"\s*\[\s*(\d+\.\d+)\]", text)
+    return None if match is None else max(0.0, time.monotonic() - float(match[1]))
 
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)(?:, )?(.*)")
@@ -220,15 +220,15 @@ _LOADED = "NVRM: loading NVIDIA UNIX"
 
 def find_errors(lines: Iterable[Line]) -> tuple[GpuError, ...]:
     """Returns the errors since the driver was last loaded, which resets the GPUs; repetitions are counted."""
-    found: dict[tuple[str, int, bool], GpuError] = {}
+    errors: dict[tuple[str, int, bool], GpuError] = {}
     for line in lines:
         if _LOADED in line.text:
-            found.clear()
+            errors.clear()
         elif (error := _error(line)) is not None:
             key = (error.pci, error.code, error.switch)
-            before = found[key].count if key in found else 0
-            found[key] = replace(error, count=before + 1)
-    return tuple(found.values())
+            before = errors[key].count if key in errors else 0
+            errors[key] = replace(error, count=before + 1)
+    return tuple(errors.values())
 
 
 def _error(line: Line) -> GpuError | None:
@@ -253,10 +253,10 @@ def judge_log(
     """
     if lines is None:
         yield Finding(
-            SUBJECT, OK, f"{NOT_KNOWN}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
+            SUBJECT, OK, f"{UNCHECKED}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
         )
         return
-    errors = [one for one in find_errors(lines) if not any(address.startswith(one.pci) for address in foreign)]
+    errors = [error for error in find_errors(lines) if not any(address.startswith(error.pci) for address in foreign)]
     for error in errors:
         yield from _judge(error, node, any(address.startswith(error.pci) for address in recovered))
     if not errors:

@@ -79,12 +79,12 @@ def _keys(folder: Path) -> Iterator[int]:
 
 def judge_ports(ports: Sequence[PortState], node: str, uptime_s: float) -> Iterator[Finding]:
     """Reports what is wrong with ``ports``, or that nothing is."""
-    found = [finding for port in ports for finding in (*_errors(port, node, uptime_s), *_access(port))]
-    if ports and not found:
+    findings = [finding for port in ports for finding in (*_errors(port, node, uptime_s), *_access(port))]
+    if ports and not findings:
         keys = sorted({f"{port.keys[0]:#06x}" for port in ports if port.keys})
         text = f"{len(ports)} active ports without errors" + (f", partition key {', '.join(keys)}" if keys else "")
-        found = [Finding(SUBJECT, OK, text)]
-    yield from found
+        findings = [Finding(SUBJECT, OK, text)]
+    yield from findings
 
 
 def _errors(port: PortState, node: str, uptime_s: float) -> Iterator[Finding]:

@@ -62,17 +62,17 @@ class FabricDecision:
     unknown: tuple[str, ...]
 
 
-def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]) -> FabricDecision:
+def decide(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Setting]) -> FabricDecision:
     """Decides the environment of all ranks from the facts of all nodes, because different NIC lists hang on
     connection.
     """
     fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
-    own = rccl.variables(found) if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, found)
-    wanted = [*job.profile, *own, *_general(nodes, job, found)]
+    detected = rccl.variables(settings) if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, settings)
+    candidates = [*job.profile, *detected, *_general(nodes, job, settings)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
-    for variable in rccl.read_by_rccl(wanted) if amd else wanted:
-        if (setting := found.get(variable.name)) is not None:
+    for variable in rccl.read_by_rccl(candidates) if amd else candidates:
+        if (setting := settings.get(variable.name)) is not None:
             where = f"already set to {setting.value} by {setting.source}, which takes precedence"
             left.setdefault(variable.name, UnsetVariable(variable.name, where))
         else:
@@ -81,7 +81,7 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
         if alone.name not in variables:
             left.setdefault(alone.name, alone)
     return FabricDecision(
-        fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job, found))
+        fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job, settings))
     )
 
 
@@ -96,7 +96,7 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
     kinds = {nic.kind for facts in nodes for nic in facts.nics}
     interfaces = {interface.name for facts in nodes for interface in facts.interfaces}
     layers = {verdict.port.link_layer for facts in nodes for verdict in judge_ports(facts) if verdict.usable}
-    found = {
+    detected = {
         "efa": "efa" in kinds,
         "slingshot": "slingshot" in kinds or any(name.startswith("hsn") for name in interfaces),
         "infiniband": "InfiniBand" in layers,
@@ -105,10 +105,10 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
         or any(not nic.ports for facts in nodes for nic in facts.nics),  # NICs without any port information
         "ethernet": bool(interfaces),
     }
-    return next((name for name, there in found.items() if there), "unknown")
+    return next((name for name, detected_kind in detected.items() if detected_kind), "unknown")
 
 
-def _general(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]) -> Iterator[Variable]:
+def _general(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Setting]) -> Iterator[Variable]:
     yield from _interfaces(nodes, job)
     yield Variable("TORCH_FR_BUFFER_SIZE", "2000", "records the last collectives of each rank, for diagnosing hangs")
     if job.gpus_per_node:
@@ -118,7 +118,7 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Set
         )
         yield Variable("NCCL_DEBUG", "WARN", "makes NCCL report only the reason of a failure")
         yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the flight recorder when a collective times out")
-        if not any(name in found for name in OTHER_ALLOCATOR_SETTINGS):
+        if not any(name in settings for name in OTHER_ALLOCATOR_SETTINGS):
             reason = (
                 "GPU memory is lost less between blocks that can grow; to share GPU tensors with processes, change it"
             )
@@ -158,7 +158,7 @@ def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
 
 
 def _of_fabric(
-    fabric: str, nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]
+    fabric: str, nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Setting]
 ) -> Iterator[Variable]:
     if fabric in ("infiniband", "roce"):
         yield from _nic_filter(nodes)
@@ -166,15 +166,15 @@ def _of_fabric(
     if fabric == "roce":
         yield from _gid_index(nodes, job)
     if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
-        yield from libfabric.variables(fabric, nodes, found)
-    if fabric == "ethernet" and not _has_own_sockets(nodes):
+        yield from libfabric.variables(fabric, nodes, settings)
+    if fabric == "ethernet" and not _has_cloud_sockets(nodes):
         yield from _sockets(nodes)
     files = {facts.topology_file for facts in nodes}
     if job.nodes > 1 and len(files) == 1 and (file := files.pop()) is not None:
         yield Variable("NCCL_TOPO_FILE", file, "describes the PCI tree, which this virtual machine hides")
 
 
-def _has_own_sockets(nodes: Sequence[NodeFacts]) -> bool:
+def _has_cloud_sockets(nodes: Sequence[NodeFacts]) -> bool:
     """Returns whether NCCL has its own number of sockets and threads for the NICs of this cloud."""
     return any(facts.site in ("aws", "gcp") for facts in nodes)
 
@@ -259,7 +259,7 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
                 "NCCL merges the ports of a NIC into one device; if they are separate networks, set 0 in a site profile"
             )
             yield UnsetVariable("NCCL_IB_MERGE_NICS", reason)
-    if fabric == "ethernet" and _has_own_sockets(nodes):
+    if fabric == "ethernet" and _has_cloud_sockets(nodes):
         yield UnsetVariable("NCCL_SOCKET_NTHREADS", "NCCL has its own values for the NICs of this cloud")
     if fabric == "roce":
         yield UnsetVariable("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
@@ -276,17 +276,19 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
     yield UnsetVariable("NCCL_MNNVL_ENABLE", _why_no_mnnvl(nodes))
 
 
-def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, found: Mapping[str, Setting]) -> Iterator[str]:
+def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, settings: Mapping[str, Setting]) -> Iterator[str]:
     if job.nccl is None and fabric == "roce" and not rccl.on_amd(nodes):
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":
         yield "the network between the nodes; no active port was found"
     if job.nodes > 1 and len(_routes(nodes)) > 1:
         yield "one network interface for all nodes; the interfaces that lead to the other nodes have different names"
-    network = found.get("NCCL_NET") or next((own for own in job.profile if own.name == "NCCL_NET"), None)
+    network = settings.get("NCCL_NET") or next(
+        (variable for variable in job.profile if variable.name == "NCCL_NET"), None
+    )
     if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
         yield from libfabric.unknown(nodes, None if network is None else network.value)
-    by_google = network is not None or any(_OF_GOOGLE.match(name) for name in found)
+    by_google = network is not None or any(_OF_GOOGLE.match(name) for name in settings)
     if job.nodes > 1 and _needs_google_plugin(nodes) and not by_google:
         yield (
             "the settings of Google's NCCL plugin, without which NCCL uses TCP: source its script in cluster.setup and "

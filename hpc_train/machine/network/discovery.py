@@ -80,8 +80,8 @@ def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
 
 def recorded_tree(root: Path) -> tuple[Path, Path]:
     """Returns the ``/sys`` and ``/proc`` of a recording of a whole machine, or of ``/sys`` or a part of it."""
-    whole = (root / "sys").is_dir()
-    return root / "sys" if whole else root, root / "proc"
+    is_root = (root / "sys").is_dir()
+    return root / "sys" if is_root else root, root / "proc"
 
 
 def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
@@ -126,19 +126,19 @@ def _merged_gpu(seen: Gpu | None, matrix: Gpu) -> Gpu:
 
 def _merged_links(seen: NodeFacts, matrix: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
     """Merges links. Only the matrix shows NVLinks; PCI path types must agree, up to the counting of bridges."""
-    known = {frozenset((link.a, link.b)): link for link in seen.links}
+    links = {frozenset((link.a, link.b)): link for link in seen.links}
     doubts = []
     for link in matrix.links:
         pair = frozenset((link.a, link.b))
-        other = known.get(pair)
+        other = links.get(pair)
         if other is None or link.path_type.startswith("NV"):
-            known[pair] = link
+            links[pair] = link
         elif (other.path_type == "SYS") != (link.path_type == "SYS"):
             doubts.append(
                 f"the link of {link.a} and {link.b} is {other.path_type} in /sys and {link.path_type} in the matrix"
             )
-            del known[pair]
-    return tuple(known.values()), doubts
+            del links[pair]
+    return tuple(links.values()), doubts
 
 
 def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
@@ -177,9 +177,9 @@ def _xgmi(amd: Sequence[AmdGpu], gpus: Sequence[Gpu]) -> Iterator[GpuLink]:
 
 def _allowed(proc: Path) -> tuple[int, ...]:
     """Returns the CPUs allowed in ``/proc/self/status``, of this process or of the one that made the recording."""
-    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
     try:
-        return parse_cpu_list(found[1]) if found else ()
+        return parse_cpu_list(match[1]) if match else ()
     except ValueError:
         return ()
 
@@ -191,22 +191,22 @@ def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[Gp
     for i, (a, _, a_node) in enumerate(places):
         for b, _, b_node in places[:i]:
             same = None if a_node is None or b_node is None else a_node == b_node
-            if found := path_type(paths[a], paths[b], same):
-                yield GpuLink(b, a, found)
+            if kind := path_type(paths[a], paths[b], same):
+                yield GpuLink(b, a, kind)
 
 
 def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
     routes = (read_text(proc / "net/route") or "").splitlines()[1:]
     first = [fields[0] for line in routes if len(fields := line.split()) > 1 and fields[1] == "00000000"]
     default = {name for interface in first for name in (interface, *_below(sysfs, interface))}
-    found = []
+    interfaces = []
     for path in sorted((sysfs / "class/net").glob("*")):
         if path.name == "lo" or not (path / "device").exists():  # virtual interfaces, e.g. container bridges
             continue
         speed = read_text(path / "speed")
         gbps = int(speed) / 1000 if speed is not None and speed.isdigit() else None
-        found.append(Interface(path.name, read_text(path / "operstate") == "up", gbps, path.name in default))
-    return tuple(found)
+        interfaces.append(Interface(path.name, read_text(path / "operstate") == "up", gbps, path.name in default))
+    return tuple(interfaces)
 
 
 def _below(sysfs: Path, interface: str) -> Iterator[str]:
@@ -269,12 +269,12 @@ def path_type(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) ->
 
 def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
     """Returns the CPUs of each NUMA node; () for a node with memory only."""
-    found: dict[int, tuple[int, ...]] = {}
+    nodes: dict[int, tuple[int, ...]] = {}
     for path in (sysfs / "devices/system/node").glob("node[0-9]*"):
         number = path.name.removeprefix("node")
         if number.isdigit():
-            found[int(number)] = _cpu_list(path / "cpulist")
-    return dict(sorted(found.items()))
+            nodes[int(number)] = _cpu_list(path / "cpulist")
+    return dict(sorted(nodes.items()))
 
 
 def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
@@ -323,7 +323,7 @@ def _everywhere(sysfs: Path, cpus: tuple[int, ...]) -> bool:
     """Returns whether ``cpus`` covers several NUMA nodes, which is how the kernel lists the CPUs of no particular
     node.
     """
-    nodes = [own for own in numa_cpus(sysfs).values() if own]
+    nodes = [node_cpus for node_cpus in numa_cpus(sysfs).values() if node_cpus]
     return len(nodes) > 1 and set(cpus) >= set().union(*nodes)
 
 

@@ -59,15 +59,15 @@ def read_limits(proc: Path) -> NodeLimits:
 def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
     """Returns the size of ``directory`` in bytes; None if it is missing."""
     try:
-        found = os.statvfs(directory)
+        status = os.statvfs(directory)
     except OSError:
         return None
-    return found.f_blocks * found.f_frsize
+    return status.f_blocks * status.f_frsize
 
 
 def _soft_and_hard(text: str, name: str) -> tuple[int | None, int | None]:
-    found = re.search(_LINE.format(name=name), text, re.MULTILINE)
-    return (None, None) if found is None else (_limit(found[1]), _limit(found[2]))
+    match = re.search(_LINE.format(name=name), text, re.MULTILINE)
+    return (None, None) if match is None else (_limit(match[1]), _limit(match[2]))
 
 
 def _limit(word: str) -> int:
@@ -104,13 +104,13 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 def runs(cpus: Iterable[int]) -> list[list[int]]:
     """Returns ``cpus`` in ascending order, split into runs of consecutive numbers."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for cpu in sorted(set(cpus)):
-        if found and found[-1][-1] == cpu - 1:
-            found[-1].append(cpu)
+        if result and result[-1][-1] == cpu - 1:
+            result[-1].append(cpu)
         else:
-            found.append([cpu])
-    return found
+            result.append([cpu])
+    return result
 
 
 XGMI = "XGMI"  # AMD's Infinity Fabric between GPUs

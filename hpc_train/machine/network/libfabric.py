@@ -61,14 +61,14 @@ _NO_LL128 = Variable(
 )
 
 
-def variables(fabric: str, nodes: Sequence[NodeFacts], found: Mapping[str, Setting]) -> Iterator[Variable]:
+def variables(fabric: str, nodes: Sequence[NodeFacts], settings: Mapping[str, Setting]) -> Iterator[Variable]:
     """Yields the variables of a job over libfabric.
 
     Args:
         fabric: one of ``FABRICS``.
-        found: variables that are already set, by name.
+        settings: variables that are already set, by name.
     """
-    if "NCCL_NET_PLUGIN" not in found:  # NCCL prefers it to NCCL_NET, and the user selected another plugin
+    if "NCCL_NET_PLUGIN" not in settings:  # NCCL prefers it to NCCL_NET, and the user selected another plugin
         yield Variable(
             "NCCL_NET",
             PLUGIN_NAME,

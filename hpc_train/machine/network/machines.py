@@ -22,21 +22,21 @@ def once_per_machine(function: Callable[[NodeFacts], Result]) -> Callable[[NodeF
     name = f"{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
-    def known(facts: NodeFacts) -> Result:
+    def cached(facts: NodeFacts) -> Result:
         if name not in facts.results:
             facts.results[name] = function(facts)
         result: Result = facts.results[name]
         return result
 
-    return known
+    return cached
 
 
 def by_machine(nodes: Iterable[NodeFacts]) -> list[list[NodeFacts]]:
     """Returns the nodes of each machine; nodes that were not added to the same ``Machines`` count as different."""
-    found: dict[int, list[NodeFacts]] = {}
+    machines: dict[int, list[NodeFacts]] = {}
     for facts in nodes:
-        found.setdefault(id(facts.results), []).append(facts)
-    return list(found.values())
+        machines.setdefault(id(facts.results), []).append(facts)
+    return list(machines.values())
 
 
 @dataclass
@@ -48,15 +48,15 @@ class Machines:
     def add(self, facts: NodeFacts) -> NodeFacts:
         """Returns equal facts that share memory and results with the first node of the same machine."""
         first = self._first.setdefault(_hardware(facts), facts)
-        return facts if first is facts else with_own_facts(first, facts.node, own_facts(facts, first))
+        return facts if first is facts else with_local_facts(first, facts.node, local_facts(facts, first))
 
 
 def _hardware(facts: NodeFacts) -> NodeFacts:
     """Returns the facts without the node's own ones; equal for nodes of the same machine."""
     names = {gpu.uuid: f"GPU-{gpu.index:04d}" for gpu in facts.gpus}
-    names |= {own: f"MIG-{gpu.index:04d}-{i:04d}" for gpu in facts.gpus for i, own in enumerate(gpu.slices)}
+    names |= {uuid: f"MIG-{gpu.index:04d}-{i:04d}" for gpu in facts.gpus for i, uuid in enumerate(gpu.slices)}
     gpus = (
-        replace(gpu, uuid=gpu.uuid and names[gpu.uuid], slices=tuple(names[own] for own in gpu.slices))
+        replace(gpu, uuid=gpu.uuid and names[gpu.uuid], slices=tuple(names[uuid] for uuid in gpu.slices))
         for gpu in facts.gpus
     )
     return replace(
@@ -78,36 +78,38 @@ def _with_ports(nic: Nic, change: Callable[[Port], Port]) -> Nic:
     return nic if ports == nic.ports else replace(nic, ports=ports)
 
 
-def own_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
+def local_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
     """Returns as JSON what a node does not share with ``machine``, another node of the same machine: the ``uuids`` of
     its GPUs, ``link_downed`` by port, and the names of ``visible`` devices and ``slices`` if they differ.
     """
     downs = {f"{nic.name}:{port.number}": port.link_downed for nic in facts.nics for port in nic.ports}
-    own: dict[str, Any] = {
+    local: dict[str, Any] = {
         "uuids": [gpu.uuid for gpu in facts.gpus],
         "link_downed": {name: count for name, count in downs.items() if count},
     }
-    slices, others = ([list(gpu.slices) for gpu in each.gpus] for each in (facts, machine))
-    own |= {} if slices == others else {"slices": slices}
-    return own | ({} if facts.visible == machine.visible else {"visible": list(facts.visible)})
+    slices, others = ([list(gpu.slices) for gpu in node.gpus] for node in (facts, machine))
+    local |= {} if slices == others else {"slices": slices}
+    return local | ({} if facts.visible == machine.visible else {"visible": list(facts.visible)})
 
 
-def with_own_facts(machine: NodeFacts, name: str | None, own: dict[str, Any]) -> NodeFacts:
+def with_local_facts(machine: NodeFacts, name: str | None, local: dict[str, Any]) -> NodeFacts:
     """Returns the facts of the node ``name`` of the same ``machine``, with which it shares results."""
 
-    def gpu(one: Gpu, uuid: str | None, slices: Sequence[str]) -> Gpu:
-        return replace(one, uuid=uuid, slices=tuple(slices))
+    def gpu(base: Gpu, uuid: str | None, slices: Sequence[str]) -> Gpu:
+        return replace(base, uuid=uuid, slices=tuple(slices))
 
-    def nic(one: Nic) -> Nic:
-        return _with_ports(one, lambda port: _with_downs(port, own["link_downed"].get(f"{one.name}:{port.number}", 0)))
+    def nic(base: Nic) -> Nic:
+        return _with_ports(
+            base, lambda port: _with_downs(port, local["link_downed"].get(f"{base.name}:{port.number}", 0))
+        )
 
-    slices = own.get("slices", [one.slices for one in machine.gpus])
+    slices = local.get("slices", [gpu_facts.slices for gpu_facts in machine.gpus])
     facts = replace(
         machine,
         node=name,
-        gpus=tuple(map(gpu, machine.gpus, own["uuids"], slices)),
+        gpus=tuple(map(gpu, machine.gpus, local["uuids"], slices)),
         nics=tuple(map(nic, machine.nics)),
-        visible=tuple(own.get("visible", machine.visible)),
+        visible=tuple(local.get("visible", machine.visible)),
     )
     facts.__dict__["results"] = machine.results
     return facts

@@ -58,19 +58,19 @@ def settings(
 
     The user's file is ``$NCCL_CONF_FILE``, or ``~/.nccl.conf``.
     """
-    own = environment.get("NCCL_CONF_FILE")
-    user_file = Path(own) if own else (home or Path(environment.get("HOME", "/nonexistent"))) / ".nccl.conf"
-    found = {name: Setting(name, value, "the environment") for name, value in environment.items()}
+    conf_file = environment.get("NCCL_CONF_FILE")
+    user_file = Path(conf_file) if conf_file else (home or Path(environment.get("HOME", "/nonexistent"))) / ".nccl.conf"
+    result = {name: Setting(name, value, "the environment") for name, value in environment.items()}
     for path in (user_file, system_file):
         for name, value in read_conf(path).items():
-            found.setdefault(name, Setting(name, value, str(path)))
-    return found
+            result.setdefault(name, Setting(name, value, str(path)))
+    return result
 
 
 def settings_of_communication(environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
     """Returns the settings that the network decision depends on."""
-    found = settings(environment)
-    return tuple(found[name] for name in sorted(found) if _OF_COMMUNICATION.fullmatch(name))
+    variables = settings(environment)
+    return tuple(variables[name] for name in sorted(variables) if _OF_COMMUNICATION.fullmatch(name))
 
 
 def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], list[str]]:
@@ -79,18 +79,18 @@ def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], 
     Args:
         nodes: the settings of each node, by its name.
     """
-    found: dict[str, Setting] = {}
+    job_settings: dict[str, Setting] = {}
     values: dict[str, dict[str, str]] = {}
-    for node, settings_there in nodes.items():
-        for setting in settings_there:
-            found.setdefault(setting.name, setting)
+    for node, node_settings in nodes.items():
+        for setting in node_settings:
+            job_settings.setdefault(setting.name, setting)
             values.setdefault(setting.name, {})[node] = setting.value
     messages = []
     for name, by_node in values.items():
         if len(by_node) < len(nodes) or len(set(by_node.values())) > 1:
             here = who_has_what({node: by_node.get(node, "not set") for node in nodes})
             messages.append(f"{name} is not the same on all nodes: {here}")
-    return found, messages
+    return job_settings, messages
 
 
 def read_conf(path: Path) -> dict[str, str]:
@@ -121,24 +121,26 @@ def _number(text: str, allowed: range, default: int) -> int:
     return int(text) if text.strip().isdigit() and int(text) in allowed else default
 
 
-def warnings(found: Mapping[str, Setting]) -> list[str]:
+def warnings(variables: Mapping[str, Setting]) -> list[str]:
     """Returns a message for each wrong name or value, with the fix."""
     messages = [
-        f"{name} ({found[name].source}) is an outdated name: use {new}"
+        f"{name} ({variables[name].source}) is an outdated name: use {new}"
         for name, new in RENAMED.items()
-        if name in found
+        if name in variables
     ]
     for name in _LEVELS:
-        if name in found and found[name].value.strip().isdigit():
+        if name in variables and variables[name].value.strip().isdigit():
             messages.append(
-                f"{name}={found[name].value} ({found[name].source}): the level must be one of LOC NVL PIX PXB PHB SYS"
+                f"{name}={variables[name].value} ({variables[name].source}): the level must be one of LOC NVL PIX "
+                "PXB PHB SYS"
             )
     for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
-        if name in found and found[name].value.strip() not in ("", "0"):
+        if name in variables and variables[name].value.strip() not in ("", "0"):
             messages.append(
-                f"{name}={found[name].value} ({found[name].source}) disables a transport: unset it outside of debugging"
+                f"{name}={variables[name].value} ({variables[name].source}) disables a transport: unset it outside "
+                "of debugging"
             )
-    timeout = found.get("NCCL_IB_TIMEOUT")
+    timeout = variables.get("NCCL_IB_TIMEOUT")
     if timeout and timeout.value.strip().isdigit() and int(timeout.value) not in _IB_TIMEOUTS:
         messages.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.source}) makes NCCL wait forever: use 1-31")
     return messages

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from hpc_train.machine.gpus import own_gpus, print_listing, visible_devices
+from hpc_train.machine.gpus import job_gpus, print_listing, visible_devices
 from hpc_train.machine.health.gpu_health import GpuReading, problems
 from hpc_train.machine.health.nvml import read_nvml
 from hpc_train.machine.network.discovery import discover, merge, print_matrix
@@ -45,7 +45,7 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
         rendezvous_host: the rendezvous host; None if the job has one node.
     """
     visible = visible_devices(environment)
-    facts = _own(discover())
+    facts = _of_job(discover())
     if visible and (matrix := print_matrix()) is not None:  # it also shows only the job's own GPUs
         facts = merge(facts, parse_matrix(matrix))
     if visible and (reading := read_nvml()) is not None:
@@ -72,7 +72,7 @@ def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
     """Returns the topology file of Azure's image for this kind of machine; None elsewhere or if it is missing."""
     models = {gpu.model or "" for gpu in facts.gpus} if facts.site == "azure" else set()
     for model, path in AZURE_TOPOLOGIES:
-        if any(re.search(model, found) for found in models) and (root / path.lstrip("/")).is_file():
+        if any(re.search(model, installed) for installed in models) and (root / path.lstrip("/")).is_file():
             return path
     return None
 
@@ -88,10 +88,10 @@ def imex_channels(root: Path = Path("/")) -> int | None:
     return sum(os.access(path, os.R_OK | os.W_OK) for path in (root / "dev/nvidia-caps-imex-channels").glob("channel*"))
 
 
-def _own(facts: NodeFacts) -> NodeFacts:
+def _of_job(facts: NodeFacts) -> NodeFacts:
     """Removes the GPUs of other jobs and renumbers the rest as CUDA does."""
-    own = own_gpus()
-    gpus = [gpu for gpu in facts.gpus if not own or gpu.pci is None or gpu.pci in own]
+    addresses = job_gpus()
+    gpus = [gpu for gpu in facts.gpus if not addresses or gpu.pci is None or gpu.pci in addresses]
     if len(gpus) == len(facts.gpus):
         return facts
     names = {gpu.name: f"GPU{index}" for index, gpu in enumerate(gpus)}
@@ -133,7 +133,7 @@ def interface_with(address: str) -> str | None:
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.family is socket.AF_INET and found.address == address for found in addresses):
+        if any(candidate.family is socket.AF_INET and candidate.address == address for candidate in addresses):
             return name
     return None
 

@@ -74,7 +74,7 @@ def _unwrapped(lines: list[str]) -> list[str] | None:
         end = next((at for at in range(start, len(lines)) if lines[at].startswith("Legend")), next(blank, len(lines)))
         joined = _joined(lines[start:end])
         header = _header(joined[0])
-        if header is None or not _is_whole(header, joined):
+        if header is None or not _is_complete(header, joined):
             return None
         return [*lines[:start], joined[0], *(_without_gaps(row, header) for row in joined[1:]), "", *lines[end:]]
     return lines
@@ -92,7 +92,7 @@ def _joined(pieces: Sequence[str]) -> list[str]:
     return joined
 
 
-def _is_whole(header: _Header, joined: Sequence[str]) -> bool:
+def _is_complete(header: _Header, joined: Sequence[str]) -> bool:
     """Returns whether the heading is complete, and each of its devices has a row with a link to every device."""
     heading, *rows = [line.split() for line in joined]
     if heading != [*header.devices, *" ".join(header.side).split()]:
@@ -174,12 +174,12 @@ def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]
     if "\t" in line:
         cells = [cell.strip() for cell in line.split("\t")][1 + count :]
         return (*cells[:2], *[cell for cell in cells[2:] if cell][-1:])
-    found = words[1 + count :]
-    if not found or len(found) == len(header.side):
-        return tuple(found)
+    present = words[1 + count :]
+    if not present or len(present) == len(header.side):
+        return tuple(present)
     starts = [match.start() for match in re.finditer(r"\S+", line)]
     first_is_cpus = abs(starts[1 + count] - header.cpu_column) <= _NEAR
-    return tuple(found) if first_is_cpus else ("", *found)
+    return tuple(present) if first_is_cpus else ("", *present)
 
 
 def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, str]:
@@ -201,15 +201,15 @@ def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None])
 def _gpu(device: str, header: _Header, rows: dict[str, _Row], doubt: Callable[[str], None]) -> Gpu:
     cells = rows[device].side if device in rows else ()
     side = dict(zip(header.side, cells, strict=False))
-    found = []
+    lists = []
     for heading in _SIDE_COLUMNS[:2]:
         try:
-            found.append(parse_cpu_list(side.get(heading, "")))
+            lists.append(parse_cpu_list(side.get(heading, "")))
         except ValueError:
-            found.append(())
-        if heading in header.side and device in rows and not found[-1]:
+            lists.append(())
+        if heading in header.side and device in rows and not lists[-1]:
             doubt(f"{heading} of {device}: {side.get(heading) or 'blank'} in the matrix")
-    return Gpu(int(device.removeprefix("GPU")), cpus=found[0], numa_nodes=found[1])
+    return Gpu(int(device.removeprefix("GPU")), cpus=lists[0], numa_nodes=lists[1])
 
 
 def _is_device(word: str) -> bool:
@@ -253,14 +253,14 @@ def with_slices(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
 
 def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
     """Returns the UUIDs of the MIG slices of each GPU, by the GPU's UUID."""
-    found: dict[str, tuple[str, ...]] = {}
+    slices: dict[str, tuple[str, ...]] = {}
     gpu: str | None = None
     for line in listing.splitlines():
         if match := _GPU.match(line):
             gpu = match[1]
         elif gpu is not None and (match := _SLICE.match(line)):
-            found[gpu] = (*found.get(gpu, ()), match[1])
-    return found
+            slices[gpu] = (*slices.get(gpu, ()), match[1])
+    return slices
 
 
 NVLINK_QUERY = ("nvidia-smi", "--query-gpu=fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader")
@@ -278,6 +278,6 @@ def print_nvlink_domain() -> str:
 
 def parse_nvlink_domain(text: str) -> str | None:
     """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they have none or differ."""
-    found = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
-    domain = found.pop() if len(found) == 1 else None
+    domains = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
+    domain = domains.pop() if len(domains) == 1 else None
     return None if domain is None or set(domain.partition(".")[0]) <= {"0", "-"} else domain

@@ -85,22 +85,22 @@ class SickNode:
 
 def sick_nodes(nodes: Sequence[NodeFacts]) -> tuple[SickNode, ...]:
     """Returns the nodes that lack a port which most nodes of their kind use, or have it slow."""
-    found: dict[str, list[str]] = {}
+    defects_by_node: dict[str, list[str]] = {}
     for kind in dict.fromkeys(_kind(facts) for facts in nodes):
         alike = [facts for facts in nodes if _kind(facts) == kind]
         for name, ports in _by_port(alike).items():
             used = [seen for seen in ports if seen.verdict.usable]
             if len(alike) > 1 and len(used) * 2 >= len(alike):
                 for node, defect in _defects(alike, name, ports, used):
-                    found.setdefault(node, []).append(defect)
-    return tuple(SickNode(node, tuple(defects)) for node, defects in found.items())
+                    defects_by_node.setdefault(node, []).append(defect)
+    return tuple(SickNode(node, tuple(defects)) for node, defects in defects_by_node.items())
 
 
 def sick_lines(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
     """Returns a line with the fix for each of the first ``SHOWN`` sick nodes, and the number of the others."""
     sick = sick_nodes(nodes)
     rest = [f"{len(sick) - SHOWN} more nodes have such ports"] if len(sick) > SHOWN else []
-    return (*(f"{one.text}: {one.fix}" for one in sick[:SHOWN]), *rest)
+    return (*(f"{sick_node.text}: {sick_node.fix}" for sick_node in sick[:SHOWN]), *rest)
 
 
 def _defects(
@@ -108,11 +108,11 @@ def _defects(
 ) -> Iterator[tuple[str, str]]:
     """Yields (node, defect) for the port ``name``, which the nodes ``used`` use."""
     rate = _usual(seen.verdict.port.rate_gbps for seen in used)
-    there = {seen.node: seen.verdict for seen in ports}
+    verdicts = {seen.node: seen.verdict for seen in ports}
     others = f"{len(used)} of {len(nodes)} nodes use"
     for facts in nodes:
         node = facts.node or "?"
-        verdict = there.get(node)
+        verdict = verdicts.get(node)
         if verdict is None:
             yield node, f"it has no {name}, which {others}"
         elif verdict.port.active is False:
@@ -126,12 +126,12 @@ def _defects(
 
 def _by_port(nodes: Sequence[NodeFacts]) -> dict[str, list[_Seen]]:
     """Returns what the nodes have under each port's name, in the order of the first node that has it."""
-    found: dict[str, list[_Seen]] = {}
+    ports: dict[str, list[_Seen]] = {}
     for facts in nodes:
         kind = _kind(facts)
         for verdict in judge_ports(facts):
-            found.setdefault(verdict.name, []).append(_Seen(facts.node or "?", kind, verdict))
-    return found
+            ports.setdefault(verdict.name, []).append(_Seen(facts.node or "?", kind, verdict))
+    return ports
 
 
 @once_per_machine
@@ -150,4 +150,4 @@ def _reasons(named: Iterable[tuple[str, PortVerdict]]) -> str:
     names: dict[str, list[str]] = {}
     for name, verdict in named:
         names.setdefault(verdict.reason, []).append(name)
-    return "; ".join(f"{', '.join(found)}: {reason}" for reason, found in names.items())
+    return "; ".join(f"{', '.join(group)}: {reason}" for reason, group in names.items())

@@ -113,8 +113,8 @@ def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
 def rate_gbps(facts: NodeFacts) -> float | None:
     """Returns the total rate of a node's usable ports in Gb/s per direction; None if unknown."""
     rates = [verdict.port.rate_gbps for verdict in judge_ports(facts) if verdict.usable]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known and len(known) == len(rates) else None
+    known_rates = [rate for rate in rates if rate is not None]
+    return sum(known_rates) if known_rates and len(known_rates) == len(rates) else None
 
 
 @once_per_machine
@@ -126,21 +126,21 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
     """
     nics = usable_nics(facts)
     load: Counter[str] = Counter()
-    found: dict[str, Match] = {}
+    matches_by_gpu: dict[str, Match] = {}
     near = {gpu.name: _nearest(facts, gpu, nics) for gpu in facts.gpus}
     for gpu in sorted(facts.gpus, key=lambda gpu: (near[gpu.name][0], gpu.index)):
         _, path_type, candidates = near[gpu.name]
         if path_type is None or (path_type == "SYS" and len(candidates) > 1):
-            found[gpu.name] = Match(gpu.name, None, path_type, None, _why_none(facts, nics, path_type))
+            matches_by_gpu[gpu.name] = Match(gpu.name, None, path_type, None, _why_none(facts, nics, path_type))
             continue
         taken = min(candidates, key=lambda nic: (load[nic.name], not _same_numa(facts, gpu, nic), natural(nic.name)))
         load[taken.name] += 1
         reason = f"it is the nearest of {len(nics)}" + (
             f", one of {len(candidates)} equally near" if len(candidates) > 1 else ""
         )
-        found[gpu.name] = Match(gpu.name, taken.name, path_type, None, reason)
+        matches_by_gpu[gpu.name] = Match(gpu.name, taken.name, path_type, None, reason)
     rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
-    matches = (found[gpu.name] for gpu in facts.gpus)
+    matches = (matches_by_gpu[gpu.name] for gpu in facts.gpus)
     return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
 
 
@@ -205,8 +205,8 @@ def _far_from_every_gpu(facts: NodeFacts, active: set[str]) -> set[str]:
     near = {gpu.name: {name for name in names if facts.link(gpu.name, name) in _NEAR} for gpu in facts.gpus}
     if not facts.gpus or not all(near.values()):
         return set()
-    beside = set().union(*near.values())
-    return names - beside if beside & active else set()
+    near_names = set().union(*near.values())
+    return names - near_names if near_names & active else set()
 
 
 def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
@@ -230,8 +230,8 @@ def _verdict(facts: NodeFacts, nic: Nic, port: Port, vote: _Vote) -> tuple[bool 
     if nic.name in vote.far:
         return False, "it is far from every GPU, although each GPU has a near NIC, so it serves storage or management"
     if port.link_layer != vote.layer:
-        known = None if port.link_layer is None else False
-        return known, f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {vote.layer}"
+        verdict = None if port.link_layer is None else False
+        return verdict, f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {vote.layer}"
     return _verdict_by_rate(facts, nic, port, vote)
 
 
@@ -255,19 +255,19 @@ def _only_near_gpu(facts: NodeFacts, nic: Nic, vote: _Vote) -> str | None:
     rails = [other for other in facts.nics if other.name in vote.rails and other.name != nic.name]
     if not rails or {other.model for other in rails} != {nic.model} or nic.name in vote.routed:
         return None
-    beside = {name: [rail for rail in rails if facts.link(name, rail.name) in _NEAR] for name in _names(facts)}
-    if not any(beside.values()):
+    near_rails = {name: [rail for rail in rails if facts.link(name, rail.name) in _NEAR] for name in _names(facts)}
+    if not any(near_rails.values()):
         return None
-    own = [name for name, near in beside.items() if not near and facts.link(name, nic.name) in _NEAR]
-    return own[0] if own else None
+    gpus = [name for name, near in near_rails.items() if not near and facts.link(name, nic.name) in _NEAR]
+    return gpus[0] if gpus else None
 
 
 def _farther(facts: NodeFacts, nic: Nic, others: frozenset[str]) -> bool:
     """Returns whether every GPU has a nearer NIC among ``others``; false if a path is unknown."""
     for name in _names(facts):
-        own = facts.link(name, nic.name)
+        link = facts.link(name, nic.name)
         best = min((distance(path) for other in others if (path := facts.link(name, other)) is not None), default=None)
-        if own is None or best is None or best >= distance(own):
+        if link is None or best is None or best >= distance(link):
             return False
     return bool(facts.gpus)
 
@@ -289,8 +289,8 @@ def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
     """Returns whether both are on one NUMA node, according to the kernel or else to the GPUs next to the NIC."""
     if nic.numa_node is not None:
         return nic.numa_node in gpu.numa_nodes
-    beside = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
-    return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in beside)
+    neighbors = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
+    return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in neighbors)
 
 
 def _why_none(facts: NodeFacts, nics: Sequence[Nic], path_type: str | None) -> str:

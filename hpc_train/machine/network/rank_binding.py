@@ -38,11 +38,11 @@ def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
 
 
 def _near_gpus(facts: NodeFacts, gpus: Sequence[Gpu | None], ranks: int) -> tuple[Binding, ...]:
-    known = [gpu for gpu in gpus if gpu is not None]
-    if len(known) < ranks or len({gpu.index for gpu in known}) < ranks:
+    known_gpus = [gpu for gpu in gpus if gpu is not None]
+    if len(known_gpus) < ranks or len({gpu.index for gpu in known_gpus}) < ranks:
         return _unbound(ranks, "the GPU of each rank is unknown")
-    masks = {mask.gpu: mask for mask in cpu_masks(replace(facts, gpus=tuple(known)))}
-    return tuple(_binding(facts, masks[gpu.name].cpus, masks[gpu.name].reason) for gpu in known)
+    masks = {mask.gpu: mask for mask in cpu_masks(replace(facts, gpus=tuple(known_gpus)))}
+    return tuple(_binding(facts, masks[gpu.name].cpus, masks[gpu.name].reason) for gpu in known_gpus)
 
 
 def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
@@ -65,7 +65,7 @@ def _numbered_cores(facts: NodeFacts) -> list[Core]:
     """Returns the allowed CPUs by physical core, one NUMA node after the other."""
     node_of = {cpu: number for number, cpus in enumerate(facts.numa) for cpu in cpus}
     allowed = set(facts.allowed)
-    cores = [own for core in facts.cores if (own := tuple(cpu for cpu in core if cpu in allowed))]
+    cores = [allowed_cpus for core in facts.cores if (allowed_cpus := tuple(cpu for cpu in core if cpu in allowed))]
     return sorted(cores, key=lambda core: (node_of.get(core[0], 0), core))
 
 
@@ -104,7 +104,7 @@ def devices(facts: NodeFacts) -> tuple[Device, ...]:
     return tuple(Device(name, _gpu(facts.gpus, name)) for name in facts.visible)
 
 
-def refuse_slices_of_one_gpu(facts: NodeFacts, ranks: int) -> None:
+def refuse_slices_of_same_gpu(facts: NodeFacts, ranks: int) -> None:
     """Rejects two ranks on one GPU, which NCCL cannot connect whatever slices they have.
 
     Raises:
@@ -126,8 +126,8 @@ def _gpu(gpus: Sequence[Gpu], name: str) -> Gpu | None:
     if name.isdigit():
         return next((gpu for gpu in gpus if gpu.index == int(name)), None)
     uuid = name.removeprefix(_SLICE).partition("/")[0]  # MIG-GPU-<uuid>/7/0 of drivers before 470
-    found = [gpu for gpu in gpus if (gpu.uuid or "").startswith(uuid) or name in gpu.slices]
-    return found[0] if len(found) == 1 else None
+    matches = [gpu for gpu in gpus if (gpu.uuid or "").startswith(uuid) or name in gpu.slices]
+    return matches[0] if len(matches) == 1 else None
 
 
 Core = tuple[int, ...]
@@ -183,8 +183,8 @@ def _usable(gpu: Gpu, facts: NodeFacts) -> set[int]:
 def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
     """Groups GPUs that have a core in common."""
     groups: list[tuple[set[Core], list[str]]] = []
-    for name, own in near.items():
-        cores, names = set(own), [name]
+    for name, cores_near in near.items():
+        cores, names = set(cores_near), [name]
         for other in [group for group in groups if group[0] & cores]:
             groups.remove(other)
             cores |= other[0]

@@ -50,21 +50,21 @@ def on_amd(nodes: Sequence[NodeFacts]) -> bool:
     return any(gpu.amd for facts in nodes for gpu in facts.gpus)
 
 
-def variables(found: Mapping[str, Setting]) -> Iterator[Variable]:
+def variables(settings: Mapping[str, Setting]) -> Iterator[Variable]:
     """Yields what a job of several nodes on Slingshot exports.
 
     Args:
-        found: variables that are already set, by name.
+        settings: variables that are already set, by name.
     """
-    if "NCCL_NET_PLUGIN" not in found:  # Frontier's module sets it
+    if "NCCL_NET_PLUGIN" not in settings:  # Frontier's module sets it
         yield Variable("NCCL_NET", "AWS Libfabric", _PLUGIN)
     for name, value, reason in _SLINGSHOT:
         yield Variable(name, value, reason)
 
 
-def read_by_rccl(wanted: Iterable[Variable]) -> list[Variable]:
-    """Returns ``wanted`` without what RCCL and HIP do not read."""
-    return [variable for variable in wanted if variable.name not in _NOT_READ]
+def read_by_rccl(variables: Iterable[Variable]) -> list[Variable]:
+    """Returns ``variables`` without what RCCL and HIP do not read."""
+    return [variable for variable in variables if variable.name not in _NOT_READ]
 
 
 def not_set(fabric: str) -> Iterator[tuple[str, str]]:

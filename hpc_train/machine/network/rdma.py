@@ -51,10 +51,10 @@ def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
         sysfs: a directory with ``class/infiniband``, usually ``/sys``, or a copy of that part alone.
     """
     root = next((path for path in (sysfs / "class/infiniband", sysfs / "infiniband") if path.is_dir()), sysfs)
-    found = {device.name: _nic(device) for device in _directories(root) if (device / "ports").is_dir()}
+    nics = {device.name: _nic(device) for device in _directories(root) if (device / "ports").is_dir()}
     for device in _directories(sysfs / "class/cxi"):
-        found.setdefault(device.name, _slingshot(sysfs, device))
-    return tuple(found[name] for name in sorted(found, key=natural))
+        nics.setdefault(device.name, _slingshot(sysfs, device))
+    return tuple(nics[name] for name in sorted(nics, key=natural))
 
 
 def read_text(path: Path) -> str | None:
@@ -125,14 +125,14 @@ def _port(path: Path) -> Port:
 
 def _roce_v2_gid(port: Path) -> int | None:
     """Returns the index of the first RoCE v2 entry with a routable address, preferring IPv4 addresses."""
-    found = []
+    entries = []
     for entry in sorted(_files(port / "gid_attrs/types"), key=lambda path: natural(path.name)):
         gid = read_text(port / "gids" / entry.name) or _UNSET
         if read_text(entry) == "RoCE v2" and entry.name.isdigit() and gid != _UNSET:
-            found.append(
+            entries.append(
                 (gid.startswith(_LINK_LOCAL), not gid.startswith("0000:0000:0000:0000:0000:ffff"), int(entry.name))
             )
-    return min(found)[-1] if found else None
+    return min(entries)[-1] if entries else None
 
 
 def _pci_address(link: Path) -> str | None:
@@ -195,19 +195,19 @@ def _values(text: str) -> Iterator[tuple[str, int | None, str, str]]:
     name: str | None = None
     port: int | None = None
     for line in text.splitlines():
-        if found := _NETDEV.match(line):
-            yield found["name"], None, "interface", found["interface"]
-        elif found := _DEVICE.match(line):
-            name = found["ca"] or found["hca"] or found["ib"]
-            port = int(found["port"]) if found["port"] else None
+        if match := _NETDEV.match(line):
+            yield match["name"], None, "interface", match["interface"]
+        elif match := _DEVICE.match(line):
+            name = match["ca"] or match["hca"] or match["ib"]
+            port = int(match["port"]) if match["port"] else None
             yield name, port, "", ""
         elif name is None:
             continue
-        elif found := _PORT.match(line):
-            port = int(found["ca"] or found["hca"])
+        elif match := _PORT.match(line):
+            port = int(match["ca"] or match["hca"])
             yield name, port, "", ""
-        elif found := _VALUE.match(line):
-            yield name, port, found[1].strip().lower(), found[2]
+        elif match := _VALUE.match(line):
+            yield name, port, match[1].strip().lower(), match[2]
 
 
 def _with_device_field(nic: Nic, field: str, value: str) -> Nic:

@@ -74,11 +74,11 @@ class FabricReport:
         }
 
 
-def report(facts: NodeFacts, job: FabricJob, found: Mapping[str, Setting]) -> FabricReport:
+def report(facts: NodeFacts, job: FabricJob, settings: Mapping[str, Setting]) -> FabricReport:
     """Returns the report for a job whose nodes all have these ``facts``."""
-    messages = (*port_warnings(facts), *warnings(found))
+    messages = (*port_warnings(facts), *warnings(settings))
     return FabricReport(
-        facts, judge_ports(facts), match(facts), cpu_masks(facts), decide([facts], job, found), messages
+        facts, judge_ports(facts), match(facts), cpu_masks(facts), decide([facts], job, settings), messages
     )
 
 
@@ -108,8 +108,8 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
 
 def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
     """Returns the number of GPUs of a recorded node; 1 if the recording lacks the PCI bus and shows none."""
-    whole = sysfs is not None and (recorded_tree(sysfs)[0] / "bus/pci/devices").is_dir()
-    return len(facts.gpus) or (0 if whole else 1)
+    has_bus = sysfs is not None and (recorded_tree(sysfs)[0] / "bus/pci/devices").is_dir()
+    return len(facts.gpus) or (0 if has_bus else 1)
 
 
 def _read(path: Path, where: str, fix: str) -> str:

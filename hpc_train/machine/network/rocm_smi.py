@@ -45,20 +45,20 @@ def _tuple(node: int | None) -> tuple[int, ...]:
 
 def _sections(text: str) -> dict[str, list[str]]:
     """Returns the lines below each title, as ``Link Type between two GPUs``; the first of equal titles counts."""
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         if title := _TITLE.search(line):
             lines = []
-            found.setdefault(title[1], lines)
+            sections.setdefault(title[1], lines)
         else:
             lines.append(line)
-    return found
+    return sections
 
 
 def _matrix(lines: Sequence[str], doubt: Callable[[str], None]) -> tuple[tuple[str, ...], dict[str, list[str]]]:
     """Returns the names of the columns, and the cells of each row by name."""
-    words = [found for line in lines if (found := line.split()) and _NAME.fullmatch(found[0])]
+    words = [fields for line in lines if (fields := line.split()) and _NAME.fullmatch(fields[0])]
     if not words:
         doubt("the matrix of link types is empty")
         return (), {}

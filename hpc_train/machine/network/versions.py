@@ -45,11 +45,11 @@ def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
 def _of_files(root: Path) -> Iterator[tuple[str, str]]:
     for name, path, pattern in _FILES:
         try:
-            found = re.search(pattern, (root / path).read_text(errors="replace"), re.MULTILINE)
+            match = re.search(pattern, (root / path).read_text(errors="replace"), re.MULTILINE)
         except OSError:
             continue
-        if found:
-            yield name, found[1]
+        if match:
+            yield name, match[1]
 
 
 def _of_libraries(root: Path) -> Iterator[tuple[str, str]]:
@@ -73,17 +73,21 @@ def _of_wheels() -> Iterator[tuple[str, str]]:
 def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
     """Returns a line with the nodes for each version that is not equal on all nodes."""
     versions = {facts.node or "?": dict(facts.versions) for facts in nodes}
-    names = sorted({name for own in versions.values() for name in own})
-    found = ((name, {node: own.get(name, "none") for node, own in versions.items()}) for name in names)
+    names = sorted({name for node_versions in versions.values() for name in node_versions})
+    versions_by_node = (
+        (name, {node: node_versions.get(name, "none") for node, node_versions in versions.items()}) for name in names
+    )
     return [
-        f"{name} is not the same on all nodes: {who_has_what(by)}" for name, by in found if len(set(by.values())) > 1
+        f"{name} is not the same on all nodes: {who_has_what(by)}"
+        for name, by in versions_by_node
+        if len(set(by.values())) > 1
     ]
 
 
 def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
     """Returns the lowest NCCL version of the nodes; None if one is unknown."""
-    found = [dict(facts.versions).get("nccl") for facts in nodes]
-    return min((parse_version(text) for text in found if text is not None), default=None) if all(found) else None
+    texts = [dict(facts.versions).get("nccl") for facts in nodes]
+    return min((parse_version(text) for text in texts if text is not None), default=None) if all(texts) else None
 
 
 def parse_version(text: str) -> Version:
@@ -92,7 +96,7 @@ def parse_version(text: str) -> Version:
     Raises:
         UserError: ``text`` is not a version.
     """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
+    if match is None:
         raise UserError(f"{text!r} is not a version", where="--nccl", fix="give a version of NCCL such as 2.21.5")
-    return tuple(int(part) for part in found.groups() if part is not None)
+    return tuple(int(part) for part in match.groups() if part is not None)

@@ -221,7 +221,7 @@ def test_the_line_and_the_metrics() -> None:
 def test_errors_of_gpus_of_other_jobs_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = machine(tmp_path, 2, 2)
     monkeypatch.setattr(health_check, "read_nvml", lambda: GpuReading((replace(STATE, pci="0000:01:00.0"),)))
-    monkeypatch.setattr(health_check, "own_gpus", lambda driver, devices: ("0000:01:00.0",))
+    monkeypatch.setattr(health_check, "job_gpus", lambda driver, devices: ("0000:01:00.0",))
     xids = [Line(f"NVRM: Xid (PCI:0000:{bus:02x}:00): 79, GPU has fallen off the bus.", 1.0) for bus in (0, 1)]
     monkeypatch.setattr(health_check, "read_kernel_log", lambda kmsg: tuple(xids))
     assert [error.pci for error in check_gpus("n1", paths).errors] == ["0000:01:00"]

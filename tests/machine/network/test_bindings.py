@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.machine.gpus import own_gpus, visible_devices
+from hpc_train.machine.gpus import job_gpus, visible_devices
 from hpc_train.machine.network.discovery import read_tree
 from hpc_train.machine.network.facts import NodeFacts, format_cpu_list
 from hpc_train.machine.network.nccl_settings import Setting
 from hpc_train.machine.network.nvidia_smi import with_slices
-from hpc_train.machine.network.rank_binding import bindings, devices, refuse_slices_of_one_gpu
+from hpc_train.machine.network.rank_binding import bindings, devices, refuse_slices_of_same_gpu
 from hpc_train.run.field_types import check_fields
 from tests.machine.network.machines import Machine, hgx, switch
 
@@ -84,10 +84,10 @@ def test_ranks_on_slices_of_one_gpu_are_refused(tmp_path: Path) -> None:
     facts = facts_of(machine, visible=("MIG-aaaa", "MIG-bbbb"))
     facts = replace(facts, gpus=with_slices(facts.gpus, LISTING))
     with pytest.raises(UserError, match="2 ranks would run on MIG slices of GPU0 of n1"):
-        refuse_slices_of_one_gpu(facts, 2)
-    refuse_slices_of_one_gpu(facts, 1)
-    refuse_slices_of_one_gpu(replace(facts, visible=("MIG-aaaa", "MIG-cccc")), 2)
-    refuse_slices_of_one_gpu(replace(facts, visible=("MIG-unheard", "MIG-of")), 2)
+        refuse_slices_of_same_gpu(facts, 2)
+    refuse_slices_of_same_gpu(facts, 1)
+    refuse_slices_of_same_gpu(replace(facts, visible=("MIG-aaaa", "MIG-cccc")), 2)
+    refuse_slices_of_same_gpu(replace(facts, visible=("MIG-unheard", "MIG-of")), 2)
 
 
 def test_gpus_that_the_control_group_closes_are_not_counted(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_gpus_that_the_control_group_closes_are_not_counted(tmp_path: Path) -> N
         (driver / f"0000:0{minor}:00.0").mkdir(parents=True)
         (driver / f"0000:0{minor}:00.0/information").write_text(f"Model: \t\t H100\nDevice Minor: \t {minor}\n")
         (devices_there / f"nvidia{minor}").touch()
-    assert len(own_gpus(driver, devices_there)) == 3
+    assert len(job_gpus(driver, devices_there)) == 3
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "2,0,3"}, driver) == ("2", "0")
 
 
