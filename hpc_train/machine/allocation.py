@@ -128,7 +128,9 @@ def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, s
     address, doubt = _local_address(allocation.address)
     if doubt is None and (not is_chosen or address.startswith(_LOOPBACK_NET)):
         doubt = _doubt_about(address, [name for name in allocation.node_names if name != allocation.node_name])
-    return (allocation, doubt) if doubt else (replace(allocation, address=address, listen_address=address), None)
+    if doubt:
+        return allocation, doubt
+    return replace(allocation, address=address, listen_address=address), None
 
 
 _LOOPBACK_NET = "127."  # some systems map the name of the host itself to 127.0.1.1
@@ -196,7 +198,9 @@ def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tupl
         )
     available = gpus_to_use(requested) if visible is None else visible
     if not isinstance(requested, int):
-        return (available, available) if available else (0, cluster.cpu_workers)
+        if available:
+            return available, available
+        return 0, cluster.cpu_workers
     if requested > available:
         raise UserError(
             f"{requested} GPUs per node are requested, but {f'{available} are' if available else 'none is'} visible "
@@ -287,7 +291,7 @@ def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if nodes > 1:
         error = UserError(
-            f"each of the {nodes} nodes of this step would compose a run of its own",
+            f"each of the {nodes} nodes of this step would compose a separate run",
             where="srun",
             fix='run RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
         )

@@ -73,7 +73,9 @@ def amd_memory(kind: str) -> float | None:
     it is not an Instinct GPU.
     """
     match = re.search(r"(?<![a-z0-9])mi\d{3}[ax]?(?![0-9])", kind.lower())
-    return None if match is None else AMD_MEMORY.get(match[0])
+    if match is None:
+        return None
+    return AMD_MEMORY.get(match[0])
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,16 @@ class AmdGpu:
     @property
     def model(self) -> str:
         name = _PRODUCTS.get(self.product)
-        return f"AMD {self.architecture}" if name is None else f"AMD Instinct {name}"
+        if name is None:
+            return f"AMD {self.architecture}"
+        return f"AMD Instinct {name}"
 
     @property
     def uuid(self) -> str | None:
         """Returns the name by which ROCR_VISIBLE_DEVICES may also select it."""
-        return f"GPU-{self.unique_id:016x}" if self.unique_id else None
+        if self.unique_id:
+            return f"GPU-{self.unique_id:016x}"
+        return None
 
 
 def read_gpus(nodes: Path = NODES) -> tuple[AmdGpu, ...]:
@@ -166,7 +172,9 @@ def selected(gpus: tuple[AmdGpu, ...], environment: Mapping[str, str]) -> tuple[
     names = environment.get("ROCR_VISIBLE_DEVICES")
     seen = gpus if names is None else tuple(_by_runtime(gpus, names))
     names = _for_hip(environment)
-    return seen if not names else tuple(_by_hip(seen, names))
+    if not names:
+        return seen
+    return tuple(_by_hip(seen, names))
 
 
 def _for_hip(environment: Mapping[str, str]) -> str:
@@ -233,7 +241,8 @@ class AmdNode:
     @classmethod
     def read(cls, nodes: Path, pci: Path, devices: Path) -> AmdNode | None:
         """Returns None for a node without Instinct GPUs: a laptop with an integrated GPU also has the driver."""
-        gpus, plugged = read_gpus(nodes), len(instinct_on_bus(pci))
+        gpus = read_gpus(nodes)
+        plugged = len(instinct_on_bus(pci))
         counted = sum(gpu.compute for gpu in gpus)
         if not counted and not plugged:
             return None

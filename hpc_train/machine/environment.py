@@ -42,7 +42,7 @@ _EXPORTED = "HPC_TRAIN_EXPORTED"  # the digest of what a batch script has export
 
 
 def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``cluster.env`` and one that tells agents that these were exported; {} without any.
+    """Returns the variables of ``cluster.env`` and one that marks them as exported; {} without any.
 
     Raises:
         UserError: a name is not that of a variable.
@@ -55,7 +55,9 @@ def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
                 fix="use letters, digits and _, and no digit at the beginning",
             )
     digest = hashlib.sha256(repr(sorted(variables.items())).encode()).hexdigest()[:16]
-    return {**variables, _EXPORTED: digest} if variables else {}
+    if variables:
+        return {**variables, _EXPORTED: digest}
+    return {}
 
 
 def export_job_environment(variables: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
@@ -205,11 +207,13 @@ def _parent(environment: Mapping[str, str]) -> Path | None:
     base = next((base for base in named if base and Path(base).is_dir()), None) or tempfile.gettempdir()
     user_directory = Path(base) / f"hpc_train-{os.getuid()}"
     parent = user_directory / os.uname().nodename
-    return parent if _belongs_to_user(user_directory) and _belongs_to_user(parent) else None
+    if _belongs_to_user(user_directory) and _belongs_to_user(parent):
+        return parent
+    return None
 
 
 def _belongs_to_user(directory: Path) -> bool:
-    """Creates the directory if it is missing. Tells whether this user has created it: other users can write to /tmp."""
+    """Creates the directory if it is missing. Returns whether this user owns it: other users can write to /tmp."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()

@@ -52,7 +52,9 @@ def visible_devices(
         return tuple(str(index) for index in range(present))
     parts = [part.strip() for part in chosen.split(",")]
     by_uuid = parts[0].startswith(UUID_PREFIXES)
-    uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts)) if by_uuid else []
+    uuids = []
+    if by_uuid:
+        uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts))
     names: dict[str, str] = {}  # by device
     for part in parts:
         device = _with_uuid(part, uuids) if by_uuid else _with_number(part, present)
@@ -67,7 +69,9 @@ def visible_devices(
 def _with_number(name: str, present: int) -> str | None:
     """Returns the number at the start of ``name``, which is all that CUDA reads; None if there is no such device."""
     match = re.match(r"\d+", name)
-    return str(int(match[0])) if match and int(match[0]) < present else None
+    if match and int(match[0]) < present:
+        return str(int(match[0]))
+    return None
 
 
 def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
@@ -77,7 +81,9 @@ def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
     if not name.startswith(UUID_PREFIXES):
         return None
     matches = [uuid for uuid in uuids if uuid.startswith(name)] if uuids else [name]
-    return matches[0] if len(matches) == 1 else None
+    if len(matches) == 1:
+        return matches[0]
+    return None
 
 
 def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
@@ -181,7 +187,9 @@ class Machine:
     def gpus(self) -> int:
         """Returns the number of GPUs of the machine, also those of other jobs."""
         amd = self.amd()
-        return self.nvidia_gpus() if amd is None else amd.installed
+        if amd is None:
+            return self.nvidia_gpus()
+        return amd.installed
 
     def torch_without_gpus(self) -> str | None:
         """Returns the version of a torch that was built without CUDA, or on a machine with AMD GPUs without ROCm; None
@@ -192,7 +200,9 @@ class Machine:
         if not re.search(rf"^{platform}\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
             return None
         version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-        return version[1] if version else "(unknown version)"
+        if version:
+            return version[1]
+        return "(unknown version)"
 
 
 def gpus_to_use(
@@ -259,8 +269,14 @@ def _needed(
     requested: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[int, str]:
     """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
-    chosen, amd = environment.get("CUDA_VISIBLE_DEVICES"), machine.amd()
-    named = (None if chosen is None else _count(chosen)) if amd is None else amd.named(environment)
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    amd = machine.amd()
+    if amd is not None:
+        named = amd.named(environment)
+    elif chosen is None:
+        named = None
+    else:
+        named = _count(chosen)
     if isinstance(requested, int):
         return requested, f"{requested} GPUs per node are requested"
     if allocated:
@@ -304,7 +320,8 @@ def _fault_of_node(needed: int, on_slurm: bool, machine: Machine) -> tuple[str, 
             f"the NVIDIA driver is not loaded ({machine.driver} does not exist)",
             staff if on_slurm else "load the driver",
         )
-    listed, openable = len(_entries(machine.driver)), len(job_gpus(machine.driver, machine.devices))
+    listed = len(_entries(machine.driver))
+    openable = len(job_gpus(machine.driver, machine.devices))
     if openable < min(listed, needed):
         return (
             f"it may open {openable} of the {listed} GPUs of the node",
@@ -330,7 +347,9 @@ def _is_idle_gpu(device: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    if folder.is_dir():
+        return list(folder.iterdir())
+    return []
 
 
 # GPU models with a single memory size (from the vendors' data sheets); of those with several, the usual one
@@ -356,8 +375,12 @@ _GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
 
 
 def gpu_memory(kind: str | None) -> float | None:
-    """Returns the bytes of a GPU of the GRES type ``kind``, or of this machine's smallest for None. None: unknown."""
-    return _of_kind(kind) or amd_memory(kind) if kind is not None else _of_this_machine()
+    """Returns the bytes of a GPU of the GRES type ``kind``, or of the smallest GPU of this machine if
+    ``kind`` is None. Returns None if unknown.
+    """
+    if kind is not None:
+        return _of_kind(kind) or amd_memory(kind)
+    return _of_this_machine()
 
 
 def _of_kind(kind: str) -> float | None:
@@ -382,4 +405,6 @@ def _of_this_machine() -> float | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     sizes = [int(line) for line in listed.stdout.split() if line.isdigit()]
-    return min(sizes) * 2.0**20 if sizes else None
+    if sizes:
+        return min(sizes) * 2.0**20
+    return None

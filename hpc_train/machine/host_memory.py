@@ -83,7 +83,10 @@ def _left(group: Path, version: int) -> int | None:
     usage = _number(group / ("memory.usage_in_bytes" if old else "memory.current"))
     if not bounds or usage is None:
         return None
-    names = ("total_active_file", "total_inactive_file") if old else ("active_file", "inactive_file")
+    if old:
+        names = ("total_active_file", "total_inactive_file")
+    else:
+        names = ("active_file", "inactive_file")
     cache = sum(_field(group / "memory.stat", name) for name in names)
     return max(0, min(bounds) - usage + cache)
 

@@ -52,7 +52,9 @@ def read_traffic(sysfs: Path = SYSFS) -> Traffic:
 def _total(files: list[Path], unit: int = 1) -> int | None:
     """Returns the sum, or None if any file is unreadable, since a partial sum would look like all traffic."""
     values = list(_numbers(files))
-    return unit * sum(values) if values and len(values) == len(files) else None
+    if values and len(values) == len(files):
+        return unit * sum(values)
+    return None
 
 
 def _numbers(files: list[Path]) -> Iterator[int]:
@@ -64,7 +66,9 @@ def _numbers(files: list[Path]) -> Iterator[int]:
 
 
 def _difference(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None or now < before else now - before
+    if now is None or before is None or now < before:
+        return None
+    return now - before
 
 
 COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
@@ -97,4 +101,6 @@ def _counter(path: Path) -> int:
         match = COUNTER.search(path.read_text())
     except OSError:
         return 0
-    return int(match[1]) if match else 0
+    if match:
+        return int(match[1])
+    return 0

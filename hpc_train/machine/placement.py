@@ -28,7 +28,9 @@ def switch_address(environment: Mapping[str, str] = os.environ) -> str | None:
     """Returns the position of this node in the network, ``spine.rack1.n1``; None if Slurm knows only its name."""
     address = environment.get("SLURM_TOPOLOGY_ADDR", "")
     named_only = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN") == "node"  # the name may contain dots
-    return address if "." in address and not named_only else None
+    if "." in address and not named_only:
+        return address
+    return None
 
 
 def with_nvlink_domain(address: str | None, name: str, domain: str | None) -> str | None:
@@ -65,7 +67,8 @@ def _torus_order(nodes: Sequence[re.Match[str]]) -> tuple[int, ...]:
     """Returns the indices along a path that turns around at the end of each row; it is cut before the first node."""
 
     def position(index: int) -> tuple[bool, list[tuple[int, str]], int, int, int]:
-        name, (x, y, z) = nodes[index]["name"], (int(nodes[index][axis]) for axis in "xyz")
+        name = nodes[index]["name"]
+        (x, y, z) = (int(nodes[index][axis]) for axis in "xyz")
         turned_y, turned_z = -y if x % 2 else y, -z if (x + y) % 2 else z
         return name != nodes[0]["name"], natural(name), x, turned_y, turned_z
 
@@ -95,7 +98,9 @@ def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list
 
 def _span(values: set[int]) -> str:
     low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}-{high}"
+    if low == high:
+        return str(low)
+    return f"{low}-{high}"
 
 
 def parse_switch_sizes(text: str) -> dict[str, int]:
@@ -147,7 +152,8 @@ def judge(network: Network, layout: Layout, workers_per_node: int, *, blocks: bo
         switches: the value of ``cluster.switches``.
     """
     kind = "blocks" if blocks else "switches"
-    used, nodes = Counter(network.switches), len(network.switches)
+    used = Counter(network.switches)
+    nodes = len(network.switches)
     problems = []
     if len(used) > network.needed + 1 or (network.size == 1 and nodes > 2):
         spread = ", ".join(f"{name} {count}" for name, count in used.items())

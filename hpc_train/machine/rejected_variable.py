@@ -1,7 +1,7 @@
 """Names the environment variable because of which torch cannot be imported or cannot join the process group.
 
-Torch checks its variables when it is imported or when it creates a group, and raises an exception that may tell the
-name, only the value, or neither, e.g. ``TORCH_LOGS``, ``TORCH_LOGS_OUT`` and ``TORCH_DIST_INIT_BARRIER``.
+Torch checks its variables when it is imported or when it creates a group, and raises an exception that may contain
+the name, only the value, or neither, e.g. ``TORCH_LOGS``, ``TORCH_LOGS_OUT`` and ``TORCH_DIST_INIT_BARRIER``.
 """
 
 from __future__ import annotations

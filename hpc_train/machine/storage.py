@@ -68,11 +68,9 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> FileSystem | None:
         mounted for line in lines if (mounted := _mounted(line)) and real.is_relative_to(mounted.mount_point)
     ]
     # of several mounts on one point, the last one is visible
-    return (
-        max(enumerate(mounts_above), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1]
-        if mounts_above
-        else None
-    )
+    if mounts_above:
+        return max(enumerate(mounts_above), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1]
+    return None
 
 
 def renames_by_copying(path: Path) -> bool:
@@ -100,7 +98,9 @@ def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
     rooms = [Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None, FILE_SYSTEM)]
     system = file_system_of(existing)
     quota = None if system is None else _quota(system, ask or _output)
-    return rooms if quota is None else [*rooms, quota]
+    if quota is None:
+        return rooms
+    return [*rooms, quota]
 
 
 def _mounted(line: str) -> FileSystem | None:
@@ -133,13 +133,17 @@ def _room(words: Sequence[str]) -> Room | None:
         return None
     numbers = [int(word.rstrip("*")) if word.rstrip("*").isdigit() else 0 for word in words]
     size, inodes = _left(numbers[0:3]), _left(numbers[4:7])
-    return None if size is None else Room(size * KIB, inodes, "your quota")
+    if size is None:
+        return None
+    return Room(size * KIB, inodes, "your quota")
 
 
 def _left(numbers: Iterable[int]) -> int | None:
     used, soft, hard = numbers
     limit = hard or soft
-    return max(0, limit - used) if limit else None
+    if limit:
+        return max(0, limit - used)
+    return None
 
 
 def _output(command: Sequence[str]) -> str:

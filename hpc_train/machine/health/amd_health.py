@@ -55,7 +55,9 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     places: dict[str, list[AmdGpu]] = {}  # the partitions of a GPU have one address
     for gpu in usable:
         places.setdefault(_device(gpu, on_bus), []).append(gpu)
-    foreign = [place for place in on_bus if place not in places] if amd_node.managed > len(usable) else []
+    foreign = []
+    if amd_node.managed > len(usable):
+        foreign = [place for place in on_bus if place not in places]
     texts, hangs = _read(places, paths.pci, node)
     processes = {} if quick else read_processes(paths)
     gpus = [
@@ -90,7 +92,9 @@ def _read(places: Iterable[str], pci: Path, node: str) -> tuple[dict[str, Texts]
 
 def _device(gpu: AmdGpu, on_bus: Sequence[str]) -> str:
     """Returns the PCI address of the GPU; the driver numbers the partitions of one GPU as functions of its device."""
-    return gpu.pci if gpu.pci in on_bus else gpu.pci.partition(".")[0] + ".0"
+    if gpu.pci in on_bus:
+        return gpu.pci
+    return gpu.pci.partition(".")[0] + ".0"
 
 
 def _missing(plugged: int, managed: int, node: str) -> Iterator[Finding]:
@@ -163,7 +167,9 @@ def _lost(texts: Texts) -> bool:
 
 def _lanes(texts: Texts, name: str) -> int | None:
     text = texts.get(name, "")
-    return int(text) if text.isdigit() and 0 < int(text) <= WIDEST else None
+    if text.isdigit() and 0 < int(text) <= WIDEST:
+        return int(text)
+    return None
 
 
 def _generation(texts: Texts, name: str) -> int | None:
@@ -172,7 +178,9 @@ def _generation(texts: Texts, name: str) -> int | None:
 
 
 def _least(card: int | None, slot: int | None) -> int | None:
-    return min((value for value in (card, slot) if value is not None), default=None) if card else None
+    if card:
+        return min((value for value in (card, slot) if value is not None), default=None)
+    return None
 
 
 def uncorrected(texts: Texts) -> dict[str, int] | None:
@@ -182,7 +190,9 @@ def uncorrected(texts: Texts) -> dict[str, int] | None:
     """
     counts = {}
     for name, text in texts.items():
-        count = re.search(r"^ue: (\d+)$", text, re.MULTILINE) if name.endswith(COUNTS) else None
+        count = None
+        if name.endswith(COUNTS):
+            count = re.search(r"^ue: (\d+)$", text, re.MULTILINE)
         if count is not None:
             counts[name.removeprefix("ras/").removesuffix(COUNTS)] = int(count[1])
     return counts or None
@@ -202,9 +212,10 @@ def judge_amd(gpus: Sequence[tuple[GpuState, Texts]], node: str) -> Iterator[Fin
         yield Finding(SUBJECT, OK, f"{UNCHECKED}amdgpu shows no error counts of {', '.join(unknown)}")
     yield from findings
     checked = [] if unknown else ["memory"]
-    checked += ["PCIe links"] if all(gpu.pcie_width for gpu, _ in gpus) else []
+    if all(gpu.pcie_width for gpu, _ in gpus):
+        checked += ["PCIe links"]
     if gpus and checked and not findings:
-        yield Finding(SUBJECT, OK, f"{len(gpus)} GPUs: in order: {', '.join(checked)}")
+        yield Finding(SUBJECT, OK, f"{len(gpus)} GPUs healthy: {', '.join(checked)}")
 
 
 def _memory(gpu: GpuState, texts: Texts, node: str) -> Iterator[Finding]:
@@ -247,7 +258,9 @@ class AmdEvent:
 
     @property
     def where(self) -> str:
-        return f"the GPU at {self.pci}" if self.pci else "a GPU"
+        if self.pci:
+            return f"the GPU at {self.pci}"
+        return "a GPU"
 
 
 # the beginning or a characteristic part of the line, its meaning, what it requires, and whether it outlasts a reset
@@ -305,7 +318,8 @@ def find_events(lines: Iterable[Line]) -> tuple[AmdEvent, ...]:
             events.clear()
         if (match := _LINE.search(line.text)) is None:
             continue
-        pci, text = match[1], match[2] or match[3] or ""
+        pci = match[1]
+        text = match[2] or match[3] or ""
         if _RESET_DONE.search(text):
             events = {
                 key: replace(event, reset=event.reset or event.pci in (pci, None)) for key, event in events.items()

@@ -198,12 +198,16 @@ def _text(gpu: ElementTree.Element, path: str) -> str | None:
     """Returns the text at ``path``; None if it is missing, ``N/A``, not supported or deprecated."""
     text = (gpu.findtext(path) or "").strip()
     unknown = not text or text.startswith(("N/A", "[N/A", "Not Supported", "Requested functionality", "Unknown", "ERR"))
-    return None if unknown else text
+    if unknown:
+        return None
+    return text
 
 
 def _number(gpu: ElementTree.Element, path: str) -> int | None:
     match = re.match(r"\d+", _text(gpu, path) or "")
-    return int(match[0]) if match else None
+    if match:
+        return int(match[0])
+    return None
 
 
 def _bytes(gpu: ElementTree.Element, path: str) -> int | None:
@@ -214,7 +218,9 @@ def _bytes(gpu: ElementTree.Element, path: str) -> int | None:
 def _address(text: str | None) -> str | None:
     """Returns ``0000:01:00.0`` for ``00000000:01:00.0``, as the kernel writes it."""
     domain, _, rest = (text or "").lower().partition(":")
-    return f"{int(domain, 16):04x}:{rest}" if rest and re.fullmatch("[0-9a-f]+", domain) else None
+    if rest and re.fullmatch("[0-9a-f]+", domain):
+        return f"{int(domain, 16):04x}:{rest}"
+    return None
 
 
 def _uncorrected(gpu: ElementTree.Element) -> int | None:
@@ -224,7 +230,9 @@ def _uncorrected(gpu: ElementTree.Element) -> int | None:
         return None
     paths = [counter.tag for counter in volatile if "uncorrectable" in counter.tag] or ["double_bit/total"]
     counts = [count for path in paths if (count := _number(volatile, path)) is not None]
-    return sum(counts) if counts else None
+    if counts:
+        return sum(counts)
+    return None
 
 
 def _recovery(gpu: ElementTree.Element) -> str | None:
@@ -297,7 +305,7 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
     findings += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
     if gpus and not findings:
         links = {gpu.links for gpu in gpus if gpu.links}
-        text = f"{len(gpus)} GPUs: memory, clocks and PCIe links are in order"
+        text = f"{len(gpus)} GPUs: memory, clocks and PCIe links are healthy"
         findings = [Finding(SUBJECT, OK, text + (f", {min(links)} NVLinks each" if links else ""))]
     yield from findings
 
@@ -330,7 +338,9 @@ def _memory(gpu: GpuState, node: str) -> Iterator[Finding]:
         action = "reboot the node" if "reboot" in (gpu.recovery or "").lower() else reset
         yield Finding(SUBJECT, ERROR, f"{gpu.name}: the driver requests: {gpu.recovery}", out_of_service(node, action))
     if gpu.rows_pending or gpu.pages_pending:
-        what = "memory rows wait to be remapped" if gpu.rows_pending else "memory pages wait to be retired"
+        what = "memory pages wait to be retired"
+        if gpu.rows_pending:
+            what = "memory rows wait to be remapped"
         yield Finding(SUBJECT, WARNING, f"{gpu.name}: {what}", out_of_service(node, reset))
 
 

@@ -104,13 +104,17 @@ def _defects(seen: Sequence[VendorHealth]) -> tuple[Defect, ...]:
 def read_states() -> tuple[GpuState, ...]:
     """Returns the GPUs of this node that respond, without the checks around them."""
     reading = read_nvml()
-    return amd_health(node_name(), True, Paths()).gpus if reading is None else reading.gpus
+    if reading is None:
+        return amd_health(node_name(), True, Paths()).gpus
+    return reading.gpus
 
 
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the NVIDIA GPUs of this node and the kernel log."""
     on_bus = _on_bus(paths.pci)
-    listed = {path.name for path in paths.driver.iterdir()} if paths.driver.is_dir() else set()
+    listed = set()
+    if paths.driver.is_dir():
+        listed = {path.name for path in paths.driver.iterdir()}
     if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
@@ -160,7 +164,9 @@ def _missing(on_bus: int, managed: int, openable: int, reading: GpuReading, node
 def configured_gpus(node: str) -> int | None:
     """Returns the GPUs of the node in Slurm's configuration (``Gres``); None if Slurm does not know the node."""
     match = re.search(r"\bGres=(\S+)", show_nodes([node], SLURM_S))
-    return None if match is None or match[1] == "(null)" else sum(gpus_of(match[1]).values())
+    if match is None or match[1] == "(null)":
+        return None
+    return sum(gpus_of(match[1]).values())
 
 
 def check_count(present: int, configured: int | None, node: str) -> Iterator[Finding]:
@@ -191,7 +197,9 @@ def fabric_manager_runs(paths: Paths) -> bool | None:
 def uptime(proc: Path = Path("/proc")) -> float:
     """Returns the seconds since boot; 0 if unknown."""
     words = read_text(proc / "uptime").split()
-    return float(words[0]) if words else 0.0
+    if words:
+        return float(words[0])
+    return 0.0
 
 
 def metrics(health: NodeHealth, now: float | None = None) -> str:

@@ -22,18 +22,21 @@ class IdleGpus:
 
     Args:
         addresses: the PCI addresses of the GPUs that the ranks use.
-        limit_s: seconds after which GPUs that were idle at every look are told, once until one of them works again.
-        tell: called with the minutes and the names of the GPUs.
+        limit_s: seconds after which GPUs that were idle at every look are reported, once until one of them works again.
+        report: called with the minutes and the names of the GPUs.
     """
 
     def __init__(
         self,
         addresses: Collection[str],
         limit_s: float,
-        tell: Callable[[float, list[str]], object],
+        report: Callable[[float, list[str]], object],
         states: Callable[[], tuple[GpuState, ...]] = read_states,
     ) -> None:
-        self._addresses, self._limit_s, self._tell, self._states = addresses, limit_s, tell, states
+        self._addresses = addresses
+        self._limit_s = limit_s
+        self._report = report
+        self._states = states
         self._since: dict[str, float] = {}  # by name of the GPU: the first look at which it was idle
         self._told: set[str] = set()
         self._end = threading.Event()
@@ -54,7 +57,7 @@ class IdleGpus:
         long = [name for name, since in self._since.items() if now - since >= self._limit_s]
         if not self._told.issuperset(long):
             self._told.update(long)
-            self._tell(round((now - min(self._since[name] for name in long)) / 60, 1), long)
+            self._report(round((now - min(self._since[name] for name in long)) / 60, 1), long)
 
     def _work(self) -> None:
         while not self._end.wait(LOOK_S):

@@ -137,20 +137,28 @@ class GpuError:
     def meaning(self) -> str:
         if self.switch:
             return SXIDS.get(self.code, "NVSwitch error")
-        return XIDS.get(self.code, (CATALOG, Kind.LOOK_UP))[0] if self.code != RECOVERY else self.text
+        if self.code != RECOVERY:
+            return XIDS.get(self.code, (CATALOG, Kind.LOOK_UP))[0]
+        return self.text
 
     @property
     def kind(self) -> Kind:
         if self.switch:
-            return Kind.SWITCH if self.text.lower().startswith(("fatal", "always fatal")) else Kind.LOOK_UP
+            if self.text.lower().startswith(("fatal", "always fatal")):
+                return Kind.SWITCH
+            return Kind.LOOK_UP
         if self.code == RECOVERY:
             return _recovery(self.text)
         kind = XIDS.get(self.code, ("", Kind.LOOK_UP))[1]
-        return Kind.WATCH if self.code in NVLINK_5 and re.search(r"non-?fatal", self.text, re.IGNORECASE) else kind
+        if self.code in NVLINK_5 and re.search(r"non-?fatal", self.text, re.IGNORECASE):
+            return Kind.WATCH
+        return kind
 
     @property
     def name(self) -> str:
-        return f"SXid {self.code} of the NVSwitch" if self.switch else f"Xid {self.code} of the GPU"
+        if self.switch:
+            return f"SXid {self.code} of the NVSwitch"
+        return f"Xid {self.code} of the GPU"
 
     @property
     def defect(self) -> Defect | None:
@@ -179,7 +187,9 @@ def read_kernel_log(kmsg: Path = KMSG) -> tuple[Line, ...] | None:
     except (OSError, NoResponse):
         return None
     lines = [Line(line) for line in output.splitlines()]
-    return tuple(replace(line, age=_age(line.text)) for line in lines) if code == 0 and lines else None
+    if code == 0 and lines:
+        return tuple(replace(line, age=_age(line.text)) for line in lines)
+    return None
 
 
 def _records(kmsg: Path) -> Iterator[Line]:
@@ -207,7 +217,9 @@ def _records(kmsg: Path) -> Iterator[Line]:
 def _age(text: str) -> float | None:
     """Returns the age of a line that begins with seconds since boot: ``[ 1234.567890] node kernel: …``."""
     match = re.match(r"\s*\[\s*(\d+\.\d+)\]", text)
-    return None if match is None else max(0.0, time.monotonic() - float(match[1]))
+    if match is None:
+        return None
+    return max(0.0, time.monotonic() - float(match[1]))
 
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)(?:, )?(.*)")
@@ -266,7 +278,9 @@ def judge_log(
 def occurrences(count: int, age: float | None) -> str:
     """Returns how often an error was logged, and the seconds since the last time (None: unknown), as text."""
     times = f", {count} times" if count > 1 else ""
-    return times if age is None else f"{times}, {'last ' if count > 1 else ''}{format_duration(age)} ago"
+    if age is None:
+        return times
+    return f"{times}, {'last ' if count > 1 else ''}{format_duration(age)} ago"
 
 
 def _judge(error: GpuError, node: str, recovered: bool) -> Iterator[Finding]:

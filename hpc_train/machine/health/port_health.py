@@ -66,7 +66,9 @@ def _port(path: Path) -> PortState:
 
 def _count(path: Path) -> int | None:
     text = read_text(path)
-    return int(text) if text.isdigit() else None
+    if text.isdigit():
+        return int(text)
+    return None
 
 
 def _keys(folder: Path) -> Iterator[int]:
@@ -103,14 +105,20 @@ def _access(port: PortState) -> Iterator[Finding]:
     """Checks the partition key that NCCL uses and the MTU."""
     if port.keys and not port.keys[0]:
         others = next((index for index, key in enumerate(port.keys) if key & MEMBER), None)
-        fix = "ask the site" if others is None else f"set NCCL_IB_PKEY={others}, or ask the site"
+        if others is None:
+            fix = "ask the site"
+        else:
+            fix = f"set NCCL_IB_PKEY={others}, or ask the site"
         yield Finding(SUBJECT, ERROR, f"{port.name}: it has no partition key at index 0, which NCCL uses", fix)
     elif port.keys and not port.keys[0] & MEMBER:
         text = (
             f"{port.name}: it is a limited member of its partition ({port.keys[0]:#06x}); two such nodes cannot connect"
         )
         full = next((index for index, key in enumerate(port.keys) if key & MEMBER), None)
-        fix = "ask the site for full membership" if full is None else f"set NCCL_IB_PKEY={full}"
+        if full is None:
+            fix = "ask the site for full membership"
+        else:
+            fix = f"set NCCL_IB_PKEY={full}"
         yield Finding(SUBJECT, ERROR, text, fix)
     if port.mtu is not None and port.mtu < BEST_ROCE_MTU:
         text = f"{port.name}: the MTU of its interface is {port.mtu}, so RoCE packets are smaller than 4096 bytes"

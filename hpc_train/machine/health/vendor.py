@@ -76,7 +76,9 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
         os.waitpid(child, os.WNOHANG)  # it may hang in the kernel; init inherits it
         raise NoResponse(f"no response within {limit_s:g} s")
     os.waitpid(child, 0)
-    return json.loads(text) if text else None
+    if text:
+        return json.loads(text)
+    return None
 
 
 def _close_all_but(descriptor: int) -> None:

@@ -66,8 +66,12 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, Se
     """Decides the environment of all ranks from the facts of all nodes, because different NIC lists hang on
     connection.
     """
-    fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
-    detected = rccl.variables(settings) if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, settings)
+    fabric = _fabric(nodes, job)
+    amd = rccl.on_amd(nodes)
+    if amd and fabric == "slingshot":
+        detected = rccl.variables(settings)
+    else:
+        detected = _of_fabric(fabric, nodes, job, settings)
     candidates = [*job.profile, *detected, *_general(nodes, job, settings)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
@@ -89,7 +93,9 @@ def _fabric(nodes: Sequence[NodeFacts], job: FabricJob) -> str:
     """Returns the network in use: ``cpu one_node efa slingshot infiniband roce ethernet unknown``."""
     if job.gpus_per_node == 0:
         return "cpu"
-    return "one_node" if job.nodes == 1 else _between_nodes(nodes)
+    if job.nodes == 1:
+        return "one_node"
+    return _between_nodes(nodes)
 
 
 def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
@@ -119,9 +125,7 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob, settings: Mapping[str, 
         yield Variable("NCCL_DEBUG", "WARN", "makes NCCL report only the reason of a failure")
         yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the flight recorder when a collective times out")
         if not any(name in settings for name in OTHER_ALLOCATOR_SETTINGS):
-            reason = (
-                "GPU memory is lost less between blocks that can grow; to share GPU tensors with processes, change it"
-            )
+            reason = "expandable segments reduce fragmentation; unset it to share CUDA tensors between processes"
             yield Variable(ALLOCATOR_SETTINGS, GROWING_SEGMENTS, reason)
 
 
@@ -150,7 +154,9 @@ def _route(nodes: Sequence[NodeFacts]) -> str | None:
     may reach itself over loopback.
     """
     routes = _routes(nodes)
-    return routes.pop() if len(routes) == 1 else None
+    if len(routes) == 1:
+        return routes.pop()
+    return None
 
 
 def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
@@ -195,7 +201,10 @@ def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Vari
     )
     large = job.nodes * job.gpus_per_node >= LARGE_JOB_GPUS
     if large or flapping:
-        why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps" if large else "; ".join(flapping[:4])
+        if large:
+            why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps"
+        else:
+            why = "; ".join(flapping[:4])
         yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet")
 
 
@@ -327,7 +336,9 @@ def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
     if far:
         paths = sorted({str(matched.path_type) for matched in far})
         level = "SYS" if paths == ["SYS"] else "PHB"
-        grace = "" if all(gpu.model for facts in nodes for gpu in facts.gpus) else " except on Grace"
+        grace = " except on Grace"
+        if all(gpu.model for facts in nodes for gpu in facts.gpus):
+            grace = ""
         return f"GPU and NIC are {'/'.join(paths)} here, where NCCL does not use GPUDirect{grace}: measure with {level}"
     if all(matched.path_type for facts in nodes for matched in match(facts)) and any(facts.gpus for facts in nodes):
         return "NCCL uses GPUDirect, because GPU and NIC are close"

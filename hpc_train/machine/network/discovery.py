@@ -51,7 +51,9 @@ def print_matrix() -> str | None:
         printed = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return printed.stdout if printed.returncode == 0 else None
+    if printed.returncode == 0:
+        return printed.stdout
+    return None
 
 
 def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
@@ -179,7 +181,9 @@ def _allowed(proc: Path) -> tuple[int, ...]:
     """Returns the CPUs allowed in ``/proc/self/status``, of this process or of the one that made the recording."""
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
     try:
-        return parse_cpu_list(match[1]) if match else ()
+        if match:
+            return parse_cpu_list(match[1])
+        return ()
     except ValueError:
         return ()
 
@@ -260,11 +264,17 @@ def path_type(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) ->
             break
         common += 1
     if common == 0:
-        return None if same_numa is None else "NODE" if same_numa else "SYS"
+        if same_numa is None:
+            return None
+        if same_numa:
+            return "NODE"
+        return "SYS"
     if common == 1:
         return "PHB"
     below = max(len(a), len(b)) - common  # 2: a port of the common switch and the device
-    return "PIX" if below <= 2 else "PXB"
+    if below <= 2:
+        return "PIX"
+    return "PXB"
 
 
 def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
@@ -286,7 +296,9 @@ def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
     if len(distances) != len(cpus) or not all(text.isdigit() for text in distances):
         return None
     near = [(int(text), other) for text, other in zip(distances, cpus, strict=True) if cpus[other]]
-    return min(near)[1] if near else None
+    if near:
+        return min(near)[1]
+    return None
 
 
 def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
@@ -311,7 +323,10 @@ def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
         if number is not None and number.isdigit():
             node = nearest_with_cpus(sysfs, int(number))
             return node, numa_cpus(sysfs).get(node, ()) if node is not None else ()
-        cpus = _cpu_list(place / "local_cpulist") if number is not None and place != device else ()
+        if number is not None and place != device:
+            cpus = _cpu_list(place / "local_cpulist")
+        else:
+            cpus = ()
         if cpus and not _everywhere(sysfs, cpus):
             return None, cpus
         if place == sysfs:
@@ -352,4 +367,6 @@ def read_gpu_direct(sysfs: Path, proc: Path) -> str | None:
     kernel = re.match(r"(\d+)\.(\d+)", read_text(proc / "sys/kernel/osrelease") or "")
     if "Open Kernel Module" in driver and kernel and tuple(map(int, kernel.groups())) >= DMA_BUF_KERNEL:
         return "DMA-BUF"
-    return NONE if (sysfs / "module/nvidia").is_dir() else None
+    if (sysfs / "module/nvidia").is_dir():
+        return NONE
+    return None

@@ -67,11 +67,15 @@ def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
 
 def _soft_and_hard(text: str, name: str) -> tuple[int | None, int | None]:
     match = re.search(_LINE.format(name=name), text, re.MULTILINE)
-    return (None, None) if match is None else (_limit(match[1]), _limit(match[2]))
+    if match is None:
+        return None, None
+    return _limit(match[1]), _limit(match[2])
 
 
 def _limit(word: str) -> int:
-    return UNLIMITED if word == "unlimited" else int(word)
+    if word == "unlimited":
+        return UNLIMITED
+    return int(word)
 
 
 LIMIT = 1 << 16  # more than any kernel supports; protects against typos
@@ -310,7 +314,9 @@ _PLAIN = (
 
 def distance(path_type: str) -> int:
     """Returns 0 for NVLink and XGMI, rising with the path type in the order of ``LINKS``."""
-    return 0 if path_type.startswith("NV") or path_type == XGMI else LINKS.index(path_type)
+    if path_type.startswith("NV") or path_type == XGMI:
+        return 0
+    return LINKS.index(path_type)
 
 
 def _nested(value: Any) -> tuple[Any, ...]:

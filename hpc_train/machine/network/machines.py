@@ -48,7 +48,9 @@ class Machines:
     def add(self, facts: NodeFacts) -> NodeFacts:
         """Returns equal facts that share memory and results with the first node of the same machine."""
         first = self._first.setdefault(_hardware(facts), facts)
-        return facts if first is facts else with_local_facts(first, facts.node, local_facts(facts, first))
+        if first is facts:
+            return facts
+        return with_local_facts(first, facts.node, local_facts(facts, first))
 
 
 def _hardware(facts: NodeFacts) -> NodeFacts:
@@ -70,12 +72,16 @@ def _hardware(facts: NodeFacts) -> NodeFacts:
 
 def _without_few_flaps(port: Port) -> Port:
     """Removes a number of link-down events that no decision depends on."""
-    return replace(port, link_downed=0) if 0 < (port.link_downed or 0) < FLAPS else port
+    if 0 < (port.link_downed or 0) < FLAPS:
+        return replace(port, link_downed=0)
+    return port
 
 
 def _with_ports(nic: Nic, change: Callable[[Port], Port]) -> Nic:
     ports = tuple(map(change, nic.ports))
-    return nic if ports == nic.ports else replace(nic, ports=ports)
+    if ports == nic.ports:
+        return nic
+    return replace(nic, ports=ports)
 
 
 def local_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
@@ -88,7 +94,8 @@ def local_facts(facts: NodeFacts, machine: NodeFacts) -> dict[str, Any]:
         "link_downed": {name: count for name, count in downs.items() if count},
     }
     slices, others = ([list(gpu.slices) for gpu in node.gpus] for node in (facts, machine))
-    local |= {} if slices == others else {"slices": slices}
+    if slices != others:
+        local |= {"slices": slices}
     return local | ({} if facts.visible == machine.visible else {"visible": list(facts.visible)})
 
 
@@ -116,4 +123,6 @@ def with_local_facts(machine: NodeFacts, name: str | None, local: dict[str, Any]
 
 
 def _with_downs(port: Port, count: int) -> Port:
-    return port if port.link_downed in (None, count) else replace(port, link_downed=count)
+    if port.link_downed in (None, count):
+        return port
+    return replace(port, link_downed=count)

@@ -59,7 +59,10 @@ def settings(
     The user's file is ``$NCCL_CONF_FILE``, or ``~/.nccl.conf``.
     """
     conf_file = environment.get("NCCL_CONF_FILE")
-    user_file = Path(conf_file) if conf_file else (home or Path(environment.get("HOME", "/nonexistent"))) / ".nccl.conf"
+    if conf_file:
+        user_file = Path(conf_file)
+    else:
+        user_file = (home or Path(environment.get("HOME", "/nonexistent"))) / ".nccl.conf"
     result = {name: Setting(name, value, "the environment") for name, value in environment.items()}
     for path in (user_file, system_file):
         for name, value in read_conf(path).items():
@@ -118,7 +121,9 @@ def ib_retry_s(values: Mapping[str, str]) -> float:
 
 
 def _number(text: str, allowed: range, default: int) -> int:
-    return int(text) if text.strip().isdigit() and int(text) in allowed else default
+    if text.strip().isdigit() and int(text) in allowed:
+        return int(text)
+    return default
 
 
 def warnings(variables: Mapping[str, Setting]) -> list[str]:

@@ -107,7 +107,9 @@ def _of_job(facts: NodeFacts) -> NodeFacts:
 
 def _allocated_cpus(environment: Mapping[str, str]) -> int | None:
     text = environment.get("SLURM_CPUS_ON_NODE", "")
-    return int(text) if text.isdigit() else None
+    if text.isdigit():
+        return int(text)
+    return None
 
 
 ANY_PORT = 9  # nothing is sent; the kernel only looks up the route

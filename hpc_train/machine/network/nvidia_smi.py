@@ -65,7 +65,8 @@ def parse_matrix(text: str) -> NodeFacts:
 def _unwrapped(lines: list[str]) -> list[str] | None:
     """Joins the lines of a matrix that a terminal has wrapped; None if the result is not a whole matrix."""
     for start, line in enumerate(lines[:-1]):
-        words, rest = line.split(), lines[start + 1]
+        words = line.split()
+        rest = lines[start + 1]
         if len(words) < 2 or not _GPU_NAME.fullmatch(words[0]) or _begins_row(line) or "\t" in line:
             continue
         if not rest.strip() or _begins_row(rest):
@@ -104,8 +105,11 @@ def _is_complete(header: _Header, joined: Sequence[str]) -> bool:
 
 def _without_gaps(row: str, header: _Header) -> str:
     """Removes the cells at the side if some are blank, because joined lines do not show which."""
-    words, count = row.split(), 1 + len(header.devices)
-    return row if len(words) - count in (0, len(header.side)) else " ".join(words[:count])
+    words = row.split()
+    count = 1 + len(header.devices)
+    if len(words) - count in (0, len(header.side)):
+        return row
+    return " ".join(words[:count])
 
 
 def _begins_row(line: str) -> bool:
@@ -179,7 +183,9 @@ def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]
         return tuple(present)
     starts = [match.start() for match in re.finditer(r"\S+", line)]
     first_is_cpus = abs(starts[1 + count] - header.cpu_column) <= _NEAR
-    return tuple(present) if first_is_cpus else ("", *present)
+    if first_is_cpus:
+        return tuple(present)
+    return ("", *present)
 
 
 def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, str]:
@@ -273,11 +279,15 @@ def print_nvlink_domain() -> str:
         done = subprocess.run(NVLINK_QUERY, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode == 0:
+        return done.stdout
+    return ""
 
 
 def parse_nvlink_domain(text: str) -> str | None:
     """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they have none or differ."""
     domains = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
     domain = domains.pop() if len(domains) == 1 else None
-    return None if domain is None or set(domain.partition(".")[0]) <= {"0", "-"} else domain
+    if domain is None or set(domain.partition(".")[0]) <= {"0", "-"}:
+        return None
+    return domain

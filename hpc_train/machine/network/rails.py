@@ -83,7 +83,8 @@ def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
     used = {(verdict.nic, verdict.port.number) for verdict in judge_ports(facts) if verdict.usable}
     for nic in facts.nics:
         for port in nic.ports:
-            name, best = f"{nic.name} port {port.number}", NIC_RATE_GBPS.get(nic.model or "")
+            name = f"{nic.name} port {port.number}"
+            best = NIC_RATE_GBPS.get(nic.model or "")
             if (nic.name, port.number) not in used and (port.link_layer == "Ethernet" or facts.gpus):
                 best = None  # storage and management links may be slower
             if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
@@ -114,7 +115,9 @@ def rate_gbps(facts: NodeFacts) -> float | None:
     """Returns the total rate of a node's usable ports in Gb/s per direction; None if unknown."""
     rates = [verdict.port.rate_gbps for verdict in judge_ports(facts) if verdict.usable]
     known_rates = [rate for rate in rates if rate is not None]
-    return sum(known_rates) if known_rates and len(known_rates) == len(rates) else None
+    if known_rates and len(known_rates) == len(rates):
+        return sum(known_rates)
+    return None
 
 
 @once_per_machine
@@ -206,7 +209,9 @@ def _far_from_every_gpu(facts: NodeFacts, active: set[str]) -> set[str]:
     if not facts.gpus or not all(near.values()):
         return set()
     near_names = set().union(*near.values())
-    return names - near_names if near_names & active else set()
+    if near_names & active:
+        return names - near_names
+    return set()
 
 
 def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
@@ -259,7 +264,9 @@ def _only_near_gpu(facts: NodeFacts, nic: Nic, vote: _Vote) -> str | None:
     if not any(near_rails.values()):
         return None
     gpus = [name for name, near in near_rails.items() if not near and facts.link(name, nic.name) in _NEAR]
-    return gpus[0] if gpus else None
+    if gpus:
+        return gpus[0]
+    return None
 
 
 def _farther(facts: NodeFacts, nic: Nic, others: frozenset[str]) -> bool:
@@ -295,9 +302,9 @@ def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
 
 def _why_none(facts: NodeFacts, nics: Sequence[Nic], path_type: str | None) -> str:
     if not nics:
-        return "no NIC has a usable port" if facts.nics else "no RDMA NIC was found"
-    return (
-        "its links to the NICs are unknown"
-        if path_type is None
-        else f"all {len(nics)} NICs are equally far: {path_type}"
-    )
+        if facts.nics:
+            return "no NIC has a usable port"
+        return "no RDMA NIC was found"
+    if path_type is None:
+        return "its links to the NICs are unknown"
+    return f"all {len(nics)} NICs are equally far: {path_type}"

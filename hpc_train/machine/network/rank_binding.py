@@ -34,7 +34,9 @@ def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
     if binder is not None:
         return _unbound(ranks, f"{binder.name} is set by {binder.source}, which takes precedence")
     gpus = [device.gpu for device in devices(facts)[:ranks]]
-    return _near_gpus(facts, gpus, ranks) if facts.visible else _shares(facts, ranks)
+    if facts.visible:
+        return _near_gpus(facts, gpus, ranks)
+    return _shares(facts, ranks)
 
 
 def _near_gpus(facts: NodeFacts, gpus: Sequence[Gpu | None], ranks: int) -> tuple[Binding, ...]:
@@ -127,7 +129,9 @@ def _gpu(gpus: Sequence[Gpu], name: str) -> Gpu | None:
         return next((gpu for gpu in gpus if gpu.index == int(name)), None)
     uuid = name.removeprefix(_SLICE).partition("/")[0]  # MIG-GPU-<uuid>/7/0 of drivers before 470
     matches = [gpu for gpu in gpus if (gpu.uuid or "").startswith(uuid) or name in gpu.slices]
-    return matches[0] if len(matches) == 1 else None
+    if len(matches) == 1:
+        return matches[0]
+    return None
 
 
 Core = tuple[int, ...]
@@ -157,7 +161,9 @@ def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
 def unknown_cores(facts: NodeFacts) -> tuple[str, ...]:
     """Returns a note if the masks rely on the numbering of CPUs."""
     guessed = not facts.cores and any(mask.cpus for mask in cpu_masks(facts))
-    return ("the CPUs of each physical core, which were inferred from the numbering of the CPUs",) if guessed else ()
+    if guessed:
+        return ("the CPUs of each physical core, which were inferred from the numbering of the CPUs",)
+    return ()
 
 
 def _cores(facts: NodeFacts) -> tuple[Core, ...]:
@@ -177,14 +183,17 @@ def _cores(facts: NodeFacts) -> tuple[Core, ...]:
 
 
 def _usable(gpu: Gpu, facts: NodeFacts) -> set[int]:
-    return set(gpu.cpus) & set(facts.allowed) if facts.allowed else set(gpu.cpus)
+    if facts.allowed:
+        return set(gpu.cpus) & set(facts.allowed)
+    return set(gpu.cpus)
 
 
 def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
     """Groups GPUs that have a core in common."""
     groups: list[tuple[set[Core], list[str]]] = []
     for name, cores_near in near.items():
-        cores, names = set(cores_near), [name]
+        cores = set(cores_near)
+        names = [name]
         for other in [group for group in groups if group[0] & cores]:
             groups.remove(other)
             cores |= other[0]
@@ -205,7 +214,9 @@ def _share(group: Sequence[str], near: Mapping[str, Sequence[Core]]) -> dict[str
         sharers = sum(bool(set(near[other]) & set(mine)) for other in waiting[place:])
         shares[name] = mine[: -(-len(mine) // max(1, sharers))]
         free = [core for core in free if core not in shares[name]]
-    return shares if all(shares.values()) else {name: [] for name in group}
+    if all(shares.values()):
+        return shares
+    return {name: [] for name in group}
 
 
 def _mask(gpu: str, share: Sequence[Core], usable: set[int], near: Sequence[Core]) -> Mask:

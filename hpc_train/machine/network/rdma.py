@@ -79,7 +79,9 @@ def parse_rate(text: str | None) -> float | None:
     """Returns the Gb/s of ``400 Gb/sec (4X NDR)``, or of a number as ibstat prints it, ``200`` or ``40 (FDR10)``."""
     match = _RATE.match(text or "") or re.fullmatch(r"([\d.]+)(?:\s*\(\w+\))?", text or "")
     try:
-        return float(match[1]) if match else None
+        if match:
+            return float(match[1])
+        return None
     except ValueError:
         return None
 
@@ -104,7 +106,12 @@ def _slingshot(sysfs: Path, device: Path) -> Nic:
     names = tuple(sorted(path.name for path in _directories(device / "device/net")))
     states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
     speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]
-    state = "ACTIVE" if "up" in states else "DOWN" if "down" in states else None
+    if "up" in states:
+        state = "ACTIVE"
+    elif "down" in states:
+        state = "DOWN"
+    else:
+        state = None
     port = Port(1, state, link_layer="Ethernet", rate_gbps=max(speeds) / 1000 if speeds else None)
     numa = _number(device / "device/numa_node")
     return Nic(device.name, "slingshot", None, _pci_address(device / "device"), numa, names, (port,))
@@ -132,7 +139,9 @@ def _roce_v2_gid(port: Path) -> int | None:
             entries.append(
                 (gid.startswith(_LINK_LOCAL), not gid.startswith("0000:0000:0000:0000:0000:ffff"), int(entry.name))
             )
-    return min(entries)[-1] if entries else None
+    if entries:
+        return min(entries)[-1]
+    return None
 
 
 def _pci_address(link: Path) -> str | None:
@@ -147,7 +156,9 @@ def _pci_address(link: Path) -> str | None:
 def _number(path: Path) -> int | None:
     """Returns a count of 0 or more; None for -1, with which the kernel marks unknown values."""
     text = read_text(path)
-    return int(text) if text is not None and text.isdigit() else None
+    if text is not None and text.isdigit():
+        return int(text)
+    return None
 
 
 def _directories(path: Path) -> list[Path]:

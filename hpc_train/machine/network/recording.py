@@ -126,4 +126,6 @@ def _encoding(data: bytes) -> str:
         return "utf-16"
     if data[1:16:2] and not any(data[1:16:2]):
         return "utf-16-le"
-    return "utf-16-be" if data[:16:2] and not any(data[:16:2]) else "utf-8-sig"
+    if data[:16:2] and not any(data[:16:2]):
+        return "utf-16-be"
+    return "utf-8-sig"

@@ -1,7 +1,7 @@
 """Parses the output of ``rocm-smi --showtopo``: several matrices of GPUs, and the NUMA node of each GPU.
 
 The matrix of link types gives the links: ``XGMI`` (Infinity Fabric) or ``PCIE``. A PCIe link is ``SYS`` between NUMA
-nodes; within a node rocm-smi does not tell which bridges are between the devices. NICs are not in the output.
+nodes; within a node rocm-smi does not show which bridges are between the devices. NICs are not in the output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def parse_showtopo(text: str) -> NodeFacts:
 
 
 def _tuple(node: int | None) -> tuple[int, ...]:
-    return () if node is None else (node,)
+    if node is None:
+        return ()
+    return (node,)
 
 
 def _sections(text: str) -> dict[str, list[str]]:

@@ -87,7 +87,9 @@ def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
 def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
     """Returns the lowest NCCL version of the nodes; None if one is unknown."""
     texts = [dict(facts.versions).get("nccl") for facts in nodes]
-    return min((parse_version(text) for text in texts if text is not None), default=None) if all(texts) else None
+    if all(texts):
+        return min((parse_version(text) for text in texts if text is not None), default=None)
+    return None
 
 
 def parse_version(text: str) -> Version:

@@ -82,7 +82,7 @@ def test_healthy_gpus_are_one_line(tmp_path: Path) -> None:
     assert (first.pci, first.pcie_width, first.pcie_gen, first.pcie_best_gen) == ("0000:c1:00.0", 16, 4, 4)
     assert (first.uncorrected, first.memory_used, first.idle) == (0, 10960896, False)
     assert [finding.text for finding in health.findings] == [
-        "8 GPUs: in order: memory, PCIe links",
+        "8 GPUs healthy: memory, PCIe links",
         "no error of amdgpu since the driver was loaded",
     ]
 
@@ -126,7 +126,7 @@ def test_counts_that_cannot_be_read_are_not_known(tmp_path: Path) -> None:
     assert not bad(health) and health.gpus[2].uncorrected is None
     unknown, fine, _ = health.findings
     assert unknown.unknown and "GPU2 (0000:c9:00.0)" in unknown.text
-    assert fine.text == "8 GPUs: in order: PCIe links"
+    assert fine.text == "8 GPUs healthy: PCIe links"
 
 
 def test_gpus_are_counted_on_the_bus_in_the_driver_and_in_slurm(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def one(text: str, links: str = "") -> Finding:
 
 def test_healthy_gpus_are_one_line() -> None:
     found = one(query(), nvlink_status(18, 18, 18, 18))
-    assert (found.level, found.text) == (OK, "4 GPUs: memory, clocks and PCIe links are in order, 18 NVLinks each")
+    assert (found.level, found.text) == (OK, "4 GPUs: memory, clocks and PCIe links are healthy, 18 NVLinks each")
     assert parse_query(query())[1].pci == "0000:2a:00.0"
 
 
