@@ -61,9 +61,9 @@ def read_file(path: Path, md5: str) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise UserError(f"{path} has md5 {found}, but the official file has {md5}", where="data.path", fix=_FIX)
+    checksum = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if checksum != md5:
+        raise UserError(f"{path} has md5 {checksum}, but the official file has {md5}", where="data.path", fix=_FIX)
     try:
         return _NumpyOnly(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:

@@ -76,12 +76,12 @@ class Collate:
             UserError: the function does not return a batch of these items, or returns another one each time.
             UserCodeError: the function raised an exception.
         """
-        known = indices or [0]
-        which = f"{self._name}, called with {len(items)} items ({_listed(dataset, known)}),"
-        batch = self._built(items, known, epoch, which)
+        described_indices = indices or [0]
+        which = f"{self._name}, called with {len(items)} items ({_listed(dataset, described_indices)}),"
+        batch = self._built(items, described_indices, epoch, which)
         if not self._verified:
             self._verified = True
-            if not _equal(batch, self._built(items, known, epoch, which)):
+            if not _equal(batch, self._built(items, described_indices, epoch, which)):
                 raise UserError(
                     f"{which} returned two different batches for the same items",
                     where="data.collate",
@@ -123,7 +123,7 @@ class Collate:
     def _tensors(self, value: Any, items: int, which: str, path: str = "") -> Nested:
         """Returns ``value`` with tensors in place of arrays; raises UserError for anything else."""
         if isinstance(value, Mapping):
-            return {name: self._tensors(each, items, which, f"{path}[{name!r}]") for name, each in value.items()}
+            return {name: self._tensors(item, items, which, f"{path}[{name!r}]") for name, item in value.items()}
         try:
             tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(as_array(value))
         except (TypeError, ValueError) as error:
@@ -151,8 +151,8 @@ def _listed(dataset: Dataset, indices: Sequence[int]) -> str:
     return first if len(indices) == 1 else f"{first} to {dataset.describe(indices[-1])}"
 
 
-def _equal(one: Batch, other: Batch) -> bool:
-    mine, others = ([*_contents((batch.inputs, batch.targets, batch.context), set())] for batch in (one, other))
+def _equal(first_batch: Batch, other: Batch) -> bool:
+    mine, others = ([*_contents((batch.inputs, batch.targets, batch.context), set())] for batch in (first_batch, other))
     return len(mine) == len(others) and all(
         first.shape == second.shape and first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
         for first, second in zip(mine, others, strict=True)
@@ -168,8 +168,8 @@ def _contents(value: Any, seen: set[int]) -> Iterator[Tensor]:
     elif id(value) not in seen and not isinstance(value, type | str | bytes):
         seen.add(id(value))
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-        for each in (*inner, *getattr(value, "__dict__", {}).values()):
-            yield from _contents(each, seen)
+        for member in (*inner, *getattr(value, "__dict__", {}).values()):
+            yield from _contents(member, seen)
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def call_target(config: OwnConfig, **given: Any) -> Any:
     from hydra.utils import instantiate
 
     arguments = {**config.args, **given}
-    told = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    call_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     try:
         target = instantiate({**arguments, "_target_": config._target_, "_convert_": "all", "_partial_": True})
     except Exception as error:
@@ -68,11 +68,11 @@ def call_target(config: OwnConfig, **given: Any) -> Any:
     except Exception as error:
         if isinstance(error, TypeError) and _is_wrong_call(error):
             raise UserError(
-                f"{config._target_} cannot be called with {told}: {error}",
+                f"{config._target_} cannot be called with {call_text}: {error}",
                 where="data._target_, data.args",
                 fix=f"declare the parameters: {_declaration(target.func, arguments)}; data.args has those of your own",
             ) from error
-        raise UserCodeError.of(f"{config._target_}({told}) failed", error) from None
+        raise UserCodeError.of(f"{config._target_}({call_text}) failed", error) from None
 
 
 def _declaration(target: Any, names: Iterable[str]) -> str:

@@ -168,13 +168,13 @@ def moved(value: Any, device: torch.device) -> Any:
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {name: moved(each, device) for name, each in value.items()}
+        return {name: moved(item, device) for name, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(each, device) for each in value))
+        return type(value)(*(moved(item, device) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(moved(each, device) for each in value)
+        return type(value)(moved(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        values = {each.name: moved(getattr(value, each.name), device) for each in fields(value) if each.init}
+        values = {member.name: moved(getattr(value, member.name), device) for member in fields(value) if member.init}
         return replace(value, **values)
     return value
 
@@ -184,8 +184,8 @@ def leaves(value: Nested) -> Iterator[Tensor]:
     if isinstance(value, Ragged):
         return
     if isinstance(value, Mapping):
-        for each in value.values():
-            yield from leaves(each)
+        for item in value.values():
+            yield from leaves(item)
     else:
         yield value
 
@@ -195,7 +195,7 @@ def map_leaves(function: Callable[[Tensor], Tensor], value: Nested) -> Nested:
     if isinstance(value, Ragged):
         return value
     if isinstance(value, Mapping):
-        return {name: map_leaves(function, each) for name, each in value.items()}
+        return {name: map_leaves(function, item) for name, item in value.items()}
     return function(value)
 
 

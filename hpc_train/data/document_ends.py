@@ -33,7 +33,7 @@ def with_document_ends(batch: Batch, pin: bool) -> Batch:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != getattr(batch.targets, "shape", None):
         return batch
     counted = (batch.targets != IGNORED).numpy()
-    rows = [row for each in zip(ids.numpy(), counted, strict=True) if (row := _ends(*each)) is not None]
+    rows = [row for pair in zip(ids.numpy(), counted, strict=True) if (row := _ends(*pair)) is not None]
     if len(rows) < len(ids):
         return batch
     ends = torch.from_numpy(_filled(rows))
@@ -63,11 +63,11 @@ def with_equal_numbers(contexts: Sequence[Mapping[str, Tensor]]) -> list[dict[st
 
     None has ``DOCUMENT_ENDS`` if one lacks them.
     """
-    found = [context[DOCUMENT_ENDS] for context in contexts if DOCUMENT_ENDS in context]
-    if len(found) < len(contexts):
+    present = [context[DOCUMENT_ENDS] for context in contexts if DOCUMENT_ENDS in context]
+    if len(present) < len(contexts):
         return [{name: context[name] for name in context if name != DOCUMENT_ENDS} for context in contexts]
-    documents = max(ends.shape[1] for ends in found)
+    documents = max(ends.shape[1] for ends in present)
     return [
         {**context, DOCUMENT_ENDS: torch.cat((ends, ends[:, -1:].expand(-1, documents - ends.shape[1])), dim=1)}
-        for context, ends in zip(contexts, found, strict=True)
+        for context, ends in zip(contexts, present, strict=True)
     ]

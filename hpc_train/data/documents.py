@@ -72,7 +72,7 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
     Raises:
         UserError: an argument matches no file, or one that cannot be read or is known not to be text.
     """
-    found: dict[Path, InputFile] = {}
+    files: dict[Path, InputFile] = {}
     for argument in arguments:
         paths = list(_expand(argument)) if argument.strip() else []
         if not paths:
@@ -90,16 +90,16 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
                 raise UserError(
                     f"{path} cannot be read: {error.strerror}", where="INPUT", fix="correct its permissions"
                 ) from error
-            found.setdefault(path.resolve(), InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns))
-    return list(found.values())
+            files.setdefault(path.resolve(), InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns))
+    return list(files.values())
 
 
 def _expand(argument: str) -> Iterator[tuple[Path, str]]:
     path = Path(argument)
     if path.is_dir():
         for file in sorted(path.rglob("*")):
-            wanted = suffix_of(file, reads_gzip=True) in _DOCUMENTS or not is_text(file, reads_gzip=True)
-            if wanted and file.is_file():
+            is_document = suffix_of(file, reads_gzip=True) in _DOCUMENTS or not is_text(file, reads_gzip=True)
+            if is_document and file.is_file():
                 yield file, file.relative_to(path).as_posix()
     elif path.exists():
         yield path, path.name
@@ -224,10 +224,10 @@ class FileEncoder(Encoder):
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos is not None and eos not in vocabulary:
             raise UserError(f"{path} has no token {eos!r}", where="--eos", fix="name a token of the tokenizer")
-        known = [token for token in ((eos,) if eos is not None else SEPARATORS) if token in vocabulary]
+        separators = [token for token in ((eos,) if eos is not None else SEPARATORS) if token in vocabulary]
         self.vocab_size = max(vocabulary.values()) + 1
-        self.separator_token = known[0] if known else None
-        self.separator = vocabulary[known[0]] if known else None
+        self.separator_token = separators[0] if separators else None
+        self.separator = vocabulary[separators[0]] if separators else None
         start = start_of(self._tokenizer)
         self.template_start = tuple(self._tokenizer.id_to_token(token) for token in start)
         self.start = start if bos else ()

@@ -26,7 +26,7 @@ from hpc_train.layout.layout import Layout
 
 NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # upper limit of batch.loader_workers=auto
-STATES_KEPT = 8  # steps of a stream; the trainer reads two batches ahead of the step that it saves
+STATES_RETAINED = 8  # steps of a stream; the trainer reads two batches ahead of the step that it saves
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device, 
     slots = tuple((first + index) % len(dataset) for index in range(layout.micro_size))
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
-    found = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
+    stacked = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
     copy = DeviceCopy(device, dataset.scale, dataset.floats)
-    (batch,) = copy.send([Batch(*found[:3], samples=found.samples)]).receive()
+    (batch,) = copy.send([Batch(*stacked[:3], samples=stacked.samples)]).receive()
     return batch
 
 
@@ -129,7 +129,7 @@ class TrainFeed:
             self._steps = _Steps(dataset, requests, layout, workers, device)
         self._ahead: _SentStep | Exception | None = None
         self._loaded = start_step
-        self._states: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=STATES_KEPT)
+        self._states: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=STATES_RETAINED)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -185,12 +185,12 @@ class TrainFeed:
     def _load(self) -> _SentStep | Exception:
         """Returns the next batch, or its error, which is raised one step later because the current batch is valid."""
         try:
-            found = next(self._steps)
+            loaded = next(self._steps)
         except (UserError, SampleError) as error:
             return error
         self._loaded += 1
-        self._states.append((self._loaded, found.states))
-        return found
+        self._states.append((self._loaded, loaded.states))
+        return loaded
 
 
 class EvalFeed:
@@ -291,12 +291,15 @@ class _Steps:
 
     def __next__(self) -> _SentStep:
         stacked = [next(self._reader) for _ in range(self._micro_batches)]
-        for one in stacked if self._even else ():
-            self._check_shapes(one)
-        sent = self._copy.send(Batch(*one[:3], samples=one.samples) for one in stacked)
-        states = tuple(one.state for one in stacked if one.state)
-        targets, items = sum(one.target_count for one in stacked), sum(one.items for one in stacked)
-        return _SentStep(sent, targets, all(one.ended for one in stacked), items, states)
+        for micro_batch in stacked if self._even else ():
+            self._check_shapes(micro_batch)
+        sent = self._copy.send(Batch(*micro_batch[:3], samples=micro_batch.samples) for micro_batch in stacked)
+        states = tuple(micro_batch.state for micro_batch in stacked if micro_batch.state)
+        targets, items = (
+            sum(micro_batch.target_count for micro_batch in stacked),
+            sum(micro_batch.items for micro_batch in stacked),
+        )
+        return _SentStep(sent, targets, all(micro_batch.ended for micro_batch in stacked), items, states)
 
     def close(self) -> None:
         self._reader.close()

@@ -130,9 +130,9 @@ class NameList:
         for names in groups:
             encoded = [os.fsencode(name) for name in names]
             texts.append(b"".join(encoded))
-            ends.append(np.cumsum([len(each) for each in encoded], dtype=np.int64) + size)
+            ends.append(np.cumsum([len(encoded_name) for encoded_name in encoded], dtype=np.int64) + size)
             size += len(texts[-1])
-        self.counts = [len(each) for each in ends[1:]]
+        self.counts = [len(group_ends) for group_ends in ends[1:]]
         self._text, self._ends = b"".join(texts), np.concatenate(ends)
 
     @property

@@ -172,8 +172,8 @@ class MicroBatchReader:
 class _RecordedRequests:
     """Iterates over the requests and records those that were sent to loader processes."""
 
-    def __init__(self, requests: Iterable[Request], asked: deque[Request]) -> None:
-        self._requests, self._requested = requests, asked
+    def __init__(self, requests: Iterable[Request], requested: deque[Request]) -> None:
+        self._requests, self._requested = requests, requested
 
     def __iter__(self) -> Iterator[Request]:
         for request in self._requests:
@@ -204,8 +204,8 @@ class StackedSamples:
 
     def __call__(self, request: LoadRequest) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
-        found = self._stack(request, indices) if self._dataset.collate is None else self._collate(request, indices)
-        return found._replace(samples=request.slots)
+        batch = self._stack(request, indices) if self._dataset.collate is None else self._collate(request, indices)
+        return batch._replace(samples=request.slots)
 
     def _collate(self, request: LoadRequest, indices: list[int]) -> Stacked:
         assert self._dataset.collate is not None
@@ -264,23 +264,23 @@ def check_shapes(indices: list[int], samples: list[Sample], describe: Callable[[
     """
     for index, sample in zip(indices, samples, strict=True):
         if _shapes(sample) != _shapes(samples[0]):
-            one, other = told(_shapes(sample)), told(_shapes(samples[0]))
+            shape_text, first_text = describe_shapes(_shapes(sample)), describe_shapes(_shapes(samples[0]))
             raise UserError(
-                f"{describe(index)} has {one}, but {describe(indices[0])} has {other}",
+                f"{describe(index)} has {shape_text}, but {describe(indices[0])} has {first_text}",
                 where="data",
                 fix="make all samples equal in shape, give the dataset an attribute `lengths` (tokens per sample), "
                 "which pads them, or build the batch in data.collate",
             )
 
 
-def told(shapes: dict[str, tuple[int, ...]]) -> str:
+def describe_shapes(shapes: dict[str, tuple[int, ...]]) -> str:
     """Returns shapes in words, for messages."""
     return ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
 
 
 def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:
-    own = {"inputs": sample.inputs.shape, "targets": sample.targets.shape}
-    return own | {name: value.shape for name, value in sample.context.items()}
+    shapes = {"inputs": sample.inputs.shape, "targets": sample.targets.shape}
+    return shapes | {name: value.shape for name, value in sample.context.items()}
 
 
 def _wide(targets: Array) -> Array:

@@ -86,17 +86,17 @@ class MixedOrder(Order):
         begin, end = (step * self.global_size + min(place, self.global_size) for place in (first, last))
         sources, numbers = picks(np.array(self.shares), begin, end)
         for source, size in enumerate(self.sizes):
-            own = np.flatnonzero(sources == source)
-            slots[own] = self._numbered(source, size, numbers[own])
+            positions = np.flatnonzero(sources == source)
+            slots[positions] = self._numbered(source, size, numbers[positions])
         return slots
 
     def _numbered(self, source: int, size: int, numbers: Indices) -> Indices:
-        found = np.empty_like(numbers)
+        samples = np.empty_like(numbers)
         for epoch in np.unique(numbers // size).tolist():
-            own = numbers // size == epoch
+            in_epoch = numbers // size == epoch
             order = Permutation(size, mix((self.seed or 0) + source), epoch)
-            found[own] = epoch * self.samples + sum(self.sizes[:source]) + order(numbers[own] % size)
-        return found
+            samples[in_epoch] = epoch * self.samples + sum(self.sizes[:source]) + order(numbers[in_epoch] % size)
+        return samples
 
     def seen(self, steps: int, skipped: Skipped) -> Indices:
         """Returns how many samples of each source the first ``steps`` steps use."""
@@ -158,19 +158,19 @@ class MixtureDataset(Dataset):
 
     def seen(self, order: MixedOrder, steps: int, skipped: Skipped) -> dict[str, SourceSeen]:
         """Returns by name how much of each source the first ``steps`` steps use."""
-        found = order.seen(steps, skipped).tolist()
+        counts = order.seen(steps, skipped).tolist()
         return {
-            name: SourceSeen(samples, samples / max(1, sum(found)), samples / size)
-            for name, size, samples in zip(self.sources, self.sizes, found, strict=True)
+            name: SourceSeen(samples, samples / max(1, sum(counts)), samples / size)
+            for name, size, samples in zip(self.sources, self.sizes, counts, strict=True)
         }
 
     def sample(self, index: int, epoch: int) -> Sample:
-        _, source, within, own_epoch = self._place(index)
-        return source.sample(within, own_epoch)
+        _, source, within, source_epoch = self._place(index)
+        return source.sample(within, source_epoch)
 
     def item(self, index: int, epoch: int) -> Any:
-        _, source, within, own_epoch = self._place(index)
-        return source.item(within, own_epoch)
+        _, source, within, source_epoch = self._place(index)
+        return source.item(within, source_epoch)
 
     def source(self, index: int) -> str:
         _, source, within, _ = self._place(index)

@@ -112,14 +112,14 @@ def prepare(
     del identity["bos"]  # directories of earlier versions, which wrote no start tokens, keep their identity
     identity |= {"start": encoder.start} if encoder.start else {}
     keys = [_key(source, identity) for source in inputs]
-    whole = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
     with sole_builder(out) as builder:
-        existing = _finished(out, whole)
+        existing = _finished(out, key)
         if existing is None:
             shards = list(_shards(inputs, keys, builder))
             _clear_unfinished(out / _SHARDS)
             _write_shards(shards, settings, workers, builder, on_progress)
-            existing = _join(shards, builder, settings, encoder, whole)
+            existing = _join(shards, builder, settings, encoder, key)
         shutil.rmtree(out / _SHARDS, ignore_errors=True)
     on_progress(Progress(sum(source.size for source in inputs), len(inputs)))
     return existing
@@ -129,12 +129,12 @@ def _key(source: InputFile, settings: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps([asdict(source), settings], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _finished(out: Path, whole: str) -> TokensMeta | None:
+def _finished(out: Path, key: str) -> TokensMeta | None:
     """Returns the metadata of ``out``, or None if it is not complete; raises if it was built from other inputs."""
     if not (out / META).exists():
         return None
     meta = read_meta(out)
-    if meta.source.get("key") != whole:
+    if meta.source.get("key") != key:
         raise UserError(
             f"{out} contains tokens of other inputs or settings",
             where="--out",
@@ -240,11 +240,11 @@ def _dtype_name(encoder: Encoder) -> str:
     return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
 
 
-def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: Encoder, whole: str) -> TokensMeta:
+def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: Encoder, key: str) -> TokensMeta:
     """Joins the shards and commits them by writing ``meta.json``."""
     out, joined = builder.out, builder.out / _SHARDS / f"unfinished-{builder.number}-joined"
-    found = [read_json(Path(shard.directory) / "shard.json")["counts"] for shard in shards]
-    counts = {split: sum(count[split] for count in found) for split in SPLITS}
+    shard_counts = [read_json(Path(shard.directory) / "shard.json")["counts"] for shard in shards]
+    counts = {split: sum(count[split] for count in shard_counts) for split in SPLITS}
     total = sum(counts.values())
     if total < 2:
         raise UserError(
@@ -265,7 +265,7 @@ def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: E
     for path in list(joined.iterdir()):
         path.replace(out / path.name)
     source = {
-        "key": whole,
+        "key": key,
         "inputs": [source.path for shard in shards for source in shard.sources],
         "settings": asdict(settings),
         "start": encoder.start,

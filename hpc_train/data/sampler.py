@@ -284,7 +284,7 @@ class StreamOrder:
 
 def processes_for(workers: int, layout: Layout) -> int:
     """Returns the largest number of loader processes up to ``workers`` that divides the micro-batches of a rank."""
-    return max((each for each in range(1, workers + 1) if layout.micro_batches % each == 0), default=0)
+    return max((count for count in range(1, workers + 1) if layout.micro_batches % count == 0), default=0)
 
 
 WIDTHS = 8  # the largest number of different widths, since each shape is compiled separately
@@ -325,8 +325,8 @@ class TokenBalance:
         slots = slots[np.argsort(-self._sizes(slots), kind="stable")]
         if layout.pp > 1:
             shares = self._spread(slots, np.zeros(layout.dp * layout.micro_batches, np.int64))
-            own = shares.reshape(layout.dp, layout.micro_batches, layout.micro_size)[dp_rank]
-            return [BatchRow(row, self.widest) for row in own]
+            rank_shares = shares.reshape(layout.dp, layout.micro_batches, layout.micro_size)[dp_rank]
+            return [BatchRow(row, self.widest) for row in rank_shares]
         tokens = np.zeros(layout.dp, np.int64)
         blocks = slots.reshape(layout.micro_batches, -1)
         return [BatchRow(self._spread(block, tokens)[dp_rank], self._width(block)) for block in blocks]

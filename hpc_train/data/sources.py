@@ -84,16 +84,16 @@ def _check_sft(data: SFTDataConfig) -> None:
         if path is not None
     }
     tokenizer.check_installed()
-    known = tokenizer.vocabulary(data.tokenizer)
+    tokenizer_size = tokenizer.vocabulary(data.tokenizer)
     if "messages" in forms:
         tokenizer.check_template(data.tokenizer, data.chat_template)
     if forms != {"messages"}:
         tokenizer.check_end(data.tokenizer)
-    if data.vocab_size is None or data.vocab_size < known:
+    if data.vocab_size is None or data.vocab_size < tokenizer_size:
         raise UserError(
-            f"the tokenizer {data.tokenizer} has {known} token ids, but data.vocab_size is {data.vocab_size}",
+            f"the tokenizer {data.tokenizer} has {tokenizer_size} token ids, but data.vocab_size is {data.vocab_size}",
             where="data.vocab_size",
-            fix=f"data.vocab_size={known} or more",
+            fix=f"data.vocab_size={tokenizer_size} or more",
         )
 
 
@@ -116,8 +116,8 @@ def _check_stream(data: StreamDataConfig) -> None:
 def _check_class(data: OwnKeys, given: Sequence[str], needed: Sequence[str], other: str) -> None:
     """Checks the signature of ``data._target_`` in its source file, and the methods of a class without bases."""
     args = [name for name in data.args if not name.startswith("_")]
-    found = check_call(data._target_, "data._target_", given=given, arguments=args, arguments_key="data.args")
-    methods = found.methods
+    signature = check_call(data._target_, "data._target_", given=given, arguments=args, arguments_key="data.args")
+    methods = signature.methods
     missing = [name for name in needed if methods is not None and name not in methods]
     if missing and methods is not None and "__getattr__" not in methods and "__new__" not in methods:
         raise UserError(
@@ -184,11 +184,11 @@ def _check_weights(weights: dict[str, float], names: list[str]) -> None:
         )
 
 
-def _check_equal(size: str, found: dict[str, int | None], common: int | None) -> None:
-    different = [name for name, value in found.items() if value is not None and value != common]
+def _check_equal(size: str, sizes: dict[str, int | None], common: int | None) -> None:
+    different = [name for name, value in sizes.items() if value is not None and value != common]
     if different:
         raise UserError(
-            f"data.{size} is {common}, but that of the source {different[0]} is {found[different[0]]}",
+            f"data.{size} is {common}, but that of the source {different[0]} is {sizes[different[0]]}",
             where=f"data.sources.{different[0]}.{size}",
             fix=f"data.sources.{different[0]}.{size}={common}",
         )
@@ -202,15 +202,15 @@ def _mixed_kind(data: Any) -> str | None:
     """
     sources = data.sources.items()
     kinds = {name: load_source(source.kind).sample_kind(source) for name, source in sources}
-    known = {kind for kind in kinds.values() if kind is not None}
-    if len(known) > 1:
+    known_kinds = {kind for kind in kinds.values() if kind is not None}
+    if len(known_kinds) > 1:
         raise UserError(
             "the sources give different kinds of samples: "
             + ", ".join(f"{name} {kind}" for name, kind in kinds.items() if kind is not None),
             where="data.sources",
             fix="sources of one kind",
         )
-    return next(iter(known), None)
+    return next(iter(known_kinds), None)
 
 
 def _directory(path: str) -> Path:

@@ -128,7 +128,7 @@ class Shards:
 
 def merged_states(states: Sequence[States]) -> States:
     """Returns the states of all shards from those of all ranks; several ranks may tell the same."""
-    return {shard: state for each in states for shard, state in each.items()}
+    return {shard: state for rank_states in states for shard, state in rank_states.items()}
 
 
 class ShardReader:
@@ -242,8 +242,8 @@ def check_resumes(shards: Shards, shard: int) -> None:
     state = reader.state()
     if state.user is None:
         return
-    expected, found = reader.next(), ShardReader(shards, shard, state, repeat=True).next()
-    if not _same(expected, found):
+    expected, resumed = reader.next(), ShardReader(shards, shard, state, repeat=True).next()
+    if not _same(expected, resumed):
         raise UserError(
             f"{shards.name(shard)} does not continue where its state_dict says: after the first item, load_state_dict "
             "leads to another second item",
@@ -253,17 +253,17 @@ def check_resumes(shards: Shards, shard: int) -> None:
         )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Sample) and isinstance(other, Sample):
-        return _same([one.inputs, one.targets, one.context], [other.inputs, other.targets, other.context])
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return set(one) == set(other) and all(_same(one[name], other[name]) for name in one)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Sample) and isinstance(second, Sample):
+        return _same([first.inputs, first.targets, first.context], [second.inputs, second.targets, second.context])
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return set(first) == set(second) and all(_same(first[name], second[name]) for name in first)
+    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+        return len(first) == len(second) and all(map(_same, first, second))
     try:
-        return np.array_equal(np.asarray(one), np.asarray(other))
+        return np.array_equal(np.asarray(first), np.asarray(second))
     except (TypeError, ValueError):  # a user's object
-        return bool(one == other)
+        return bool(first == second)
 
 
 class StreamDataset(Dataset):
@@ -322,9 +322,9 @@ class StreamReader:
         readers = self._readers.get(request.lane)
         if readers is None:
             readers = self._readers[request.lane] = self._opened(request.lane)
-        found = [(slot, self._item(readers, slot)) for slot in request.slots]
-        slots = [slot for slot, item in found if item is not None]
-        items = [item for _, item in found if item is not None]
+        slot_items = [(slot, self._item(readers, slot)) for slot in request.slots]
+        slots = [slot for slot, item in slot_items if item is not None]
+        items = [item for _, item in slot_items if item is not None]
         batch = self._batch(slots, items, request)._replace(items=len(items))
         if not request.taken:
             return batch._replace(ended=not items)

@@ -49,15 +49,15 @@ def find_files(path: str | None, pattern: str) -> list[TextFile]:
     Raises:
         UserError: no file with text was found, or a file cannot be read or is known not to be text.
     """
-    root, found = _search(path, pattern)
+    root, paths = _search(path, pattern)
     where = "data.path, data.pattern"
-    for each in found:
-        check_is_text(each, where, "exclude it with data.pattern")
-    files = [_stat(str(name.relative_to(root)), name) for name in found]
+    for file in paths:
+        check_is_text(file, where, "exclude it with data.pattern")
+    files = [_stat(str(name.relative_to(root)), name) for name in paths]
     files = sorted((file for file in files if file.size), key=lambda file: file.name)
     if not files:
         raise UserError(
-            f"no text in {path or root}: {len(found)} files match {pattern!r}, and all of them are empty",
+            f"no text in {path or root}: {len(paths)} files match {pattern!r}, and all of them are empty",
             where=where,
             fix="set data.path to a file, directory or glob; data.pattern='**/*.txt' selects files in a directory",
         )
@@ -90,23 +90,23 @@ def _fixed_parts(path: Path) -> list[str]:
 
 def _matches(root: Path, pattern: str) -> list[Path]:
     """Returns the result of ``root.glob(pattern)`` without the packages installed beside the standard library."""
-    wanted = re.compile(_as_regex(pattern))
+    regex = re.compile(_as_regex(pattern))
     deepest = None if "**" in pattern else pattern.count("/")
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root):
         relative = Path(folder).relative_to(root)
         at_end = deepest is not None and len(relative.parts) >= deepest
         folders[:] = [] if at_end else [name for name in folders if name not in _SKIPPED]
-        found += [Path(folder, name) for name in names if wanted.fullmatch((relative / name).as_posix())]
-    return found
+        paths += [Path(folder, name) for name in names if regex.fullmatch((relative / name).as_posix())]
+    return paths
 
 
 def _as_regex(pattern: str) -> str:
     """Converts a glob over relative names: ``**/`` matches directories, ``*`` and ``?`` match within a name."""
     tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
-    def translate(found: re.Match[str]) -> str:
-        token = found.group()
+    def translate(match: re.Match[str]) -> str:
+        token = match.group()
         if token.startswith("["):
             return "[^" + token[2:] if token.startswith("[!") else token
         return tokens.get(token, re.escape(token))
@@ -141,7 +141,7 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
             fix="data.validation_share=0.1",
         )
     if len(files) == 1:
-        return _split_one(files[0], share)
+        return _split_single(files[0], share)
     ranked = sorted(files, key=lambda file: (position(file.name), file.name))
     border = sum(position(file.name) < share for file in files)
     border = min(max(border, 1), len(files) - 1)
@@ -152,7 +152,7 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
     }
 
 
-def _split_one(file: TextFile, share: float) -> dict[str, list[TextFile]]:
+def _split_single(file: TextFile, share: float) -> dict[str, list[TextFile]]:
     cut = file.size - round(file.size * share)
     return {
         "train": [TextFile(file.name, file.path, cut)],

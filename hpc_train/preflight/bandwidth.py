@@ -83,13 +83,13 @@ class SlowNode:
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Returns pairs of ``count`` nodes by round: no pair twice, each node at most once per round (circle method)."""
     positions = [*range(count), *([None] if count % 2 else [])]
-    found = []
+    schedule = []
     for _ in range(min(ROUNDS, len(positions) - 1)):
         half = len(positions) // 2
         pairs = zip(positions[:half], reversed(positions[half:]), strict=True)
-        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
         positions = [positions[0], positions[-1], *positions[1:-1]]
-    return found
+    return schedule
 
 
 def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode, ...]:
@@ -98,22 +98,22 @@ def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode,
     Args:
         slow: share of the other pairs' rate below which a pair is slow.
     """
-    found = []
+    results = []
     for node in dict.fromkeys(name for pair in pairs for name in pair.nodes):
-        own = [pair for pair in pairs if node in pair.nodes]
+        node_pairs = [pair for pair in pairs if node in pair.nodes]
         others = [pair.rate for pair in pairs if node not in pair.nodes]
         if not others:
             continue
-        usual, rate = median(others), median(pair.rate for pair in own)
-        partners = tuple(pair.partner(node) for pair in own if pair.rate < slow * usual)
+        usual, rate = median(others), median(pair.rate for pair in node_pairs)
+        partners = tuple(pair.partner(node) for pair in node_pairs if pair.rate < slow * usual)
         if len(set(partners)) >= MIN_PARTNERS and rate < slow * usual:
-            found.append(SlowNode(node, rate, usual, partners))
-    return tuple(found)
+            results.append(SlowNode(node, rate, usual, partners))
+    return tuple(results)
 
 
 def best_of(*passes: Sequence[PairRate]) -> tuple[PairRate, ...]:
     """Returns the best rate of each pair, because a single slow result may be caused by other load."""
     best: dict[tuple[str, str], float] = {}
-    for pair in (pair for one in passes for pair in one):
+    for pair in (pair for rates in passes for pair in rates):
         best[pair.nodes] = max(pair.rate, best.get(pair.nodes, 0.0))
     return tuple(PairRate(nodes, rate) for nodes, rate in best.items())

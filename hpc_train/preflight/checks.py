@@ -111,7 +111,7 @@ def check_versions(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
             )
 
 
-def check_own_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
+def check_shared_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
     """Checks that no two ranks share a GPU."""
     users: dict[str, list[int]] = {}
     for rank in ranks:
@@ -134,10 +134,10 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
     Args:
         rdma: by node, whether an active port for training was found; absent for unknown nodes.
     """
-    known = [rank for rank in ranks if rank.transport is not None]
-    sockets = [rank for rank in known if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
+    logged = [rank for rank in ranks if rank.transport is not None]
+    sockets = [rank for rank in logged if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
     slow = tuple(dict.fromkeys(rank.node for rank in sockets))
-    few = 2 * len(slow) < len({rank.node for rank in known})  # otherwise the cause is not in the nodes
+    few = 2 * len(slow) < len({rank.node for rank in logged})  # otherwise the cause is not in the nodes
     for nodes in [(node,) for node in slow] if few else filter(None, [slow]):
         yield PreflightFinding(
             TCP,
@@ -147,7 +147,7 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
             "plugin (aws-ofi-nccl) or libibverbs, a container without /dev/infiniband, or a small memlock limit",
             nodes[0] if few else None,
         )
-    staged = _nodes(rank for rank in known if rank.transport and rank.transport.gpu_direct is False
+    staged = _nodes(rank for rank in logged if rank.transport and rank.transport.gpu_direct is False
                     and not rank.transport.over_sockets)  # fmt: skip
     if staged:
         amd = any("rccl" in rank.versions for rank in ranks)
@@ -182,9 +182,9 @@ def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator
 
 def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
     """Compares the bandwidth from host to GPU with the median of the model."""
-    for own in _by([rank for rank in ranks if rank.copy is not None], lambda rank: rank.device).values():
-        usual = median(rank.copy or 0.0 for rank in own)
-        for rank in own:
+    for same_model in _by([rank for rank in ranks if rank.copy is not None], lambda rank: rank.device).values():
+        usual = median(rank.copy or 0.0 for rank in same_model)
+        for rank in same_model:
             rate = rank.copy or 0.0
             if rate < COPY_WARN * usual:
                 yield PreflightFinding(
@@ -228,23 +228,23 @@ class SlowDevice:
 
 def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
     """Compares each rank with the median of its model and returns the slow ones."""
-    found = []
-    for own in _by(ranks, lambda rank: rank.device).values():
-        usual = median(rank.gemm for rank in own)
-        slow = (SlowDevice(rank, usual) for rank in own)
-        found += [one for one in slow if one.share < (GEMM_CPU if one.rank.gpu is None else GEMM_WARN)]
-    return tuple(found)
+    slow_ones = []
+    for same_model in _by(ranks, lambda rank: rank.device).values():
+        usual = median(rank.gemm for rank in same_model)
+        slow = (SlowDevice(rank, usual) for rank in same_model)
+        slow_ones += [device for device in slow if device.share < (GEMM_CPU if device.rank.gpu is None else GEMM_WARN)]
+    return tuple(slow_ones)
 
 
 def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
     """Reports slow devices; one that is clearly slow makes its node unfit."""
-    for one in slow:
+    for device in slow:
         look = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
-        if one.rank.gpu is None:
+        if device.rank.gpu is None:
             look = "other processes may use its cores (cluster.exclusive=true), or its clock is low"
-        fix = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
-        level, unfit = (ERROR, one.rank.node) if one.bad else (WARNING, None)
-        yield PreflightFinding(SLOW_DEVICE, level, one.words, fix, unfit)
+        fix = f"cluster.exclude={device.rank.node}; {look}; {device.drain}"
+        level, unfit = (ERROR, device.rank.node) if device.bad else (WARNING, None)
+        yield PreflightFinding(SLOW_DEVICE, level, device.words, fix, unfit)
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
@@ -253,7 +253,9 @@ def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[st
     Args:
         features: of the nodes, as Slurm reports them.
     """
-    nodes = {model: {rank.node for rank in own} for model, own in _by(ranks, lambda rank: rank.device).items()}
+    nodes = {
+        model: {rank.node for rank in same_model} for model, same_model in _by(ranks, lambda rank: rank.device).items()
+    }
     if len(nodes) < 2:
         return
     listed = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
@@ -265,54 +267,54 @@ def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[st
 
 def _constraint(nodes: set[str], features: Mapping[str, frozenset[str]]) -> str:
     """Returns the override that selects a feature common to all of ``nodes`` and absent from the others."""
-    own = [features.get(node, frozenset()) for node in nodes]
-    others = [found for node, found in features.items() if node not in nodes]
-    common = frozenset.intersection(*own).difference(*others) if own else frozenset()
+    node_features = [features.get(node, frozenset()) for node in nodes]
+    others = [other_features for node, other_features in features.items() if node not in nodes]
+    common = frozenset.intersection(*node_features).difference(*others) if node_features else frozenset()
     if common:
         return f"cluster.constraint={min(common)}"
     return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists what the nodes have"
 
 
 def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
-    for found in offsets:
-        certain = abs(found.offset_s) - found.round_trip_s / 2
+    for offset in offsets:
+        certain = abs(offset.offset_s) - offset.round_trip_s / 2
         if certain > SKEW_WARN_S:
             yield PreflightFinding(
                 CLOCK,
                 ERROR if certain > SKEW_ERROR_S else WARNING,
-                f"the clock of {found.node} is {abs(found.offset_s):.3g} s "
-                f"{'ahead of' if found.offset_s > 0 else 'behind'} that of rank 0's node",
+                f"the clock of {offset.node} is {abs(offset.offset_s):.3g} s "
+                f"{'ahead of' if offset.offset_s > 0 else 'behind'} that of rank 0's node",
                 f"timestamps of logs and files are misleading; ask the site to fix chrony there, and until then set "
-                f"cluster.exclude={found.node}",
+                f"cluster.exclude={offset.node}",
             )
 
 
-def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterator[PreflightFinding]:
+def check_bandwidths(bandwidths: Bandwidths, expected: ExpectedBandwidths) -> Iterator[PreflightFinding]:
     """Compares bandwidths with the fabric's expected values, or if unknown with the minimum of any cluster network."""
     measured = [
-        *((f"in {node}", bus, expected.node) for node, bus in found.nodes.items()),
-        *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(found.rails)),
-        *([] if found.world is None else [("over all ranks", found.world, expected.world)]),
+        *((f"in {node}", bus, expected.node) for node, bus in bandwidths.nodes.items()),
+        *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(bandwidths.rails)),
+        *([] if bandwidths.world is None else [("over all ranks", bandwidths.world, expected.world)]),
     ]
-    for where, bus, wanted in measured:
-        if wanted is not None and bus < WARN * wanted.bus:
+    for where, bus, expected_bus in measured:
+        if expected_bus is not None and bus < WARN * expected_bus.bus:
             yield PreflightFinding(
                 NETWORK,
-                ERROR if bus < FAIL * wanted.bus else WARNING,
-                f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of the "
-                f"expected bandwidth of {wanted.reason}",
+                ERROR if bus < FAIL * expected_bus.bus else WARNING,
+                f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / expected_bus.bus:.0%} of "
+                f"the expected bandwidth of {expected_bus.reason}",
                 SEE_LINKS,
             )
-    if expected.world is None and found.world is not None and found.world < LEAST_BUS:
-        rate = f"an all-reduce over all ranks reaches {found.world / 1e9:.3g} GB/s (bus bandwidth)"
+    if expected.world is None and bandwidths.world is not None and bandwidths.world < LEAST_BUS:
+        rate = f"an all-reduce over all ranks reaches {bandwidths.world / 1e9:.3g} GB/s (bus bandwidth)"
         yield PreflightFinding(NETWORK, WARNING, f"{rate}, less than gigabit Ethernet", SEE_LINKS)
 
 
 def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[PreflightFinding]:
-    for one in slow:
-        fix = drain(one.node, f"slow with {' and '.join(one.partners)}")
+    for node in slow:
+        fix = drain(node.node, f"slow with {' and '.join(node.partners)}")
         yield PreflightFinding(
-            NETWORK, ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {fix}", one.node
+            NETWORK, ERROR, f"the network of {node.words}", f"cluster.exclude={node.node}; {fix}", node.node
         )
 
 
@@ -325,14 +327,14 @@ def _minority(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> 
     """Returns the most common value over the ranks, and the nodes with each other value."""
     usual = Counter(value(rank) for rank in ranks).most_common(1)[0][0]
     others = _by([rank for rank in ranks if value(rank) != usual], value)
-    return usual, {one: _nodes(own) for one, own in others.items()}
+    return usual, {other: _nodes(group) for other, group in others.items()}
 
 
 def _by(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> dict[str, list[RankFacts]]:
-    found: dict[str, list[RankFacts]] = {}
+    groups: dict[str, list[RankFacts]] = {}
     for rank in ranks:
-        found.setdefault(value(rank), []).append(rank)
-    return found
+        groups.setdefault(value(rank), []).append(rank)
+    return groups
 
 
 def _nodes(ranks: Sequence[RankFacts] | Iterator[RankFacts]) -> str:

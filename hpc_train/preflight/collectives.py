@@ -92,18 +92,18 @@ def _all_reduce(elements: int, ranks: Ranks) -> _Case:
 
 
 def _reduce_scatter_case(elements: int, ranks: Ranks) -> _Case:
-    whole = _pattern(elements, ranks) + ranks.rank
+    source = _pattern(elements, ranks) + ranks.rank
     part = torch.zeros(elements // ranks.size, device=ranks.device)
     expected = _summed(elements, ranks).chunk(ranks.size)[ranks.rank]
-    return _Case(lambda: reduce_scatter_tensor(part, whole, group=ranks.group), part, expected)
+    return _Case(lambda: reduce_scatter_tensor(part, source, group=ranks.group), part, expected)
 
 
 def _all_gather_case(elements: int, ranks: Ranks) -> _Case:
-    each = elements // ranks.size
-    part = _pattern(each, ranks) + ranks.rank
-    whole = torch.zeros(elements, device=ranks.device)
-    expected = torch.cat([_pattern(each, ranks) + rank for rank in range(ranks.size)])
-    return _Case(lambda: all_gather_tensor(whole, part, group=ranks.group), whole, expected)
+    share = elements // ranks.size
+    part = _pattern(share, ranks) + ranks.rank
+    gathered = torch.zeros(elements, device=ranks.device)
+    expected = torch.cat([_pattern(share, ranks) + rank for rank in range(ranks.size)])
+    return _Case(lambda: all_gather_tensor(gathered, part, group=ranks.group), gathered, expected)
 
 
 def _broadcast(elements: int, ranks: Ranks) -> _Case:

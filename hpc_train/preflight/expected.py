@@ -49,7 +49,7 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
     inside = _slowest([_in_node(facts) for facts in machines])
     if len(nodes) == 1:
         return ExpectedBandwidths(node=inside, world=inside)
-    between, rail = (_slowest(found) for found in zip(*map(_between_nodes, machines), strict=True))
+    between, rail = (_slowest(per_machine) for per_machine in zip(*map(_between_nodes, machines), strict=True))
     world = between
     if between is not None and inside is not None and inside.bus < between.bus:
         world = inside
@@ -70,8 +70,8 @@ def _in_node(facts: NodeFacts) -> Expected | None:
     links = [facts.link(a.name, b.name) or "" for a, b in itertools.combinations(facts.gpus, 2)]
     for model, (least, bus) in IN_NODE.items():
         if links and all(model in (gpu.model or "") for gpu in facts.gpus):
-            whole = len(facts.gpus) == 8 and all(link.startswith("NV") and int(link[2:]) >= least for link in links)
-            return Expected(bus, f"8 {model} with NVLink") if whole else None
+            complete = len(facts.gpus) == 8 and all(link.startswith("NV") and int(link[2:]) >= least for link in links)
+            return Expected(bus, f"8 {model} with NVLink") if complete else None
     return None
 
 
@@ -79,11 +79,11 @@ def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
     """Returns the expected bandwidths over all ranks and over one rail."""
     names = {matched.nic for matched in match(facts)}
     rates = [_rate(facts, name) for name in names]
-    known = [rate for rate in rates if rate is not None]
-    if not known or len(known) < len(rates):
+    known_rates = [rate for rate in rates if rate is not None]
+    if not known_rates or len(known_rates) < len(rates):
         return None, None
-    bus = OF_LINE_RATE * sum(known) * 1e9 / 8
-    reason = f"{OF_LINE_RATE:.0%} of {len(known)} NICs with {sum(known):g} Gb/s in total"
+    bus = OF_LINE_RATE * sum(known_rates) * 1e9 / 8
+    reason = f"{OF_LINE_RATE:.0%} of {len(known_rates)} NICs with {sum(known_rates):g} Gb/s in total"
     return Expected(bus, reason), Expected(bus / len(facts.gpus), f"{reason}, shared by {len(facts.gpus)} GPUs")
 
 
@@ -94,6 +94,6 @@ def _rate(facts: NodeFacts, name: str | None) -> float | None:
     return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
 
 
-def _slowest(found: Sequence[Expected | None]) -> Expected | None:
-    known = [one for one in found if one is not None]
-    return min(known, key=lambda one: one.bus) if known and len(known) == len(found) else None
+def _slowest(expectations: Sequence[Expected | None]) -> Expected | None:
+    present = [one for one in expectations if one is not None]
+    return min(present, key=lambda expected: expected.bus) if present and len(present) == len(expectations) else None

@@ -88,12 +88,12 @@ def to_first(value: Any, mesh: Mesh) -> list[Any]:
     return gathered
 
 
-def fitting(wanted: Effort, crew: Crew) -> Effort:
+def fitting(effort: Effort, crew: Crew) -> Effort:
     """Limits the messages to what fits into all GPUs several times. Collective."""
     if crew.mesh.device.type != "cuda":
-        return wanted
+        return effort
     free, _ = torch.cuda.mem_get_info(crew.mesh.device)
-    return replace(wanted, bytes=min(wanted.bytes, int(-crew.world.largest(-float(free))) // COPIES))
+    return replace(effort, bytes=min(effort.bytes, int(-crew.world.largest(-float(free))) // COPIES))
 
 
 @dataclass(frozen=True)
@@ -107,83 +107,83 @@ class Measured:
 
 
 def measure_all(
-    crew: Crew, own: RankFacts, wanted: Effort, transport: Callable[[], Transport | None], now: Callable[[], float]
+    crew: Crew, facts: RankFacts, effort: Effort, transport: Callable[[], Transport | None], now: Callable[[], float]
 ) -> Measured:
     """Measures everything but the paired test.
 
     Args:
-        own: this rank's facts, without measurements and ``transport``.
+        facts: this rank's facts, without measurements and ``transport``.
         transport: reads NCCL's log, which is complete only after the first collectives.
         now: this node's clock in seconds since the epoch.
     """
     mesh, began = crew.mesh, time.monotonic()
     clocks = clock_offsets(crew.nodes, range(0, mesh.layout.world_size, crew.per_node), mesh.control, now)
-    own = replace(own, gemm=_gemm(crew, wanted), copy=_copy(crew))
-    found, left_out = Bandwidths(), []
+    facts = replace(facts, gemm=_gemm(crew, effort), copy=_copy(crew))
+    bandwidths, left_out = Bandwidths(), []
     stages = {"in the node": _in_node, "over each rail": _over_rails, "over all ranks": _over_all}
     for name, stage in stages.items():
-        if crew.world.largest(time.monotonic() - began) > wanted.limit_s:
+        if crew.world.largest(time.monotonic() - began) > effort.limit_s:
             left_out.append(name)
         else:
-            found = stage(crew, wanted, found)
+            bandwidths = stage(crew, effort, bandwidths)
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # free the memory for the model
-    ranks = tuple(to_first(replace(own, transport=transport()), mesh))
+    ranks = tuple(to_first(replace(facts, transport=transport()), mesh))
     # the better of two counts: a GPU may have been waking up, a CPU busy
     if crew.agree(bool(slow_devices(ranks))):
-        again = to_first(_gemm(crew, replace(wanted, gemm_s=AGAIN * wanted.gemm_s)), mesh)
+        again = to_first(_gemm(crew, replace(effort, gemm_s=AGAIN * effort.gemm_s)), mesh)
         ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
-    return Measured(ranks, clocks, found, tuple(left_out))
+    return Measured(ranks, clocks, bandwidths, tuple(left_out))
 
 
-def paired_test(crew: Crew, world_bus: float, wanted: Effort) -> tuple[PairRate, ...]:
+def paired_test(crew: Crew, world_bus: float, effort: Effort) -> tuple[PairRate, ...]:
     """Exchanges data between all nodes in pairs, and repeats it if a node seems slow. Rank 0 receives the rates.
 
     Args:
         world_bus: all-reduce bandwidth in bytes/s, from which the message size is chosen.
     """
-    size = int(min(wanted.bytes, max(LEAST_EXCHANGE, world_bus * wanted.stage_s / 8)))
-    found = _pass(crew, size)
-    return best_of(found, _pass(crew, size)) if crew.agree(bool(slow_nodes(found))) else found
+    size = int(min(effort.bytes, max(LEAST_EXCHANGE, world_bus * effort.stage_s / 8)))
+    first_pass = _pass(crew, size)
+    return best_of(first_pass, _pass(crew, size)) if crew.agree(bool(slow_nodes(first_pass))) else first_pass
 
 
-def _in_node(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
+def _in_node(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
     if crew.per_node == 1 or crew.count == 1:
-        return found  # the only node has all ranks
+        return bandwidths  # the only node has all ranks
     first = crew.node_position * crew.per_node
-    bus = to_first(_all_reduce_among(crew, range(first, first + crew.per_node), wanted), crew.mesh)
-    return replace(found, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
+    bus = to_first(_all_reduce_among(crew, range(first, first + crew.per_node), effort), crew.mesh)
+    return replace(bandwidths, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
 
 
-def _over_rails(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
+def _over_rails(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
     if crew.per_node == 1 or crew.count == 1:
-        return found  # the only rail equals the group of all ranks
+        return bandwidths  # the only rail equals the group of all ranks
     rail = range(crew.local, crew.mesh.layout.world_size, crew.per_node)
-    bus = to_first(_all_reduce_among(crew, rail, wanted), crew.mesh)
-    return replace(found, rails=tuple(bus[: crew.per_node]))
+    bus = to_first(_all_reduce_among(crew, rail, effort), crew.mesh)
+    return replace(bandwidths, rails=tuple(bus[: crew.per_node]))
 
 
-def _over_all(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
-    return found if crew.world.size == 1 else replace(found, world=_all_reduce(crew.world, wanted))
+def _over_all(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
+    return bandwidths if crew.world.size == 1 else replace(bandwidths, world=_all_reduce(crew.world, effort))
 
 
-def _all_reduce_among(crew: Crew, ranks: Sequence[int], wanted: Effort) -> float:
+def _all_reduce_among(crew: Crew, ranks: Sequence[int], effort: Effort) -> float:
     """Measures an all-reduce in a temporary group. All ranks call it at once, each with its group of a partition of all
     ranks, since NCCL splits the communicator of all ranks for it.
     """
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="preflight")
-    bus = _all_reduce(Ranks(group, crew.mesh.device), wanted)
+    bus = _all_reduce(Ranks(group, crew.mesh.device), effort)
     dist.barrier(group=crew.mesh.control)  # no rank closes a connection that another still reads
     dist.destroy_process_group(group)
     return bus
 
 
-def _all_reduce(ranks: Ranks, wanted: Effort) -> float:
+def _all_reduce(ranks: Ranks, effort: Effort) -> float:
     """Returns the best bus bandwidth over growing sizes in bytes/s."""
     rate = measure("all_reduce", FIRST_BYTES, ranks, 0.0)
     best = rate.bus
-    while rate.bytes * GROWTH <= wanted.bytes and rate.seconds * GROWTH < wanted.stage_s:
-        rate = measure("all_reduce", rate.bytes * GROWTH, ranks, wanted.stage_s / 4)
+    while rate.bytes * GROWTH <= effort.bytes and rate.seconds * GROWTH < effort.stage_s:
+        rate = measure("all_reduce", rate.bytes * GROWTH, ranks, effort.stage_s / 4)
         best = max(best, rate.bus)
     return best
 
@@ -192,16 +192,16 @@ def _pass(crew: Crew, size: int) -> tuple[PairRate, ...]:
     """Runs all rounds once."""
     elements = size // 4 // crew.per_node
     sent, received = (torch.zeros(elements, device=crew.mesh.device) for _ in range(2))
-    own: list[tuple[tuple[int, int], float]] = []
+    exchanges: list[tuple[tuple[int, int], float]] = []
     for pairs in rounds(crew.count):
         partner = _partners(pairs).get(crew.node_position)
         dist.barrier(group=crew.mesh.control)
         if partner is not None:
             seconds = min(_exchange(crew, partner, sent, received) for _ in range(EXCHANGES))
             first, second = sorted((crew.node_position, partner))
-            own.append(((first, second), seconds))
+            exchanges.append(((first, second), seconds))
     slowest: dict[tuple[int, int], float] = {}
-    for positions, seconds in (one for rank in to_first(own, crew.mesh) for one in rank):
+    for positions, seconds in (exchange for rank in to_first(exchanges, crew.mesh) for exchange in rank):
         slowest[positions] = max(seconds, slowest.get(positions, 0.0))
     return tuple(
         PairRate((crew.nodes[first], crew.nodes[second]), elements * 4 * crew.per_node / seconds)
@@ -230,13 +230,13 @@ def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tens
     return time.perf_counter() - began
 
 
-def _gemm(crew: Crew, wanted: Effort) -> float:
+def _gemm(crew: Crew, effort: Effort) -> float:
     """Returns the FLOP/s of this rank's device; on the CPU of one core."""
     device, threads = crew.mesh.device, torch.get_num_threads()
     if device.type == "cuda":
-        return measured_gemm_flops(device, torch.bfloat16, wanted.gemm_size, wanted.gemm_s)
+        return measured_gemm_flops(device, torch.bfloat16, effort.gemm_size, effort.gemm_s)
     torch.set_num_threads(1)  # several would wait for each other beside other processes
-    flops = measured_gemm_flops(device, torch.float32, wanted.gemm_size, wanted.gemm_s)
+    flops = measured_gemm_flops(device, torch.float32, effort.gemm_size, effort.gemm_s)
     torch.set_num_threads(threads)
     return flops
 
@@ -251,13 +251,13 @@ def _copy(crew: Crew) -> float | None:
 def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:
     """Returns the bytes/s from pinned host memory to this rank's GPU. All ranks copy at once."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    device_copy = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     dist.barrier(group=control)
     best = float("inf")
     for _ in range(COPIES_TO_GPU):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        there.copy_(host, non_blocking=True)
+        device_copy.copy_(host, non_blocking=True)
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return COPY_BYTES / best

@@ -118,8 +118,8 @@ def logged_transport(log: NCCLLog | None) -> Transport | None:
 class WarningCopier:
     """Copies the warnings in a growing log to standard error, each once, and with the first one the log to ``kept``."""
 
-    def __init__(self, log: NCCLLog, kept: Path) -> None:
-        self._log, self._kept = log, kept
+    def __init__(self, log: NCCLLog, copy: Path) -> None:
+        self._log, self._kept = log, copy
         self._position = 0
 
     def copy(self) -> None:
@@ -143,12 +143,12 @@ class WarningCopier:
 
 
 @contextmanager
-def copied_warnings(log: NCCLLog, kept: Path) -> Iterator[None]:
+def copied_warnings(log: NCCLLog, copy: Path) -> Iterator[None]:
     """Copies the warnings in NCCL's log to standard error inside the ``with`` block.
 
-    The whole log is written to ``kept`` with each warning and after an exception, and removed if there was none.
+    The whole log is written to ``copy`` with each warning and after an exception, and removed if there was none.
     """
-    copier, ended = WarningCopier(log, kept), threading.Event()
+    copier, ended = WarningCopier(log, copy), threading.Event()
 
     def follow() -> None:
         while not ended.wait(FOLLOW_S):
@@ -167,4 +167,4 @@ def copied_warnings(log: NCCLLog, kept: Path) -> Iterator[None]:
         if failed:
             copier.keep()
         else:
-            kept.unlink(missing_ok=True)
+            copy.unlink(missing_ok=True)

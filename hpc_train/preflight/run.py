@@ -40,7 +40,7 @@ from hpc_train.preflight.checks import (
     check_gemm,
     check_inside,
     check_models,
-    check_own_gpu,
+    check_shared_gpu,
     check_slow_nodes,
     check_transport,
     check_versions,
@@ -106,19 +106,19 @@ def preflight(
     began, actions = time.monotonic(), actions_of(config, spec, allocation)
     facts = read_fabric(run) if mesh.rank == 0 else ()
     expected = _broadcast(crew, expected_bandwidths(facts, spec.gpus_per_node))
-    wanted = fitting(effort(mode, mesh.device.type == "cuda"), crew)
-    own = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
-    found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
-    low = [*check_bandwidths(found.bandwidths, expected)]
+    chosen_effort = fitting(effort(mode, mesh.device.type == "cuda"), crew)
+    local_facts = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
+    measured = measure_all(crew, local_facts, chosen_effort, lambda: logged_transport(log), clock)
+    low = [*check_bandwidths(measured.bandwidths, expected)]
     pairs = tuple[PairRate, ...]()
     if crew.count >= LEAST_NODES and crew.agree(mode == "full" or bool(low)):
-        pairs = paired_test(crew, found.bandwidths.world or 0.0, wanted)
+        pairs = paired_test(crew, measured.bandwidths.world or 0.0, chosen_effort)
     findings: Sequence[PreflightFinding] = ()
     if mesh.rank == 0:  # the events are written before any rank fails: they name the nodes to drop
         slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
-        findings = _judge(found, low, slow, facts)
+        findings = _judge(measured, low, slow, facts)
         head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
-        reported = _report(events, head, findings, found, slow, _numbers(found, pairs, expected))
+        reported = _report(events, head, findings, measured, slow, _numbers(measured, pairs, expected))
         _report_unfit(events, findings, actions, reported)
     stop_for(_broadcast(crew, findings), actions)
 
@@ -146,21 +146,21 @@ def _broadcast(crew: Crew, value: Any) -> Any:
 
 
 def _judge(
-    found: Measured, low: Sequence[PreflightFinding], slow: Sequence[SlowNode], facts: Sequence[NodeFacts]
+    measured: Measured, low: Sequence[PreflightFinding], slow: Sequence[SlowNode], facts: Sequence[NodeFacts]
 ) -> list[PreflightFinding]:
     rdma = {node.node: any(verdict.usable for verdict in judge_ports(node)) for node in facts if node.node is not None}
-    mixed = len({rank.device for rank in found.ranks}) > 1
-    features = node_features(dict.fromkeys(rank.node for rank in found.ranks)) if mixed else {}
+    mixed = len({rank.device for rank in measured.ranks}) > 1
+    features = node_features(dict.fromkeys(rank.node for rank in measured.ranks)) if mixed else {}
     return [
-        *check_config(found.ranks),
-        *check_versions(found.ranks),
-        *check_own_gpu(found.ranks),
-        *(check_transport(found.ranks, rdma) if len({rank.node for rank in found.ranks}) > 1 else ()),
-        *check_inside(found.ranks, _with_nvlink(facts)),
-        *check_copies(found.ranks),
-        *check_clocks(found.clocks),
-        *check_gemm(slow_devices(found.ranks)),
-        *check_models(found.ranks, features),
+        *check_config(measured.ranks),
+        *check_versions(measured.ranks),
+        *check_shared_gpu(measured.ranks),
+        *(check_transport(measured.ranks, rdma) if len({rank.node for rank in measured.ranks}) > 1 else ()),
+        *check_inside(measured.ranks, _with_nvlink(facts)),
+        *check_copies(measured.ranks),
+        *check_clocks(measured.clocks),
+        *check_gemm(slow_devices(measured.ranks)),
+        *check_models(measured.ranks, features),
         *low,
         *check_slow_nodes(slow),
     ]
@@ -181,68 +181,68 @@ def _report(
     events: EventLog,
     head: Mapping[str, Any],
     findings: Sequence[PreflightFinding],
-    found: Measured,
+    measured: Measured,
     slow: Sequence[SlowNode],
     numbers: Mapping[str, Any],
 ) -> frozenset[str]:
     """Writes the findings to the event log and prints them to the log of rank 0's node; returns the slow nodes."""
-    nodes = list(dict.fromkeys(rank.node for rank in found.ranks))
+    nodes = list(dict.fromkeys(rank.node for rank in measured.ranks))
     events.write(
-        "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings], left_out=found.left_out,
-        **numbers,
+        "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings],
+        left_out=measured.left_out, **numbers,
     )  # fmt: skip
-    world = "" if found.bandwidths.world is None else f", all-reduce {found.bandwidths.world / 1e9:.3g} GB/s"
+    world = "" if measured.bandwidths.world is None else f", all-reduce {measured.bandwidths.world / 1e9:.3g} GB/s"
     of = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} in {head['seconds']:.1f} s"
     print(f"preflight ({head['mode']}) of {of}{world}: {len(findings)} findings")
     for finding in findings:
         print(f"preflight: {finding}")
-    for stage in found.left_out:
+    for stage in measured.left_out:
         print(f"preflight: skipped the bandwidth {stage} because earlier stages took too long")
-    for one in slow:
-        command = drain(one.node, f"slow with {' and '.join(one.partners)}")
+    for node in slow:
+        command = drain(node.node, f"slow with {' and '.join(node.partners)}")
         events.write(
-            "slow_node", node=one.node, message=one.words, rate=one.rate, usual=one.usual,
-            partners=one.partners, drain=command,
+            "slow_node", node=node.node, message=node.words, rate=node.rate, usual=node.usual,
+            partners=node.partners, drain=command,
         )  # fmt: skip
-    gpus = [device for device in slow_devices(found.ranks) if device.bad and device.rank.gpu is not None]
+    gpus = [device for device in slow_devices(measured.ranks) if device.bad and device.rank.gpu is not None]
     for device in gpus:
         events.write(
             "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
             message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
         )  # fmt: skip
-    return frozenset({one.node for one in slow} | {device.rank.node for device in gpus})
+    return frozenset({node.node for node in slow} | {device.rank.node for device in gpus})
 
 
 def _report_unfit(
     events: EventLog, findings: Sequence[PreflightFinding], actions: Mapping[str, str], reported: Container[str]
 ) -> None:
     """Records the nodes that the run drops, without those that other events have ``reported``."""
-    for one in findings:
-        if one.unfit is not None and actions[one.kind] == "exclude" and one.unfit not in reported:
-            events.write("unfit_node", node=one.unfit, message=one.message, reason=one.kind)
+    for finding in findings:
+        if finding.unfit is not None and actions[finding.kind] == "exclude" and finding.unfit not in reported:
+            events.write("unfit_node", node=finding.unfit, message=finding.message, reason=finding.kind)
 
 
-def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandwidths) -> Mapping[str, Any]:
+def _numbers(measured: Measured, pairs: Sequence[PairRate], expected: ExpectedBandwidths) -> Mapping[str, Any]:
     def gb(bus: float | None) -> float | None:
         return None if bus is None else round(bus / 1e9, 4)
 
-    def wanted(one: Expected | None) -> dict[str, Any] | None:
-        return None if one is None else {"bus": gb(one.bus), "reason": one.reason}
+    def expectation_json(value: Expected | None) -> dict[str, Any] | None:
+        return None if value is None else {"bus": gb(value.bus), "reason": value.reason}
 
     return {
         "bus_gb_per_s": {
-            "nodes": {node: gb(bus) for node, bus in found.bandwidths.nodes.items()},
-            "rails": [gb(bus) for bus in found.bandwidths.rails],
-            "world": gb(found.bandwidths.world),
+            "nodes": {node: gb(bus) for node, bus in measured.bandwidths.nodes.items()},
+            "rails": [gb(bus) for bus in measured.bandwidths.rails],
+            "world": gb(measured.bandwidths.world),
         },
-        "expected_gb_per_s": {name: wanted(getattr(expected, name)) for name in ("node", "rail", "world")},
+        "expected_gb_per_s": {name: expectation_json(getattr(expected, name)) for name in ("node", "rail", "world")},
         "pairs_gb_per_s": {" ".join(pair.nodes): gb(pair.rate) for pair in pairs},
-        "copy_gb_per_s": [gb(rank.copy) for rank in found.ranks],
-        "gemm_tflops": [round(rank.gemm / 1e12, 4) for rank in found.ranks],
-        "devices": sorted({rank.device for rank in found.ranks}),
-        "clock_offset_s": {one.node: round(one.offset_s, 6) for one in found.clocks},
-        "versions": dict(found.ranks[0].versions),
-        "networks": sorted({name for rank in found.ranks if rank.transport for name in rank.transport.networks}),
+        "copy_gb_per_s": [gb(rank.copy) for rank in measured.ranks],
+        "gemm_tflops": [round(rank.gemm / 1e12, 4) for rank in measured.ranks],
+        "devices": sorted({rank.device for rank in measured.ranks}),
+        "clock_offset_s": {offset.node: round(offset.offset_s, 6) for offset in measured.clocks},
+        "versions": dict(measured.ranks[0].versions),
+        "networks": sorted({name for rank in measured.ranks if rank.transport for name in rank.transport.networks}),
     }
 
 
@@ -294,19 +294,19 @@ def _identity(gpu: Any) -> str:
 
 def versions(cuda: bool) -> dict[str, str]:
     """Returns the versions that must be equal on all ranks."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    installed = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):
-        found["hpc_train"] = version("hpc_train")
+        installed["hpc_train"] = version("hpc_train")
     if cuda:
-        found["nccl" if torch.version.hip is None else "rccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        installed["nccl" if torch.version.hip is None else "rccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
         if driver is not None:
-            found["driver"] = driver[1]
+            installed["driver"] = driver[1]
         if torch.version.hip is not None and _AMD_DRIVER.exists():
-            found["driver"] = _AMD_DRIVER.read_text().strip()
-    return found
+            installed["driver"] = _AMD_DRIVER.read_text().strip()
+    return installed
 
 
 def cpu_model() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE) if _CPUS.exists() else None
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE) if _CPUS.exists() else None
+    return match[1].strip() if match else platform.machine()

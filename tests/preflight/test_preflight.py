@@ -32,7 +32,7 @@ from hpc_train.preflight.checks import (
     check_gemm,
     check_inside,
     check_models,
-    check_own_gpu,
+    check_shared_gpu,
     check_slow_nodes,
     check_transport,
     check_versions,
@@ -67,7 +67,7 @@ def only(findings: Iterable[PreflightFinding]) -> PreflightFinding:
 
 def test_ranks_as_they_should_be_give_no_finding() -> None:
     ranks = gpus()
-    for check in (check_config, check_versions, check_own_gpu, slow_devices):
+    for check in (check_config, check_versions, check_shared_gpu, slow_devices):
         assert not list(check(ranks))
     assert not list(check_models(ranks, {}))
     assert not list(check_transport(ranks, {"n0": True}))
@@ -82,9 +82,9 @@ def test_what_differs_is_named_with_its_node_and_the_fix() -> None:
     assert torch_found.level == "error" and "2.8.0 on n2" in torch_found.message and "exclude=n2" in torch_found.fix
     assert driver.level == "warning"
     ranks[1] = replace(ranks[1], gpu="GPU-0")
-    assert "ranks 0, 1 share the GPU GPU-0 on n0" in only(check_own_gpu(ranks)).message
+    assert "ranks 0, 1 share the GPU GPU-0 on n0" in only(check_shared_gpu(ranks)).message
     ranks[3] = replace(ranks[3], gpu="GPU-0")  # of another node
-    assert len(list(check_own_gpu(ranks))) == 1
+    assert len(list(check_shared_gpu(ranks))) == 1
 
 
 def test_a_slow_gpu_is_told_against_its_own_model_and_its_node_is_unfit() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_train.preflight import run
-from hpc_train.preflight.checks import check_own_gpu
+from hpc_train.preflight.checks import check_shared_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,6 @@ def test_gpus_without_a_serial_number_differ(monkeypatch: pytest.MonkeyPatch) ->
             found.append(run.rank_facts(rank, "n1", "hash", torch.device("cuda", 0)))
         return found
 
-    assert not list(check_own_gpu(ranks(0xC1, 0xC6)))
-    (finding,) = check_own_gpu(ranks(0xC1, 0xC1))
+    assert not list(check_shared_gpu(ranks(0xC1, 0xC6)))
+    (finding,) = check_shared_gpu(ranks(0xC1, 0xC1))
     assert "ranks 0, 1 share the GPU 0 at 00:c1:00" in finding.message

@@ -115,15 +115,15 @@ class Encoder:
                 )
             )
 
-        whole, spans = render(messages, False), []
+        conversation, spans = render(messages, False), []
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
                 after = render(messages[: turn + 1], False)
                 before = render(messages[:turn], True) if turn else _before_first(render, message, after)
-                if before is None or not (whole.startswith(after) and after.startswith(before)):
+                if before is None or not (conversation.startswith(after) and after.startswith(before)):
                     raise _unstable(record, turn)
                 spans.append((len(before), len(after.rstrip())))
-        return whole, spans
+        return conversation, spans
 
 
 _QUESTION = [{"role": "user", "content": "?"}]
@@ -137,11 +137,11 @@ def _before_first(render: Callable[[Sequence[Any], bool], str], message: Mapping
     """
     marker = render(_QUESTION, True).removeprefix(render(_QUESTION, False))
     if marker:
-        head, found, _ = text.partition(marker)
-        return head + marker if found else None
+        head, match, _ = text.partition(marker)
+        return head + marker if match else None
     content = message.get("content")
-    found_at = text.find(content.strip()) if isinstance(content, str) and content.strip() else -1
-    return text[:found_at] if found_at >= 0 else None
+    position = text.find(content.strip()) if isinstance(content, str) and content.strip() else -1
+    return text[:position] if position >= 0 else None
 
 
 def _unstable(record: Record, turn: int) -> UserError:

@@ -87,7 +87,7 @@ def tokenized(
         UserError: a record is invalid, or the directory cannot be written.
     """
     stored = [Stored(part, directory / _key(part, settings)) for part in parts]
-    if all(each.exists for each in stored):
+    if all(part.exists for part in stored):
         return stored
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -106,13 +106,13 @@ def _complete(stored: Sequence[Stored], directory: Path, encoder: Encoder) -> No
     wait_s, longest_s = _WAITS_S
     while True:
         names = {path.name for path in directory.iterdir()}
-        missing = [each for each in missing if each.directory.name not in names or not each.exists]
+        missing = [part for part in missing if part.directory.name not in names or not part.exists]
         if not missing:
             return
         chance.shuffle(missing)
-        if any(_written(each, encoder) for each in missing if each.lock.name not in names):
+        if any(_written(part, encoder) for part in missing if part.lock.name not in names):
             continue
-        if wait_s == longest_s and any(_written(each, encoder) for each in missing[:_TRIED]):
+        if wait_s == longest_s and any(_written(part, encoder) for part in missing[:_TRIED]):
             continue
         time.sleep(chance.uniform(wait_s / 5, wait_s))
         wait_s = min(2 * wait_s, longest_s)
@@ -120,8 +120,8 @@ def _complete(stored: Sequence[Stored], directory: Path, encoder: Encoder) -> No
 
 def _written(stored: Stored, encoder: Encoder) -> bool:
     """Writes a part unless another process does or has; returns whether this process has written it."""
-    with _claimed(stored.lock) as own:
-        if not own or stored.exists:
+    with _claimed(stored.lock) as claimed:
+        if not claimed or stored.exists:
             return False
         _write(stored, encoder)
         return True
@@ -161,12 +161,12 @@ def _write(stored: Stored, encoder: Encoder) -> None:
     unfinished.mkdir()
     try:
         with (unfinished / TOKENS).open("wb") as file:
-            found = []
+            descriptions = []
             for record in read_records(stored.part):
                 tokens = encoder.encode(record)
                 file.write(tokens.astype("<u4").tobytes())
-                found.append(_described(tokens))
-        np.save(unfinished / RECORDS, np.array(found, dtype=RECORD))
+                descriptions.append(_described(tokens))
+        np.save(unfinished / RECORDS, np.array(descriptions, dtype=RECORD))
         if not stored.exists:
             unfinished.rename(stored.directory)
     except OSError:

@@ -51,29 +51,29 @@ class AnswersDataset(Dataset):
 
     def __init__(self, config: SFTDataConfig, split: str) -> None:
         check_sequence_length(config.sequence_length)
-        own = split == "validation" and config.validation_path is not None
-        where = "data.validation_path" if own else "data.path"
-        path = str(config.validation_path) if own else config.path
+        from_validation_path = split == "validation" and config.validation_path is not None
+        where = "data.validation_path" if from_validation_path else "data.path"
+        path = str(config.validation_path) if from_validation_path else config.path
         self._stored = _tokenized(config, path, where)
         self._maps: dict[int, Tokens] = {}
-        found = [stored.records() for stored in self._stored]
-        records = np.concatenate([np.zeros(0, RECORD), *found])
-        parts = np.repeat(np.arange(len(found)), [len(each) for each in found])
+        part_records = [stored.records() for stored in self._stored]
+        records = np.concatenate([np.zeros(0, RECORD), *part_records])
+        parts = np.repeat(np.arange(len(part_records)), [len(part) for part in part_records])
         _check_vocabulary(config, records)
         chosen = np.ones(len(records), bool) if config.validation_path else _in_split(records, config, split)
         learnt = (records["first"] >= 1) & (records["first"] <= config.sequence_length)
-        kept = np.flatnonzero(chosen & learnt)
-        self.notice = _notice(split, int(chosen.sum()), len(kept), config.sequence_length)
-        if not len(kept):
+        usable = np.flatnonzero(chosen & learnt)
+        self.notice = _notice(split, int(chosen.sum()), len(usable), config.sequence_length)
+        if not len(usable):
             raise UserError(
                 f"none of the {int(chosen.sum())} {split} records of {path} has an answer within "
                 f"{config.sequence_length} tokens",
                 where=f"{where}, data.sequence_length",
                 fix="records with answers, a longer data.sequence_length, or data.validation_path=FILE",
             )
-        self._fingerprint = hash_of(records["hash"][kept])
-        self._parts, self._starts = parts[kept], _starts(found)[kept]
-        self.lengths: Indices = np.minimum(records["length"][kept].astype(np.int64) - 1, config.sequence_length)
+        self._fingerprint = hash_of(records["hash"][usable])
+        self._parts, self._starts = parts[usable], _starts(part_records)[usable]
+        self.lengths: Indices = np.minimum(records["length"][usable].astype(np.int64) - 1, config.sequence_length)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -131,10 +131,10 @@ def _tokenized(config: SFTDataConfig, path: str, where: str) -> list[Stored]:
     return tokenized(find_parts(path, where), cache_directory(config.cache), settings, open_encoder)
 
 
-def _starts(found: list[Any]) -> Indices:
+def _starts(part_records: list[Any]) -> Indices:
     """Returns the first token of each record in the file of its part."""
-    lengths = [each["length"].astype(np.int64) for each in found]
-    return np.concatenate([np.zeros(0, np.int64), *(np.cumsum(each) - each for each in lengths)])
+    lengths = [records["length"].astype(np.int64) for records in part_records]
+    return np.concatenate([np.zeros(0, np.int64), *(np.cumsum(sizes) - sizes for sizes in lengths)])
 
 
 def _in_split(records: Any, config: SFTDataConfig, split: str) -> NDArray[np.bool_]:
@@ -148,10 +148,10 @@ def _in_split(records: Any, config: SFTDataConfig, split: str) -> NDArray[np.boo
     return validation if split == "validation" else ~validation
 
 
-def _notice(split: str, records: int, kept: int, length: int) -> str:
-    if kept == records:
+def _notice(split: str, records: int, usable: int, length: int) -> str:
+    if usable == records:
         return ""
-    return f"{records - kept} of {records} {split} records have no answer within {length} tokens and are not used"
+    return f"{records - usable} of {records} {split} records have no answer within {length} tokens and are not used"
 
 
 def _check_vocabulary(config: SFTDataConfig, records: Any) -> None:

@@ -82,13 +82,13 @@ def find_files(path: str, where: str) -> list[Path]:
             where=where,
             fix=f"{where}={root}/{splits[0] if splits else 'train'}; data.validation_path names another split",
         )
-    found = sorted(file for file in root.rglob("*") if {*JSONL} & {*file.suffixes[-2:]} and file.is_file())
-    for file in found:
+    files = sorted(file for file in root.rglob("*") if {*JSONL} & {*file.suffixes[-2:]} and file.is_file())
+    for file in files:
         check_is_text(file, where, f"{where}={fix}")
-    found = [file for file in found if file.suffix in JSONL]
-    if not found:
+    files = [file for file in files if file.suffix in JSONL]
+    if not files:
         raise UserError(f"{root} contains no {' or '.join(JSONL)} file", where=where, fix=f"{where}={fix}")
-    return found
+    return files
 
 
 def find_parts(path: str, where: str) -> list[Part]:

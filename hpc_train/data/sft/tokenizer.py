@@ -47,8 +47,8 @@ def vocabulary(path: str) -> int:
 def _vocabulary(file: Path, mtime_ns: int) -> int:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        known = values["model"]["vocab"]
-        ids = range(len(known)) if isinstance(known, list) else known.values()
+        vocabulary = values["model"]["vocab"]
+        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
         return max(*ids, *(token["id"] for token in values.get("added_tokens", [])), 0) + 1
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -115,9 +115,9 @@ def _settings(folder: Path) -> dict[str, Any]:
 def fingerprint(tokenizer: str, template: str | None) -> str:
     """Returns a hash of everything that the token ids depend on beside the text."""
     file = tokenizer_file(tokenizer)
-    beside = sorted(file.parent.iterdir()) if (file.parent / SETTINGS).is_file() else [file]
+    files = sorted(file.parent.iterdir()) if (file.parent / SETTINGS).is_file() else [file]
     digest = hashlib.blake2b((template or "").encode(), digest_size=16)
-    for each in beside:
-        if each.suffix in _READ and each.is_file() and not each.name.endswith(".index.json"):
-            digest.update(each.name.encode() + b"\0" + each.read_bytes())
+    for path in files:
+        if path.suffix in _READ and path.is_file() and not path.name.endswith(".index.json"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
