@@ -91,7 +91,9 @@ def build_mixture(config: MixtureDataConfig, split: str, seed: int) -> MixtureDa
 
 
 def _packed(config: TextDataConfig | TokensDataConfig, documents: TextDataset | TokensDataset) -> Dataset:
-    return PackedDataset(documents, config.sequence_length) if config.packing else documents
+    if config.packing:
+        return PackedDataset(documents, config.sequence_length)
+    return documents
 
 
 _CLASSES, _TRAIN, _VALIDATION = 0, 1, 2  # numbers of independent random streams
@@ -112,7 +114,8 @@ class SyntheticDataset(Dataset):
     def __init__(self, config: SyntheticDataConfig, split: str, seed: int) -> None:
         if config.task not in ("tokens", "images"):
             raise UserError(f"unknown task {config.task!r}", where="data.task", fix="use tokens or images")
-        self._config, self._seed = config, seed
+        self._config = config
+        self._seed = seed
         self._stream = _TRAIN if split == "train" else _VALIDATION
         self._samples = config.samples if split == "train" else config.validation_samples
         if self._samples < 1:
@@ -137,7 +140,8 @@ class SyntheticDataset(Dataset):
         return "computed"
 
     def _count(self, random: np.random.Generator) -> Array:
-        start, step = random.integers(0, self._config.vocab_size), random.integers(1, 9)
+        start = random.integers(0, self._config.vocab_size)
+        step = random.integers(1, 9)
         return (start + step * np.arange(self._config.sequence_length + 1)) % self._config.vocab_size
 
     def _class_patterns(self) -> Array:

@@ -100,7 +100,8 @@ class CIFAR100Dataset(Dataset):
         self._labels = np.array(content["fine_labels"], dtype=np.int64)
         self.scale = pixel_scale(MEAN, STD)
         self._augment = config.augment and split == "train"
-        self._image_size, self._seed = config.image_size, seed
+        self._image_size = config.image_size
+        self._seed = seed
 
     def __len__(self) -> int:
         return len(self._labels)

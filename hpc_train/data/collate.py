@@ -10,7 +10,7 @@ function is called twice, and results that differ are refused, since they would 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,10 @@ class Collate:
     """
 
     def __init__(self, function: Callable[..., Any], name: str, names: tuple[str, str], seed: int) -> None:
-        self._function, self._name, self._names, self._seed = function, name, names, seed
+        self._function = function
+        self._name = name
+        self._names = names
+        self._seed = seed
         self._takes_random = RANDOM in _parameters(function)
         self._verified = False
 
@@ -125,12 +128,17 @@ class Collate:
         if isinstance(value, Mapping):
             return {name: self._tensors(item, items, which, f"{path}[{name!r}]") for name, item in value.items()}
         try:
-            tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(as_array(value))
+            if isinstance(value, Tensor):
+                tensor = value.detach()
+            else:
+                tensor = torch.from_numpy(as_array(value))
         except (TypeError, ValueError) as error:
-            tensor, problem = None, str(error)
+            tensor = None
+            problem = str(error)
         if tensor is not None and tensor.shape[:1] == (items,):
             return tensor
-        problem = f"but needs one row for each of the {items} items" if tensor is not None else problem
+        if tensor is not None:
+            problem = f"but needs one row for each of the {items} items"
         raise UserError(
             f"{which} returned {described(value)}{f' at {path}' if path else ''}: {problem}",
             where="data.collate",
@@ -148,7 +156,9 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 def _listed(dataset: Dataset, indices: Sequence[int]) -> str:
     first = dataset.describe(indices[0])
-    return first if len(indices) == 1 else f"{first} to {dataset.describe(indices[-1])}"
+    if len(indices) == 1:
+        return first
+    return f"{first} to {dataset.describe(indices[-1])}"
 
 
 def _equal(first_batch: Batch, other: Batch) -> bool:
@@ -167,19 +177,27 @@ def _contents(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield torch.from_numpy(np.ascontiguousarray(value))
     elif id(value) not in seen and not isinstance(value, type | str | bytes):
         seen.add(id(value))
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+        inner: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            inner = value.values()
+        elif isinstance(value, tuple | list):
+            inner = value
         for member in (*inner, *getattr(value, "__dict__", {}).values()):
             yield from _contents(member, seen)
 
 
 def _bits(value: Tensor) -> Tensor:
     """Returns ``value`` without NaN, which equals nothing."""
-    return value.nan_to_num(nan=0.5) if value.is_floating_point() else value
+    if value.is_floating_point():
+        return value.nan_to_num(nan=0.5)
+    return value
 
 
 def _wide(targets: Tensor) -> Tensor:
     """Converts integers to int64, so that ``IGNORED`` can be represented."""
-    return targets if targets.is_floating_point() or targets.is_complex() else targets.to(torch.int64)
+    if targets.is_floating_point() or targets.is_complex():
+        return targets
+    return targets.to(torch.int64)
 
 
 def _padded(batch: Batch, count: int, size: int) -> Batch:

@@ -111,14 +111,16 @@ def run_jobs(
     if not jobs:
         return
     workers = min(workers, len(jobs))
-    context, others = get_context("spawn"), set(active_children())
+    context = get_context("spawn")
+    others = set(active_children())
     counts: Any = context.RawArray("q", 2 * len(jobs))
     pool = ProcessPoolExecutor(workers, context, _init_process, (os.getpid(), workers, counts))
     finished: SimpleQueue[Future[None]] = SimpleQueue()
     try:
         for number, job in enumerate(jobs):
             pool.submit(_run, function, job, number).add_done_callback(finished.put)
-        left, reported = len(jobs), time.monotonic()
+        left = len(jobs)
+        reported = time.monotonic()
         while left:
             with suppress(Empty):
                 finished.get(timeout=POLL_S).result()
@@ -147,6 +149,7 @@ def _init_process(parent: int, workers: int, counts: Any) -> None:
 
 def _run(function: Callable[[Job, Report], None], job: Job, number: int) -> None:
     def report(done: int, items: int) -> None:
-        _counts[2 * number], _counts[2 * number + 1] = done, items
+        _counts[2 * number] = done
+        _counts[2 * number + 1] = items
 
     function(job, report)

@@ -36,9 +36,9 @@ def build_custom(config: CustomDataConfig, split: str, seed: int) -> Dataset:
         UserError: the target cannot be imported or called, or its result has no random access.
     """
     built = call_target(config, split=split)
-    return (
-        built if isinstance(built, Dataset) else CustomDataset(with_random_access(built, config._target_), config, seed)
-    )
+    if isinstance(built, Dataset):
+        return built
+    return CustomDataset(with_random_access(built, config._target_), config, seed)
 
 
 def call_target(config: OwnConfig, **given: Any) -> Any:
@@ -121,8 +121,13 @@ class CustomDataset(Dataset):
     """
 
     def __init__(self, items: Any, config: OwnKeys, seed: int, name: str | None = None) -> None:
-        self._name = f"{type(items).__module__}.{type(items).__qualname__}" if name is None else name
-        self._items, self._reads, self._seed = items, ItemReader(config, self._name), seed
+        if name is None:
+            self._name = f"{type(items).__module__}.{type(items).__qualname__}"
+        else:
+            self._name = name
+        self._items = items
+        self._reads = ItemReader(config, self._name)
+        self._seed = seed
         if getattr(items, "lengths", None) is not None:
             self.lengths = _lengths(items)
 
@@ -159,7 +164,9 @@ class ItemReader:
     """
 
     def __init__(self, config: OwnKeys, name: str) -> None:
-        self._inputs, self._targets, self._name = config.inputs, config.targets, name
+        self._inputs = config.inputs
+        self._targets = config.targets
+        self._name = name
 
     def sample(self, item: Any, which: str) -> Sample:
         """Returns ``item`` as a sample.
@@ -195,7 +202,9 @@ def parts_of(item: Any, inputs: str, targets: str, which: str) -> tuple[Any, Any
         return item[0], item[1], {}
     if isinstance(item, tuple | list) and len(item) == 3 and isinstance(item[2], Mapping):
         return item[0], item[1], item[2]
-    keys = [name for name in item if isinstance(name, str)] if isinstance(item, Mapping) else []
+    keys = []
+    if isinstance(item, Mapping):
+        keys = [name for name in item if isinstance(name, str)]
     fix = f"return {FORMS.format(inputs=inputs, targets=targets)}"
     if len(keys) > 1:
         fix += f", or name its keys: data.inputs={keys[0]} data.targets={keys[1]}"
@@ -223,7 +232,9 @@ def as_array(value: Any) -> Array:
     array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     if array.dtype.kind not in "biufc":
         raise TypeError("these are not numbers")
-    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array
+    if array.dtype == np.float64 and not hasattr(value, "dtype"):
+        return array.astype(np.float32)
+    return array
 
 
 @contextmanager

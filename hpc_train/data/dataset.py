@@ -98,7 +98,9 @@ class Dataset(ABC):
     def inputs_shape(self) -> tuple[int, ...]:
         """Returns the shape of a sample's inputs; of mean length if the lengths differ."""
         shape = self.sample(0, 0).inputs.shape
-        return shape if self.lengths is None else (round(float(self.lengths.mean())), *shape[1:])
+        if self.lengths is None:
+            return shape
+        return (round(float(self.lengths.mean())), *shape[1:])
 
     def source(self, index: int) -> str:
         """Returns the file of the sample for messages, or an empty string if it has none."""

@@ -59,9 +59,9 @@ class DeviceCopy:
         self._device = device
         self._floats: torch.dtype = getattr(torch, floats)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._scale = (
-            None if scale is None else [_channels(value, device) for value in ((255.0,), scale.mean, scale.std)]
-        )
+        self._scale = None
+        if scale is not None:
+            self._scale = [_channels(value, device) for value in ((255.0,), scale.mean, scale.std)]
 
     def send(self, batches: Iterable[Batch]) -> SentBatches:
         """Starts to copy ``batches``; the host does not wait if their memory is page-locked."""

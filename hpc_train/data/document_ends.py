@@ -50,7 +50,9 @@ def _ends(ids: Array, counted: Array) -> Indices | None:
     names = ids[ends - 1]
     if not counted[ends[-2] if len(ends) > 1 else 0 :].any():
         names = names[:-1]
-    return ends if len(np.unique(names)) == len(names) else None
+    if len(np.unique(names)) == len(names):
+        return ends
+    return None
 
 
 def _filled(rows: Sequence[Indices]) -> Array:

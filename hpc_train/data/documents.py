@@ -153,12 +153,15 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
 
 def _text(stream: IO[bytes], raw: IO[bytes], file: InputFile, encoding: str) -> Iterator[Piece]:
     held: list[bytes] = []
-    size, before = 0, ""
+    size = 0
+    before = ""
     for line in stream:
         if size >= _PIECE and line.strip():  # white space between two pieces belongs to the first one
             text = _decode(b"".join(held), file, encoding)
             yield Piece(0, text, False, raw.tell(), before, _decode(line, file, encoding)[:_CONTEXT])
-            held, size, before = [], 0, text[-_CONTEXT:]
+            held = []
+            size = 0
+            before = text[-_CONTEXT:]
         held.append(line)
         size += len(line)
     if held:

@@ -114,7 +114,8 @@ class TrainFeed:
         skipped: Skipped = NOTHING,
         states: States | None = None,
     ) -> None:
-        self._dataset, self._skipped = dataset, skipped
+        self._dataset = dataset
+        self._skipped = skipped
         steps = map(skipped.position, count(start_step))
         workers = loader_workers(batch, dataset, local_ranks)
         self._order: Order | None = None
@@ -134,11 +135,15 @@ class TrainFeed:
     @property
     def steps_per_epoch(self) -> int | None:
         """Returns the steps of an epoch; None for a stream, whose length is not known."""
-        return None if self._order is None else self._order.steps_per_epoch
+        if self._order is None:
+            return None
+        return self._order.steps_per_epoch
 
     @property
     def samples_per_epoch(self) -> int | None:
-        return None if self._order is None else self._order.samples_per_epoch
+        if self._order is None:
+            return None
+        return self._order.samples_per_epoch
 
     @property
     def may_end(self) -> bool:
@@ -146,7 +151,9 @@ class TrainFeed:
         return isinstance(self._dataset, StreamDataset) and not self._dataset.shards.config.repeat
 
     def epoch_of(self, step: int) -> int:
-        return 0 if self._order is None else self._order.epoch_of(self._skipped.position(step))
+        if self._order is None:
+            return 0
+        return self._order.epoch_of(self._skipped.position(step))
 
     def seen(self, steps: int) -> dict[str, SourceSeen]:
         """Returns by name how much of each source of a mixture the first ``steps`` steps use; empty for other data."""
@@ -212,7 +219,10 @@ class EvalFeed:
         device: torch.device,
         local_ranks: int = 1,
     ) -> None:
-        self.dataset, self._layout, self._dp_rank, self._device = dataset, layout, dp_rank, device
+        self.dataset = dataset
+        self._layout = layout
+        self._dp_rank = dp_rank
+        self._device = device
         self._order = Order(len(dataset), batch.global_size, drop_last=False, seed=None)
         self._workers = loader_workers(batch, dataset, local_ranks)
 
@@ -282,7 +292,8 @@ class _Steps:
         self._micro_batches = layout.micro_batches
         self._copy = DeviceCopy(device, dataset.scale, dataset.floats)
         self._reader = MicroBatchReader(dataset, requests, workers, 2 * layout.micro_batches, _pins(device), read)
-        self._collated, self._pipeline = dataset.collate is not None, layout.pp > 1
+        self._collated = dataset.collate is not None
+        self._pipeline = layout.pp > 1
         self._even = dataset.lengths is None and (not self._collated or self._pipeline)
         self._shapes: list[list[int]] | None = None
 
@@ -295,10 +306,8 @@ class _Steps:
             self._check_shapes(micro_batch)
         sent = self._copy.send(Batch(*micro_batch[:3], samples=micro_batch.samples) for micro_batch in stacked)
         states = tuple(micro_batch.state for micro_batch in stacked if micro_batch.state)
-        targets, items = (
-            sum(micro_batch.target_count for micro_batch in stacked),
-            sum(micro_batch.items for micro_batch in stacked),
-        )
+        targets = sum(micro_batch.target_count for micro_batch in stacked)
+        items = sum(micro_batch.items for micro_batch in stacked)
         return _SentStep(sent, targets, all(micro_batch.ended for micro_batch in stacked), items, states)
 
     def close(self) -> None:
@@ -331,7 +340,8 @@ def _requests(
     order: Order, layout: Layout, dp_rank: int, steps: Iterator[int], balance: TokenBalance | None
 ) -> Iterator[LoadRequest]:
     for step in steps:
-        template, epoch = order.template(step), order.epoch_of(step)
+        template = order.template(step)
+        epoch = order.epoch_of(step)
         if balance is None:
             for slots in order.rank_batch(step, layout, dp_rank):
                 yield LoadRequest(tuple(slots.tolist()), template, epoch)
@@ -341,4 +351,6 @@ def _requests(
 
 
 def _balance(dataset: Dataset, layout: Layout) -> TokenBalance | None:
-    return None if dataset.lengths is None else TokenBalance(np.asarray(dataset.lengths), layout)
+    if dataset.lengths is None:
+        return None
+    return TokenBalance(np.asarray(dataset.lengths), layout)

@@ -79,7 +79,9 @@ def image_names(directory: Path) -> list[str]:
     Raises:
         UserError: a directory cannot be read.
     """
-    return sorted(_images_below(str(directory), "")) if directory.is_dir() else []
+    if directory.is_dir():
+        return sorted(_images_below(str(directory), ""))
+    return []
 
 
 def _images_below(folder: str, prefix: str) -> Iterator[str]:

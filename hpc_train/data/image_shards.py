@@ -190,19 +190,24 @@ def _images(folder: Path, classes: list[str]) -> Iterator[_Image]:
 
 
 def _shards(out: Path, split: str, images: list[_Image], shard_bytes: int) -> Iterator[_Shard]:
-    number, first, size = 0, 0, 0
+    number = 0
+    first = 0
+    size = 0
     for end, image in enumerate(images, 1):
         size += image.size
         if size >= shard_bytes or end == len(images):
             yield _Shard(out, split, number, first, images[first:end])
-            number, first, size = number + 1, end, 0
+            number = number + 1
+            first = end
+            size = 0
 
 
 def _write_missing(
     shards: list[_Shard], workers: int, builder: Builder, on_progress: Callable[[Progress, Progress], None]
 ) -> None:
     missing = [shard for shard in shards if not shard.rows.exists()]
-    total, left = _size(shards), _size(missing)
+    total = _size(shards)
+    left = _size(missing)
 
     def show(done: Progress) -> None:
         builder.check()
@@ -223,7 +228,8 @@ def _write_shard(shard: _Shard, report: Report, builder: int) -> None:
     with unfinished.open("wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for number, image in enumerate(shard.images):
-                key, content = f"{shard.first + number:07d}", Path(image.path).read_bytes()
+                key = f"{shard.first + number:07d}"
+                content = Path(image.path).read_bytes()
                 check_content(content, image.path)
                 _add(tar, key + Path(image.path).suffix.lower(), content)
                 _add(tar, f"{key}.cls", str(image.label).encode())

@@ -61,8 +61,13 @@ class DecodedImages(Dataset):
         if split == "train":
             self.notice = _empty_classes(self.classes, labels)
         self._augment = config.augment and split == "train"
-        self.scale = pixel_scale(MEAN, STD) if config.channels == 3 else pixel_scale(MEAN.mean(), STD.mean())
-        self._size, self._channels, self._seed = config.image_size, config.channels, seed
+        if config.channels == 3:
+            self.scale = pixel_scale(MEAN, STD)
+        else:
+            self.scale = pixel_scale(MEAN.mean(), STD.mean())
+        self._size = config.image_size
+        self._channels = config.channels
+        self._seed = seed
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -85,7 +90,10 @@ class DecodedImages(Dataset):
         """Returns a box of the image, scaled to ``[channels, size, size]`` uint8."""
         decoded = open_image(self._file(index), self.source(index), _MODES[self._channels])
         width, height = decoded.size
-        box = center_box(width, height) if random is None else random_box(width, height, random)
+        if random is None:
+            box = center_box(width, height)
+        else:
+            box = random_box(width, height, random)
         scaled = decoded.resize((self._size, self._size), self._bilinear, box=box)
         return np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
 
@@ -126,14 +134,17 @@ class NameList:
     """
 
     def __init__(self, groups: Iterable[list[str]]) -> None:
-        texts, ends, size = [], [np.zeros(1, np.int64)], 0
+        texts = []
+        ends = [np.zeros(1, np.int64)]
+        size = 0
         for names in groups:
             encoded = [os.fsencode(name) for name in names]
             texts.append(b"".join(encoded))
             ends.append(np.cumsum([len(encoded_name) for encoded_name in encoded], dtype=np.int64) + size)
             size += len(texts[-1])
         self.counts = [len(group_ends) for group_ends in ends[1:]]
-        self._text, self._ends = b"".join(texts), np.concatenate(ends)
+        self._text = b"".join(texts)
+        self._ends = np.concatenate(ends)
 
     @property
     def parts(self) -> tuple[bytes, Array]:
@@ -173,7 +184,9 @@ def generator(seed: int, epoch: int, index: int, *purpose: int) -> np.random.Gen
 
 def flip(pixels: Array, random: np.random.Generator) -> Array:
     """Mirrors ``[..., width]`` left to right with probability 1/2."""
-    return pixels[..., ::-1] if random.random() < 0.5 else pixels
+    if random.random() < 0.5:
+        return pixels[..., ::-1]
+    return pixels
 
 
 def shifted_crop(pixels: Array, padding: int, random: np.random.Generator) -> Array:

@@ -104,7 +104,8 @@ class MicroBatchReader:
         pin: bool,
         read: Callable[[Any], Stacked] | None = None,
     ) -> None:
-        self._dataset, self._workers = dataset, workers
+        self._dataset = dataset
+        self._workers = workers
         self._requested: deque[Request] = deque()
         loader: DataLoader[Stacked | Exception] = DataLoader(
             _MicroBatches(StackedSamples(dataset) if read is None else read),
@@ -154,13 +155,17 @@ class MicroBatchReader:
         """Raises RuntimeError if a loader process has failed."""
         for process in self._processes:
             if process.exitcode:
-                ended = f"was killed by {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else "failed"
+                ended = "failed"
+                if process.exitcode < 0:
+                    ended = f"was killed by {signal.Signals(-process.exitcode).name}"
                 raise RuntimeError(f"process {process.pid} {ended}")
 
     def _death_notice(self, error: Exception) -> str:
         if not self._workers:
             return str(error)
-        samples = [index for index in self._requested[0].slots if index != PADDING] if self._requested else []
+        samples = []
+        if self._requested:
+            samples = [index for index in self._requested[0].slots if index != PADDING]
         files = sorted({source for index in samples[:8] if (source := self._dataset.source(index))})
         return (
             f"a data loader process died while it read the samples {samples[:8]}{' …' if samples[8:] else ''}"
@@ -173,7 +178,8 @@ class _RecordedRequests:
     """Iterates over the requests and records those that were sent to loader processes."""
 
     def __init__(self, requests: Iterable[Request], requested: deque[Request]) -> None:
-        self._requests, self._requested = requests, requested
+        self._requests = requests
+        self._requested = requested
 
     def __iter__(self) -> Iterator[Request]:
         for request in self._requests:
@@ -193,7 +199,9 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
         except UserError as error:
             return error
         except UserCodeError as error:
-            return error if isinstance(error, SampleError) else SampleError(str(error))
+            if isinstance(error, SampleError):
+                return error
+            return SampleError(str(error))
 
 
 class StackedSamples:
@@ -204,7 +212,10 @@ class StackedSamples:
 
     def __call__(self, request: LoadRequest) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
-        batch = self._stack(request, indices) if self._dataset.collate is None else self._collate(request, indices)
+        if self._dataset.collate is None:
+            batch = self._stack(request, indices)
+        else:
+            batch = self._collate(request, indices)
         return batch._replace(samples=request.slots)
 
     def _collate(self, request: LoadRequest, indices: list[int]) -> Stacked:
@@ -215,7 +226,10 @@ class StackedSamples:
 
     def _stack(self, request: LoadRequest, indices: list[int]) -> Stacked:
         samples = [self._fitted(index, request) for index in indices]
-        template = samples[0] if samples else self._read(request.template, request.epoch, self._dataset.sample)
+        if samples:
+            template = samples[0]
+        else:
+            template = self._read(request.template, request.epoch, self._dataset.sample)
         padding = padding_like(template)
         if request.width is not None:
             padding = pad_or_truncate(padding, request.width)
@@ -264,7 +278,8 @@ def check_shapes(indices: list[int], samples: list[Sample], describe: Callable[[
     """
     for index, sample in zip(indices, samples, strict=True):
         if _shapes(sample) != _shapes(samples[0]):
-            shape_text, first_text = describe_shapes(_shapes(sample)), describe_shapes(_shapes(samples[0]))
+            shape_text = describe_shapes(_shapes(sample))
+            first_text = describe_shapes(_shapes(samples[0]))
             raise UserError(
                 f"{describe(index)} has {shape_text}, but {describe(indices[0])} has {first_text}",
                 where="data",
@@ -286,7 +301,9 @@ def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:
 def _wide(targets: Array) -> Array:
     """Converts integers to int64, so that ``IGNORED`` can be represented."""
     targets = np.asarray(targets)
-    return targets.astype(np.int64, copy=False) if targets.dtype.kind in "biu" else targets
+    if targets.dtype.kind in "biu":
+        return targets.astype(np.int64, copy=False)
+    return targets
 
 
 def _identity(stacked: Any) -> Any:

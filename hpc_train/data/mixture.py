@@ -100,7 +100,8 @@ class MixedOrder(Order):
 
     def seen(self, steps: int, skipped: Skipped) -> Indices:
         """Returns how many samples of each source the first ``steps`` steps use."""
-        total, begin = np.zeros(len(self.sizes), np.int64), 0
+        total = np.zeros(len(self.sizes), np.int64)
+        begin = 0
         end = skipped.position(steps - 1) + 1 if steps else 0
         for first, last in (*skipped.windows, (end, end)):
             total += self._between(begin, min(first, end))

@@ -57,7 +57,9 @@ def open_image(file: str | BinaryIO, name: str, mode: str) -> Any:
         image.load()
         turn = _TURNS.get(_orientation(image))
         decoded = _without_transparency(_in_8_bits(image)).convert(mode)
-    return decoded if turn is None else decoded.transpose(getattr(library.Transpose, turn))
+    if turn is None:
+        return decoded
+    return decoded.transpose(getattr(library.Transpose, turn))
 
 
 def check_pixels(image: Any, name: str) -> None:

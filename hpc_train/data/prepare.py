@@ -110,7 +110,8 @@ def prepare(
     encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
     identity = asdict(settings) | {"tokenizer": fingerprint(settings.tokenizer)}
     del identity["bos"]  # directories of earlier versions, which wrote no start tokens, keep their identity
-    identity |= {"start": encoder.start} if encoder.start else {}
+    if encoder.start:
+        identity |= {"start": encoder.start}
     keys = [_key(source, identity) for source in inputs]
     key = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
     with sole_builder(out) as builder:
@@ -150,13 +151,15 @@ def _clear_unfinished(shards: Path) -> None:
 
 def _shards(inputs: list[InputFile], keys: list[str], builder: Builder) -> Iterator[_Shard]:
     """Yields the shards of all inputs, in order."""
-    first, size = 0, 0
+    first = 0
+    size = 0
     for number, source in enumerate(inputs, 1):
         size += source.size
         if size >= SHARD_BYTES or number == len(inputs):
             key = hashlib.blake2b("".join(keys[first:number]).encode(), digest_size=16).hexdigest()
             yield _Shard(inputs[first:number], str(builder.out / _SHARDS / f"{key}-{_FORMAT}"), builder.number)
-            first, size = number, 0
+            first = number
+            size = 0
 
 
 def _write_shards(
@@ -181,7 +184,8 @@ def _write_shards(
 def _write_shard(shard: _Shard, report: Report, settings: Settings) -> None:
     encoder = open_encoder(settings.tokenizer, settings.eos, settings.bos)
     shard.unfinished.mkdir()
-    written, read = _Written(), 0
+    written = _Written()
+    read = 0
     with (
         (shard.unfinished / "train.bin").open("wb") as train,
         (shard.unfinished / "validation.bin").open("wb") as validation,
@@ -210,7 +214,8 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         size += len(piece.text)
         if size >= _BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -237,12 +242,15 @@ def _dtype(encoder: Encoder) -> np.dtype[Any]:
 
 
 def _dtype_name(encoder: Encoder) -> str:
-    return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
+    if encoder.vocab_size <= 1 << 16:
+        return "uint16"
+    return "uint32"
 
 
 def _join(shards: list[_Shard], builder: Builder, settings: Settings, encoder: Encoder, key: str) -> TokensMeta:
     """Joins the shards and commits them by writing ``meta.json``."""
-    out, joined = builder.out, builder.out / _SHARDS / f"unfinished-{builder.number}-joined"
+    out = builder.out
+    joined = builder.out / _SHARDS / f"unfinished-{builder.number}-joined"
     shard_counts = [read_json(Path(shard.directory) / "shard.json")["counts"] for shard in shards]
     counts = {split: sum(count[split] for count in shard_counts) for split in SPLITS}
     total = sum(counts.values())

@@ -63,12 +63,16 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.samples // self.global_size if self.drop_last else math.ceil(self.samples / self.global_size)
+        if self.drop_last:
+            return self.samples // self.global_size
+        return math.ceil(self.samples / self.global_size)
 
     @property
     def samples_per_epoch(self) -> int:
         """Returns the samples that an epoch uses, without those that ``drop_last`` drops."""
-        return self.steps_per_epoch * self.global_size if self.drop_last else self.samples
+        if self.drop_last:
+            return self.steps_per_epoch * self.global_size
+        return self.samples
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -119,7 +123,9 @@ class Order:
         return int(self.slots(step, 0, 1)[0])
 
     def _samples_at(self, epoch: int, positions: Indices) -> Indices:
-        return positions if self.seed is None else Permutation(self.samples, self.seed, epoch)(positions)
+        if self.seed is None:
+            return positions
+        return Permutation(self.samples, self.seed, epoch)(positions)
 
 
 @dataclass(frozen=True)
@@ -363,7 +369,10 @@ def pad_or_truncate(sample: Sample, width: int) -> Sample:
         ValueError: the truncation would remove a target that counts.
     """
     tokens = len(sample.inputs)
-    beyond = sample.targets[width:] if sample.targets.shape[:1] == (tokens,) else sample.targets[:0]
+    if sample.targets.shape[:1] == (tokens,):
+        beyond = sample.targets[width:]
+    else:
+        beyond = sample.targets[:0]
     if (beyond != IGNORED).any():
         raise ValueError(f"the sample has targets after its first {width} tokens, its length according to the dataset")
 

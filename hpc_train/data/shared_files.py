@@ -64,7 +64,9 @@ def shared_file(dataset: Dataset, before: frozenset[OpenFile]) -> str:
     if unsafe or not opened or not len(dataset):
         return unsafe
     moved = _moved_by_items(dataset, opened)
-    return "" if moved is None else opened[moved].path
+    if moved is None:
+        return ""
+    return opened[moved].path
 
 
 def _moved_by_items(dataset: Dataset, files: Sequence[OpenFile]) -> int | None:
@@ -92,7 +94,9 @@ def _moved_by_items(dataset: Dataset, files: Sequence[OpenFile]) -> int | None:
     timer.cancel()
     _move(files, before)
     code = os.waitstatus_to_exitcode(status)
-    return code - 1 if code > 0 else None
+    if code > 0:
+        return code - 1
+    return None
 
 
 def _move(files: Sequence[OpenFile], positions: Sequence[int]) -> None:

@@ -57,7 +57,8 @@ def _check_text(data: TextDataConfig) -> None:
         return
     path = Path(data.path)
     if path.is_dir():
-        root, pattern = path, data.pattern
+        root = path
+        pattern = data.pattern
     elif any(mark in data.path for mark in WILDCARDS):
         root = next(parent for parent in path.parents if not any(mark in str(parent) for mark in WILDCARDS))
         pattern = str(path.relative_to(root))
@@ -137,7 +138,9 @@ def _check_mixture(data: MixtureDataConfig) -> None:
     _check_weights(data.weights, list(sources))
     for name, source in sources.items():
         if isinstance(source, MixtureDataConfig | StreamDataConfig) or source.collate is not None:
-            problem = "has a collate of its own" if source.collate is not None else f"is a {source.kind}"
+            problem = "has a collate of its own"
+            if source.collate is None:
+                problem = f"is a {source.kind}"
             raise UserError(
                 f"the source {name} {problem}, which a mixture does not support",
                 where=f"data.sources.{name}",

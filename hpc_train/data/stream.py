@@ -135,8 +135,12 @@ class ShardReader:
     """Reads one shard from ``state`` on."""
 
     def __init__(self, shards: Shards, shard: int, state: ShardState, repeat: bool) -> None:
-        self._shards, self._shard, self._repeat = shards, shard, repeat
-        self.taken, self._epoch, self._ended = state.taken, state.epoch, state.ended
+        self._shards = shards
+        self._shard = shard
+        self._repeat = repeat
+        self.taken = state.taken
+        self._epoch = state.epoch
+        self._ended = state.ended
         self._within = 0 if state.user is None else state.within
         self._iterable: Any = None
         self._iterator: Iterator[Any] = iter(())
@@ -242,7 +246,8 @@ def check_resumes(shards: Shards, shard: int) -> None:
     state = reader.state()
     if state.user is None:
         return
-    expected, resumed = reader.next(), ShardReader(shards, shard, state, repeat=True).next()
+    expected = reader.next()
+    resumed = ShardReader(shards, shard, state, repeat=True).next()
     if not _same(expected, resumed):
         raise UserError(
             f"{shards.name(shard)} does not continue where its state_dict says: after the first item, load_state_dict "
@@ -313,7 +318,10 @@ class StreamReader:
     """
 
     def __init__(self, dataset: StreamDataset, states: States, lanes: int) -> None:
-        self._dataset, self._shards, self._states, self._lanes = dataset, dataset.shards, states, lanes
+        self._dataset = dataset
+        self._shards = dataset.shards
+        self._states = states
+        self._lanes = lanes
         self._readers: dict[int, dict[int, ShardReader]] = {}
         self._template: Any = None
 
@@ -360,7 +368,8 @@ class StreamReader:
         if self._dataset.collate is not None:
             batch = self._dataset.collate(self._dataset, items or [self._template], slots, 0, request.size)
             return Stacked(batch.inputs, batch.targets, dict(batch.context), target_count(batch.targets))
-        reads, describe = self._dataset.reads, self._dataset.describe
+        reads = self._dataset.reads
+        describe = self._dataset.describe
         samples = [reads.sample(item, describe(slot)) for slot, item in zip(slots, items, strict=True)]
         check_shapes(slots, samples, describe)
         return stacked(samples, padding_like(reads.sample(self._template, "an earlier item")), request.size)

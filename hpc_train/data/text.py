@@ -108,7 +108,9 @@ def _as_regex(pattern: str) -> str:
     def translate(match: re.Match[str]) -> str:
         token = match.group()
         if token.startswith("["):
-            return "[^" + token[2:] if token.startswith("[!") else token
+            if token.startswith("[!"):
+                return "[^" + token[2:]
+            return token
         return tokens.get(token, re.escape(token))
 
     return re.sub(r"\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|.", translate, pattern)
@@ -224,7 +226,9 @@ class TextDataset(Dataset):
             skip = start - int(self._ends[number]) + file.size
             piece = self._bytes(number, file.start + skip, min(length, file.size - skip))
             pieces.append(piece)
-            start, length, number = start + len(piece), length - len(piece), number + 1
+            start = start + len(piece)
+            length = length - len(piece)
+            number = number + 1
         return np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def _bytes(self, number: int, start: int, length: int) -> bytes:

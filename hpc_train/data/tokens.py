@@ -107,7 +107,8 @@ class TokensDataset(Dataset):
             raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)
         meta = read_meta(directory)
         self.path = directory / f"{split}.bin"
-        self._length, self._vocab_size = config.sequence_length, config.vocab_size
+        self._length = config.sequence_length
+        self._vocab_size = config.vocab_size
         if meta.vocab_size > config.vocab_size:
             raise UserError(
                 f"{directory} has token ids up to {meta.vocab_size - 1}, but data.vocab_size is {config.vocab_size}",
@@ -206,7 +207,8 @@ class Documents(Protocol):
 def pieces_of(lengths: NDArray[Any], sequence_length: int) -> tuple[Indices, Indices]:
     """Returns the start and size of each piece; each of its inputs has the next token as its target."""
     lengths = lengths.astype(np.int64)
-    starts, inputs = np.cumsum(lengths) - lengths, lengths - 1
+    starts = np.cumsum(lengths) - lengths
+    inputs = lengths - 1
     starts, inputs = starts[inputs > 0], inputs[inputs > 0]  # a single token has no target
     counts = -(-inputs // sequence_length)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -250,7 +252,10 @@ def pack(sizes: Indices, sequence_length: int) -> Indices:
 
 def _runs(values: Indices) -> Iterator[tuple[int, int]]:
     """Yields each value of sorted ``values`` with the end of its run."""
-    ends = np.append(np.flatnonzero(np.diff(values)) + 1, len(values)) if len(values) else values
+    if len(values):
+        ends = np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
+    else:
+        ends = values
     yield from zip(values[ends - 1].tolist(), ends.tolist(), strict=True)
 
 
@@ -264,11 +269,13 @@ class PackedDataset(Dataset):
     loads_cheaply = True
 
     def __init__(self, documents: Documents, sequence_length: int) -> None:
-        self.documents, self._length = documents, sequence_length
+        self.documents = documents
+        self._length = sequence_length
         starts, sizes = pieces_of(documents.document_lengths(), sequence_length)
         sequence_of = pack(sizes, sequence_length)
         order = np.argsort(sequence_of, kind="stable")  # the pieces are in the order of their starts
-        self._starts, self._sizes = starts[order], sizes[order]
+        self._starts = starts[order]
+        self._sizes = sizes[order]
         self._ends = np.cumsum(np.bincount(sequence_of))  # the last piece of each sequence, exclusive
         self.lengths = np.bincount(sequence_of, weights=sizes).astype(np.int64)
 
@@ -285,14 +292,19 @@ class PackedDataset(Dataset):
 
     def sample(self, index: int, epoch: int) -> Sample:
         inputs, targets = np.zeros(self._length, np.int64), np.full(self._length, IGNORED, np.int64)
-        positions, documents = np.zeros(self._length, np.int64), np.zeros(self._length, np.int64)
+        positions = np.zeros(self._length, np.int64)
+        documents = np.zeros(self._length, np.int64)
         first = int(self._ends[index - 1]) if index else 0
         at = 0
         for number, piece in enumerate(range(first, int(self._ends[index]))):
-            start, size = int(self._starts[piece]), int(self._sizes[piece])
-            piece_sample, place = self.piece(start, size), slice(at, at + size)
-            inputs[place], targets[place] = piece_sample.inputs, piece_sample.targets
-            positions[place], documents[place] = np.arange(size), number
+            start = int(self._starts[piece])
+            size = int(self._sizes[piece])
+            piece_sample = self.piece(start, size)
+            place = slice(at, at + size)
+            inputs[place] = piece_sample.inputs
+            targets[place] = piece_sample.targets
+            positions[place] = np.arange(size)
+            documents[place] = number
             at += size
         documents[at:] = -1  # padding is a document of its own, whose targets are ignored
         return Sample(inputs, targets, {"positions": positions, "document_ids": documents})

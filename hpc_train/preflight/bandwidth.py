@@ -60,7 +60,9 @@ class PairRate:
     rate: float
 
     def partner(self, node: str) -> str:
-        return self.nodes[1] if self.nodes[0] == node else self.nodes[0]
+        if self.nodes[0] == node:
+            return self.nodes[1]
+        return self.nodes[0]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode,
         others = [pair.rate for pair in pairs if node not in pair.nodes]
         if not others:
             continue
-        usual, rate = median(others), median(pair.rate for pair in node_pairs)
+        usual = median(others)
+        rate = median(pair.rate for pair in node_pairs)
         partners = tuple(pair.partner(node) for pair in node_pairs if pair.rate < slow * usual)
         if len(set(partners)) >= MIN_PARTNERS and rate < slow * usual:
             results.append(SlowNode(node, rate, usual, partners))

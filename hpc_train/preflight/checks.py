@@ -269,7 +269,10 @@ def _constraint(nodes: set[str], features: Mapping[str, frozenset[str]]) -> str:
     """Returns the override that selects a feature common to all of ``nodes`` and absent from the others."""
     node_features = [features.get(node, frozenset()) for node in nodes]
     others = [other_features for node, other_features in features.items() if node not in nodes]
-    common = frozenset.intersection(*node_features).difference(*others) if node_features else frozenset()
+    if node_features:
+        common = frozenset.intersection(*node_features).difference(*others)
+    else:
+        common = frozenset()
     if common:
         return f"cluster.constraint={min(common)}"
     return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists what the nodes have"

@@ -107,7 +107,8 @@ def _all_gather_case(elements: int, ranks: Ranks) -> _Case:
 
 
 def _broadcast(elements: int, ranks: Ranks) -> _Case:
-    expected, first = _pattern(elements, ranks), ranks.global_rank(0)
+    expected = _pattern(elements, ranks)
+    first = ranks.global_rank(0)
     buffer = expected.clone() if ranks.rank == 0 else torch.zeros_like(expected)
     return _Case(lambda: dist.broadcast(buffer, first, group=ranks.group), buffer, expected)
 

@@ -71,7 +71,9 @@ def _in_node(facts: NodeFacts) -> Expected | None:
     for model, (least, bus) in IN_NODE.items():
         if links and all(model in (gpu.model or "") for gpu in facts.gpus):
             complete = len(facts.gpus) == 8 and all(link.startswith("NV") and int(link[2:]) >= least for link in links)
-            return Expected(bus, f"8 {model} with NVLink") if complete else None
+            if complete:
+                return Expected(bus, f"8 {model} with NVLink")
+            return None
     return None
 
 
@@ -90,10 +92,16 @@ def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
 def _rate(facts: NodeFacts, name: str | None) -> float | None:
     """Returns the rate of a NIC's active ports in Gb/s; None if unknown."""
     nic = next((nic for nic in usable_nics(facts) if nic.name == name), None)
-    rates = [port.rate_gbps for port in nic.ports if port.active] if nic is not None else []
-    return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
+    rates = []
+    if nic is not None:
+        rates = [port.rate_gbps for port in nic.ports if port.active]
+    if rates and None not in rates:
+        return sum(rate for rate in rates if rate is not None)
+    return None
 
 
 def _slowest(expectations: Sequence[Expected | None]) -> Expected | None:
     present = [one for one in expectations if one is not None]
-    return min(present, key=lambda expected: expected.bus) if present and len(present) == len(expectations) else None
+    if present and len(present) == len(expectations):
+        return min(present, key=lambda expected: expected.bus)
+    return None

@@ -116,10 +116,12 @@ def measure_all(
         transport: reads NCCL's log, which is complete only after the first collectives.
         now: this node's clock in seconds since the epoch.
     """
-    mesh, began = crew.mesh, time.monotonic()
+    mesh = crew.mesh
+    began = time.monotonic()
     clocks = clock_offsets(crew.nodes, range(0, mesh.layout.world_size, crew.per_node), mesh.control, now)
     facts = replace(facts, gemm=_gemm(crew, effort), copy=_copy(crew))
-    bandwidths, left_out = Bandwidths(), []
+    bandwidths = Bandwidths()
+    left_out = []
     stages = {"in the node": _in_node, "over each rail": _over_rails, "over all ranks": _over_all}
     for name, stage in stages.items():
         if crew.world.largest(time.monotonic() - began) > effort.limit_s:
@@ -144,7 +146,9 @@ def paired_test(crew: Crew, world_bus: float, effort: Effort) -> tuple[PairRate,
     """
     size = int(min(effort.bytes, max(LEAST_EXCHANGE, world_bus * effort.stage_s / 8)))
     first_pass = _pass(crew, size)
-    return best_of(first_pass, _pass(crew, size)) if crew.agree(bool(slow_nodes(first_pass))) else first_pass
+    if crew.agree(bool(slow_nodes(first_pass))):
+        return best_of(first_pass, _pass(crew, size))
+    return first_pass
 
 
 def _in_node(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
@@ -164,7 +168,9 @@ def _over_rails(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidth
 
 
 def _over_all(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
-    return bandwidths if crew.world.size == 1 else replace(bandwidths, world=_all_reduce(crew.world, effort))
+    if crew.world.size == 1:
+        return bandwidths
+    return replace(bandwidths, world=_all_reduce(crew.world, effort))
 
 
 def _all_reduce_among(crew: Crew, ranks: Sequence[int], effort: Effort) -> float:
@@ -217,7 +223,8 @@ def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tens
     """Returns the seconds in which this rank exchanged data with the rank of the same local rank on node
     ``partner``.
     """
-    peer, group = partner * crew.per_node + crew.local, crew.world.group
+    peer = partner * crew.per_node + crew.local
+    group = crew.world.group
     operations = [
         dist.P2POp(dist.isend, sent, peer, group=group),
         dist.P2POp(dist.irecv, received, peer, group=group),
@@ -232,7 +239,8 @@ def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tens
 
 def _gemm(crew: Crew, effort: Effort) -> float:
     """Returns the FLOP/s of this rank's device; on the CPU of one core."""
-    device, threads = crew.mesh.device, torch.get_num_threads()
+    device = crew.mesh.device
+    threads = torch.get_num_threads()
     if device.type == "cuda":
         return measured_gemm_flops(device, torch.bfloat16, effort.gemm_size, effort.gemm_s)
     torch.set_num_threads(1)  # several would wait for each other beside other processes
@@ -245,7 +253,9 @@ COPY_BYTES, COPIES_TO_GPU = 64 << 20, 5  # the fastest copy counts
 
 
 def _copy(crew: Crew) -> float | None:
-    return copy_rate(crew.mesh.device, crew.mesh.control) if crew.mesh.device.type == "cuda" else None
+    if crew.mesh.device.type == "cuda":
+        return copy_rate(crew.mesh.device, crew.mesh.control)
+    return None
 
 
 def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:

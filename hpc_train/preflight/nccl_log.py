@@ -62,7 +62,9 @@ class Transport:
 
 def parse_transport(log: str) -> Transport:
     """Parses the log of one rank; missing facts stay empty."""
-    version, channels, chosen = _VERSION.search(log), _NETWORK.findall(log), _CHOSEN.findall(log)
+    version = _VERSION.search(log)
+    channels = _NETWORK.findall(log)
+    chosen = _CHOSEN.findall(log)
     nics = [nic for line in _NICS.findall(log) for nic in _NIC.findall(line)]
     inside = ("SHM" if "shared" in transport else transport for transport in _INSIDE.findall(log))
     return Transport(
@@ -112,14 +114,17 @@ def log_transport() -> NCCLLog | None:
 
 def logged_transport(log: NCCLLog | None) -> Transport | None:
     """Returns the logged transport; None without a log."""
-    return None if log is None else parse_transport(log.read().decode(errors="replace"))
+    if log is None:
+        return None
+    return parse_transport(log.read().decode(errors="replace"))
 
 
 class WarningCopier:
     """Copies the warnings in a growing log to standard error, each once, and with the first one the log to ``kept``."""
 
     def __init__(self, log: NCCLLog, copy: Path) -> None:
-        self._log, self._kept = log, copy
+        self._log = log
+        self._kept = copy
         self._position = 0
 
     def copy(self) -> None:
@@ -148,7 +153,8 @@ def copied_warnings(log: NCCLLog, copy: Path) -> Iterator[None]:
 
     The whole log is written to ``copy`` with each warning and after an exception, and removed if there was none.
     """
-    copier, ended = WarningCopier(log, copy), threading.Event()
+    copier = WarningCopier(log, copy)
+    ended = threading.Event()
 
     def follow() -> None:
         while not ended.wait(FOLLOW_S):

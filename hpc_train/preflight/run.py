@@ -72,7 +72,8 @@ def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[NC
     if config.cluster.preflight == "off" or spec.checked or spec.gpus_per_node == 0 or spec.layout.world_size == 1:
         yield None
         return
-    folder, name = run.logs / "nccl", f"rank-{spec.rank:04d}.log"
+    folder = run.logs / "nccl"
+    name = f"rank-{spec.rank:04d}.log"
     (folder / f"{spec.attempt - 1:03d}-{name}").unlink(missing_ok=True)
     log = log_transport()
     with nullcontext() if log is None else copied_warnings(log, folder / f"{spec.attempt:03d}-{name}"):
@@ -103,7 +104,8 @@ def preflight(
         return
     allocation = current_allocation()
     crew = _crew(spec, mesh, allocation.node_name)
-    began, actions = time.monotonic(), actions_of(config, spec, allocation)
+    began = time.monotonic()
+    actions = actions_of(config, spec, allocation)
     facts = read_fabric(run) if mesh.rank == 0 else ()
     expected = _broadcast(crew, expected_bandwidths(facts, spec.gpus_per_node))
     chosen_effort = fitting(effort(mode, mesh.device.type == "cuda"), crew)
@@ -150,7 +152,9 @@ def _judge(
 ) -> list[PreflightFinding]:
     rdma = {node.node: any(verdict.usable for verdict in judge_ports(node)) for node in facts if node.node is not None}
     mixed = len({rank.device for rank in measured.ranks}) > 1
-    features = node_features(dict.fromkeys(rank.node for rank in measured.ranks)) if mixed else {}
+    features = {}
+    if mixed:
+        features = node_features(dict.fromkeys(rank.node for rank in measured.ranks))
     return [
         *check_config(measured.ranks),
         *check_versions(measured.ranks),
@@ -191,7 +195,9 @@ def _report(
         "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings],
         left_out=measured.left_out, **numbers,
     )  # fmt: skip
-    world = "" if measured.bandwidths.world is None else f", all-reduce {measured.bandwidths.world / 1e9:.3g} GB/s"
+    world = ""
+    if measured.bandwidths.world is not None:
+        world = f", all-reduce {measured.bandwidths.world / 1e9:.3g} GB/s"
     of = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} in {head['seconds']:.1f} s"
     print(f"preflight ({head['mode']}) of {of}{world}: {len(findings)} findings")
     for finding in findings:
@@ -224,10 +230,14 @@ def _report_unfit(
 
 def _numbers(measured: Measured, pairs: Sequence[PairRate], expected: ExpectedBandwidths) -> Mapping[str, Any]:
     def gb(bus: float | None) -> float | None:
-        return None if bus is None else round(bus / 1e9, 4)
+        if bus is None:
+            return None
+        return round(bus / 1e9, 4)
 
     def expectation_json(value: Expected | None) -> dict[str, Any] | None:
-        return None if value is None else {"bus": gb(value.bus), "reason": value.reason}
+        if value is None:
+            return None
+        return {"bus": gb(value.bus), "reason": value.reason}
 
     return {
         "bus_gb_per_s": {
@@ -299,7 +309,9 @@ def versions(cuda: bool) -> dict[str, str]:
         installed["hpc_train"] = version("hpc_train")
     if cuda:
         installed["nccl" if torch.version.hip is None else "rccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
+        driver = None
+        if _DRIVER.exists():
+            driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text())
         if driver is not None:
             installed["driver"] = driver[1]
         if torch.version.hip is not None and _AMD_DRIVER.exists():
@@ -308,5 +320,9 @@ def versions(cuda: bool) -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE) if _CPUS.exists() else None
-    return match[1].strip() if match else platform.machine()
+    match = None
+    if _CPUS.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE)
+    if match:
+        return match[1].strip()
+    return platform.machine()

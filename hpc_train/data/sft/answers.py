@@ -38,7 +38,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: str, template: str | None) -> None:
-        self._path, self._tokenizer = tokenizer, _load(tokenizer)
+        self._path = tokenizer
+        self._tokenizer = _load(tokenizer)
         self._template = None if template is None else template_text(template)
 
     def encode(self, record: Record) -> Tokens:
@@ -52,7 +53,10 @@ class Encoder:
         form = form_of([name for name in values if values[name] is not None], record.name)
         if form == "messages":
             return self._conversation(record)
-        parts = ("", values["text"]) if form == "text" else (values["prompt"], values["completion"])
+        if form == "text":
+            parts = ("", values["text"])
+        else:
+            parts = (values["prompt"], values["completion"])
         if not all(isinstance(part, str) for part in parts):
             raise UserError(
                 f"{record.name}: {form} is not text",
@@ -71,12 +75,14 @@ class Encoder:
         if end is None:
             raise no_end(self._path)
         if not ids or ids[-1] != end:
-            ids, learnt = [*ids, end], np.append(learnt, True)
+            ids = [*ids, end]
+            learnt = np.append(learnt, True)
         learnt[-1] = True
         return _marked(ids, learnt)
 
     def _conversation(self, record: Record) -> Tokens:
-        messages, tools = _messages(record), record.values.get("tools") or None
+        messages = _messages(record)
+        tools = record.values.get("tools") or None
         try:
             template = self._tokenizer.get_chat_template(self._template, tools)
             if _GENERATION.search(template):
@@ -115,7 +121,8 @@ class Encoder:
                 )
             )
 
-        conversation, spans = render(messages, False), []
+        conversation = render(messages, False)
+        spans = []
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
                 after = render(messages[: turn + 1], False)
@@ -138,10 +145,17 @@ def _before_first(render: Callable[[Sequence[Any], bool], str], message: Mapping
     marker = render(_QUESTION, True).removeprefix(render(_QUESTION, False))
     if marker:
         head, match, _ = text.partition(marker)
-        return head + marker if match else None
+        if match:
+            return head + marker
+        return None
     content = message.get("content")
-    position = text.find(content.strip()) if isinstance(content, str) and content.strip() else -1
-    return text[:position] if position >= 0 else None
+    if isinstance(content, str) and content.strip():
+        position = text.find(content.strip())
+    else:
+        position = -1
+    if position >= 0:
+        return text[:position]
+    return None
 
 
 def _unstable(record: Record, turn: int) -> UserError:

@@ -102,7 +102,8 @@ def tokenized(
 
 
 def _complete(stored: Sequence[Stored], directory: Path, encoder: Encoder) -> None:
-    missing, chance = list(stored), random.Random()
+    missing = list(stored)
+    chance = random.Random()
     wait_s, longest_s = _WAITS_S
     while True:
         names = {path.name for path in directory.iterdir()}
@@ -136,9 +137,11 @@ def _key(part: Part, settings: str) -> str:
 def _claimed(lock: Path) -> Iterator[bool]:
     """Yields whether this process has the lock; that of a process that dies is released."""
     try:
-        file, new = lock.open("x"), True
+        file = lock.open("x")
+        new = True
     except FileExistsError:
-        file, new = lock.open("a"), False
+        file = lock.open("a")
+        new = False
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

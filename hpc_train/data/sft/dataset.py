@@ -60,7 +60,10 @@ class AnswersDataset(Dataset):
         records = np.concatenate([np.zeros(0, RECORD), *part_records])
         parts = np.repeat(np.arange(len(part_records)), [len(part) for part in part_records])
         _check_vocabulary(config, records)
-        chosen = np.ones(len(records), bool) if config.validation_path else _in_split(records, config, split)
+        if config.validation_path:
+            chosen = np.ones(len(records), bool)
+        else:
+            chosen = _in_split(records, config, split)
         learnt = (records["first"] >= 1) & (records["first"] <= config.sequence_length)
         usable = np.flatnonzero(chosen & learnt)
         self.notice = _notice(split, int(chosen.sum()), len(usable), config.sequence_length)
@@ -72,7 +75,8 @@ class AnswersDataset(Dataset):
                 fix="records with answers, a longer data.sequence_length, or data.validation_path=FILE",
             )
         self._fingerprint = hash_of(records["hash"][usable])
-        self._parts, self._starts = parts[usable], _starts(part_records)[usable]
+        self._parts = parts[usable]
+        self._starts = _starts(part_records)[usable]
         self.lengths: Indices = np.minimum(records["length"][usable].astype(np.int64) - 1, config.sequence_length)
 
     def __len__(self) -> int:
@@ -108,7 +112,8 @@ class AnswersDataset(Dataset):
         return np.cumsum(self.document_lengths())
 
     def _tokens(self, index: int) -> Tokens:
-        part, start = int(self._parts[index]), int(self._starts[index])
+        part = int(self._parts[index])
+        start = int(self._starts[index])
         if part not in self._maps:
             self._maps[part] = self._stored[part].tokens()
         return self._maps[part][start : start + int(self.lengths[index]) + 1]
@@ -122,7 +127,9 @@ class PackedAnswers(PackedDataset):
 
 
 def _tokenized(config: SFTDataConfig, path: str, where: str) -> list[Stored]:
-    template = None if config.chat_template is None else template_text(config.chat_template)
+    template = None
+    if config.chat_template is not None:
+        template = template_text(config.chat_template)
     settings = fingerprint(config.tokenizer, template)
 
     def open_encoder() -> Encoder:
@@ -145,7 +152,9 @@ def _in_split(records: Any, config: SFTDataConfig, split: str) -> NDArray[np.boo
         validation = hashes == hashes.min()
     elif validation.all():
         validation = hashes < hashes.max(initial=0)
-    return validation if split == "validation" else ~validation
+    if split == "validation":
+        return validation
+    return ~validation
 
 
 def _notice(split: str, records: int, usable: int, length: int) -> str:

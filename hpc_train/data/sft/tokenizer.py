@@ -107,7 +107,9 @@ def no_end(tokenizer: str) -> UserError:
 def _settings(folder: Path) -> dict[str, Any]:
     file = folder / SETTINGS
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        if file.is_file():
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        return {}
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}", where="data.tokenizer", fix="copy the file again") from error
 
