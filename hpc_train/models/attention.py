@@ -83,7 +83,7 @@ class Attention(nn.Module):
                 the names that begin with ``LOCAL`` come first, and without ``LOCAL`` + ``BOUNDARIES`` or
                 ``LOCAL`` + ``attention_mask`` the window must not be shorter than the sequence.
         """
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in project(self, hidden))
+        query, key, value = (projection.unflatten(-1, (-1, self.head_dim)) for projection in project(self, hidden))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if "rotary_cosine" in context:
@@ -205,13 +205,13 @@ def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dty
         if not isinstance(part, Model):
             continue
         windows = part.attention_backends(batch, dtype, device)
-        for each in part.modules():
-            if isinstance(each, Attention):
+        for module in part.modules():
+            if isinstance(module, Attention):
                 length = part.hidden_shape(batch.inputs)[1]
-                windows[each.scores.window] = each.backend(length, dtype, device, batch.context)
+                windows[module.scores.window] = module.backend(length, dtype, device, batch.context)
         if len({*windows.values()}) == 1:
             return next(iter(windows.values()))
         if windows:
             layers = ((f"with a window of {window}" if window else "without a window") for window in windows)
-            return "; ".join(f"layers {each}: {text}" for each, text in zip(layers, windows.values(), strict=True))
+            return "; ".join(f"layers {layer}: {text}" for layer, text in zip(layers, windows.values(), strict=True))
     return None

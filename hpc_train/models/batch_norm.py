@@ -202,17 +202,17 @@ class RunningStatistics:
         Thus checkpoints and evaluation see one model.
         """
         ranks = dist.get_world_size(group)
-        own = [
+        statistics = [
             buffer
             for norm in self._local
             if norm.training  # a mean of equal values may differ from them in its last bit
             for buffer in (norm.running_mean, norm.running_var)
             if buffer is not None
         ]
-        if own and ranks > 1:
-            flat = torch.cat(own) / ranks
+        if statistics and ranks > 1:
+            flat = torch.cat(statistics) / ranks
             dist.all_reduce(flat, group=group)
-            _fill(own, flat)
+            _fill(statistics, flat)
 
     def commit(self, finite: Tensor) -> None:
         """Restores the statistics of ``begin`` unless ``finite``, a scalar bool on the device, is true."""

@@ -25,8 +25,8 @@ def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...
         UserError: no module has a class of ``wrap``.
     """
     if wrap is not None:
-        found = _of_classes(module, wrap, least=1)
-        missing = set(wrap) - {type(module.get_submodule(name)).__name__ for name in found}
+        names = _of_classes(module, wrap, least=1)
+        missing = set(wrap) - {type(module.get_submodule(name)).__name__ for name in names}
         if missing:
             classes = sorted({type(part).__name__ for part in module.modules() if part is not module})
             raise UserError(
@@ -36,9 +36,9 @@ def find_blocks(module: nn.Module, wrap: Sequence[str] | None) -> tuple[str, ...
             )
     else:
         named = getattr(module, "_no_split_modules", None) or ()
-        found = _of_classes(module, [name for name in named if isinstance(name, str)], least=2)
-        found = found or _longest_list(module)
-    return tuple(_separate(module, [called for name in found for called in _called(module, name)]))
+        names = _of_classes(module, [name for name in named if isinstance(name, str)], least=2)
+        names = names or _longest_list(module)
+    return tuple(_separate(module, [called for name in names for called in _called(module, name)]))
 
 
 def _called(module: nn.Module, name: str) -> Iterator[str]:
@@ -54,14 +54,14 @@ def _called(module: nn.Module, name: str) -> Iterator[str]:
 
 def _of_classes(module: nn.Module, classes: Iterable[str], least: int) -> list[str]:
     """Returns the outermost modules of those ``classes`` that have at least ``least`` instances with parameters."""
-    wanted = set(classes)
-    found: list[str] = []
+    class_names = set(classes)
+    names: list[str] = []
     for name, part in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and type(part).__name__ in wanted and not inside and any(True for _ in part.parameters()):
-            found.append(name)
-    instances = Counter(type(module.get_submodule(name)).__name__ for name in found)
-    return [name for name in found if instances[type(module.get_submodule(name)).__name__] >= least]
+        inside = any(name.startswith(f"{outer}.") for outer in names)
+        if name and type(part).__name__ in class_names and not inside and any(True for _ in part.parameters()):
+            names.append(name)
+    instances = Counter(type(module.get_submodule(name)).__name__ for name in names)
+    return [name for name in names if instances[type(module.get_submodule(name)).__name__] >= least]
 
 
 def _longest_list(module: nn.Module) -> list[str]:
@@ -81,8 +81,8 @@ def _separate(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     for name in names:
         block = module.get_submodule(name)
-        own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
-        if all(uses[key] == count for key, count in own.items()):
+        block_uses = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+        if all(uses[key] == count for key, count in block_uses.items()):
             yield name
 
 

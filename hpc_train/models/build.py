@@ -72,14 +72,14 @@ def imported(path: str) -> Callable[..., Any]:
     """
     module, _, name = path.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        value: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise UserError(
             f"{path} cannot be imported: {type(error).__name__}: {error}",
             where=path,
             fix="package.module:NAME that is importable where the workers run",
         ) from error
-    return found
+    return value
 
 
 def build_custom(config: CustomModelConfig, seed: int, values: bool = True) -> Model | WrappedModel:
@@ -143,10 +143,10 @@ def _in_parts(target: Callable[..., Any], config: CustomModelConfig) -> Model:
         UserError: a key of the config applies only to modules without the three parts.
     """
     default = CustomModelConfig(_target_=config._target_)
-    for key, own in (("loss", "computes the loss in its head"), ("wrap", "is divided into its layers")):
+    for key, behavior in (("loss", "computes the loss in its head"), ("wrap", "is divided into its layers")):
         if getattr(config, key) != getattr(default, key):
             raise UserError(
-                f"{config._target_} is a Model, which {own}, so model.{key} has no effect",
+                f"{config._target_} is a Model, which {behavior}, so model.{key} has no effect",
                 where=f"model.{key}",
                 fix=f"remove model.{key}",
             )

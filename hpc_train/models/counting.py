@@ -193,13 +193,13 @@ class _Trace:
         tensor, self.current = packed  # the backward of this block follows
         return tensor
 
-    def saw(self, function: Any, operation: Any, arguments: Sequence[Any], found: Any) -> None:
+    def saw(self, function: Any, operation: Any, arguments: Sequence[Any], results: Any) -> None:
         """Counts one operation."""
         block = self.blocks[self.current]
         first = arguments[0] if arguments and isinstance(arguments[0], Tensor) else None
         if operation is _ATEN._to_copy and isinstance(first, nn.Parameter):
-            self.known.add(self._address(found))  # the estimate counts parameters in the compute type by itself
-        flops = _flops(operation, arguments, found)
+            self.known.add(self._address(results))  # the estimate counts parameters in the compute type by itself
+        flops = _flops(operation, arguments, results)
         if self.backward:
             block.backward += flops
             return
@@ -209,10 +209,10 @@ class _Trace:
         else:
             block.products += flops
         if flops:
-            block.results += (found[0] if isinstance(found, tuple) else found).numel()
+            block.results += (results[0] if isinstance(results, tuple) else results).numel()
 
 
-def _flops(operation: Any, arguments: Sequence[Any], found: Any) -> int:
+def _flops(operation: Any, arguments: Sequence[Any], results: Any) -> int:
     """Returns the operations of one call: two per multiplication and addition; fused attention is not halved."""
     if operation in _FUSED:
         query, key, value = arguments[:3] if _FUSED[operation] == 1 else arguments[1:4]
@@ -222,7 +222,7 @@ def _flops(operation: Any, arguments: Sequence[Any], found: Any) -> int:
             pairs *= size
         return 2 * _FUSED[operation] * pairs * (width + value.shape[-1])
     count = flop_registry.get(operation)
-    return 0 if count is None else int(count(*arguments, out_val=found))
+    return 0 if count is None else int(count(*arguments, out_val=results))
 
 
 class _Operations(TorchDispatchMode):
@@ -233,9 +233,9 @@ class _Operations(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.trace.saw(function, function._overloadpacket, args, found)
-        return found
+        results = function(*args, **(kwargs or {}))
+        self.trace.saw(function, function._overloadpacket, args, results)
+        return results
 
 
 _IN_FP32 = {
@@ -283,16 +283,16 @@ class _Substitutes(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if self.compute is not None and torch.is_autocast_enabled("cpu"):
-            query, key, value = (each.to(self.compute) for each in (query, key, value))
+            query, key, value = (tensor.to(self.compute) for tensor in (query, key, value))
         if attn_mask is None:
             return _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if key.shape[1] != query.shape[1]:
-            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+            key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
         bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-        found = _ATEN._scaled_dot_product_efficient_attention(
+        results = _ATEN._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )
-        return found[0]
+        return results[0]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -350,7 +350,7 @@ def _owned_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, list[
 
 
 def _block(wide: _Block, narrow: _Block, parameters: Sequence[nn.Parameter]) -> Block:
-    largest = max(wide.kept, default=(0, 0), key=lambda kept: kept[0])
+    largest = max(wide.kept, default=(0, 0), key=lambda entry: entry[0])
     return Block(
         parameters=sum(parameter.numel() for parameter in parameters),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

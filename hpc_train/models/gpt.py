@@ -140,15 +140,15 @@ class GPT(Model):
         ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0. ``context["document_ids"]``
         ``[micro, seq]`` limits attention to tokens of the same document.
         """
-        own_length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
-        length, first = own_length * self.context_shards, own_length * self.context_rank
+        local_length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
+        length, first = local_length * self.context_shards, local_length * self.context_rank
         added: dict[str, Tensor] = {}
         for name, rotary in self._rotary.items():
             if "positions" in context:
-                tables = rotary.compute(context["positions"].narrow(1, first, own_length))
+                tables = rotary.compute(context["positions"].narrow(1, first, local_length))
             else:
                 cosine, sine = rotary.tables(length, hidden.device)
-                tables = cosine.narrow(0, first, own_length), sine.narrow(0, first, own_length)
+                tables = cosine.narrow(0, first, local_length), sine.narrow(0, first, local_length)
             added |= {f"{name}rotary_cosine": tables[0], f"{name}rotary_sine": tables[1]}
         if "document_ids" in context:
             added |= document_context(context)

@@ -16,7 +16,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.gpt_sizes import SCALING, head_width, is_local
 
 OUTPUT = "lm_head.weight"  # a tied model's files lack it or hold a copy of the embedding
-_WHOLE = {
+_OUTSIDE_LAYERS = {
     "stem.embedding.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": OUTPUT,
@@ -121,11 +121,11 @@ def hf_name(model: GPTConfig, name: str) -> str:
     Raises:
         KeyError: a GPT has no such parameter.
     """
-    found = _LAYER.fullmatch(name)
-    if not found:
-        return _WHOLE[name]
+    match = _LAYER.fullmatch(name)
+    if not match:
+        return _OUTSIDE_LAYERS[name]
     modules = _MODULES | (_POST_NORMS if model.post_norms else {})
-    return f"model.layers.{found[1]}.{modules[found[2]]}.{found[3]}"
+    return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
 
 
 def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
@@ -203,14 +203,14 @@ def _problems(model: GPTConfig, family: HFFamily) -> list[str]:
 
 def _changed(model: GPTConfig) -> set[str]:
     """Returns the options that have not their default values."""
-    defaults = {each.name: each.default for each in fields(GPTConfig)} | {"rope_scaling": {}}
+    defaults = {option.name: option.default for option in fields(GPTConfig)} | {"rope_scaling": {}}
     return {name for name in _OPTIONS if getattr(model, name) != defaults[name]}
 
 
 def _hf_windows(model: GPTConfig, family: HFFamily) -> dict[str, Any]:
     """Returns which layers have a window; versions of ``transformers`` without ``layer_types`` read the other keys."""
     local = [is_local(model, layer) for layer in range(model.n_layers)]
-    values: dict[str, Any] = {"layer_types": [_LOCAL if each else _GLOBAL for each in local]}
+    values: dict[str, Any] = {"layer_types": [_LOCAL if local_layer else _GLOBAL for local_layer in local]}
     if "use_sliding_window" in family.defaults:
         values |= {"use_sliding_window": any(local), "max_window_layers": 0 if any(local) else model.n_layers}
     if "sliding_window_pattern" in family.defaults:
@@ -278,13 +278,19 @@ def _windows(values: Mapping[str, Any], family: HFFamily, where: str) -> dict[st
     """Returns ``sliding_window`` and ``global_every``."""
     window, layers = values.get("sliding_window"), int(values["num_hidden_layers"])
     types = values.get("layer_types") if "global_every" in family.may else None
-    local = [each == _LOCAL for each in types] if types else [family.local(values, each) for each in range(layers)]
+    local = (
+        [is_local_type == _LOCAL for is_local_type in types]
+        if types
+        else [family.local(values, is_local_type) for is_local_type in range(layers)]
+    )
     if window is None or not any(local):
         return {"sliding_window": None}
     for every in range(layers + 1):
         if local == [not (every and (layer + 1) % every == 0) for layer in range(layers)]:
             return {"sliding_window": int(window), "global_every": every}
-    raise _unsupported(f"sliding windows in layers {[layer for layer, each in enumerate(local) if each]}", where)
+    raise _unsupported(
+        f"sliding windows in layers {[layer for layer, is_local_layer in enumerate(local) if is_local_layer]}", where
+    )
 
 
 def _refuse_unsupported(values: Mapping[str, Any], family: HFFamily, where: str) -> None:

@@ -80,10 +80,10 @@ class LinearHead(CrossEntropyHead):
     def _fuses(self) -> bool:
         """Returns whether the loss is fused: ``fused`` is set, and no subclass computes other logits or losses."""
         plain = type(self.output) is nn.Linear and self.output.bias is None
-        return self.fused and plain and type(self).forward is LinearHead.forward and not self._has_own_loss
+        return self.fused and plain and type(self).forward is LinearHead.forward and not self._overrides_loss
 
     @property
-    def _has_own_loss(self) -> bool:
+    def _overrides_loss(self) -> bool:
         return type(self).loss is not LinearHead.loss or type(self)._loss is not CrossEntropyHead._loss
 
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,8 +185,8 @@ def _sum_chunks(
     of_weight: Tensor | None = None
     # the product of a single chunk is not added to another one; in fp16 it might exceed the range
     dtype = hidden.dtype if len(parts) == 1 and hidden.dtype != torch.float16 else widened(hidden[:0]).dtype
-    for rows, wanted in parts:
-        loss, of_logits = chunk_loss(rows @ weight.t(), wanted, kind)
+    for rows, chunk_targets in parts:
+        loss, of_logits = chunk_loss(rows @ weight.t(), chunk_targets, kind)
         losses.append(loss)
         if of_hidden is not None:
             torch.mm(of_logits, weight, out=of_hidden.view(-1, weight.shape[1]).narrow(0, first, len(rows)))
@@ -209,8 +209,10 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, kind: _Logits) -> tuple[
         normalizer = total.log() + top
         loss = loss + kind.z_loss * torch.where(targets != IGNORED, normalizer.square(), 0.0).sum()
         wide.mul_((1 + 2 * kind.z_loss * normalizer).unsqueeze(-1))
-    own = targets if shard is None else shard.own_targets(targets)
-    wide[torch.arange(len(own), device=own.device), own.clamp(min=0)] -= (own != IGNORED) * total
+    local_targets = targets if shard is None else shard.shard_targets(targets)
+    wide[torch.arange(len(local_targets), device=local_targets.device), local_targets.clamp(min=0)] -= (
+        local_targets != IGNORED
+    ) * total
     if slope is not None:
         wide.mul_(slope)
     factor = (targets != IGNORED) / total
@@ -227,9 +229,11 @@ def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tup
     wide, slope = (widened(logits), None) if kind.cap is None else _capped(logits, kind.cap)
     top = wide.amax(-1, keepdim=True)
     top = top if shard is None else shard.largest(top)
-    own = targets if shard is None else shard.own_targets(targets)
-    word = torch.where(own == IGNORED, 0, own).unsqueeze(-1)
-    chosen = torch.where(own == IGNORED, 0.0, (wide.gather(-1, word) - top).squeeze(-1))  # also checks the target
+    local_targets = targets if shard is None else shard.shard_targets(targets)
+    word = torch.where(local_targets == IGNORED, 0, local_targets).unsqueeze(-1)
+    chosen = torch.where(
+        local_targets == IGNORED, 0.0, (wide.gather(-1, word) - top).squeeze(-1)
+    )  # also checks the target
     gradient = (wide - top).exp()
     total = gradient.sum(-1)
     if shard is not None:
@@ -241,7 +245,7 @@ def compilable_chunk_loss(logits: Tensor, targets: Tensor, kind: _Logits) -> tup
         loss = loss + kind.z_loss * torch.where(counts, normalizer.square(), 0.0).sum()
         gradient = gradient * (1 + 2 * kind.z_loss * normalizer).unsqueeze(-1)
     words = torch.arange(logits.shape[-1], device=logits.device)
-    hit = (words == word) & (own != IGNORED).unsqueeze(-1)
+    hit = (words == word) & (local_targets != IGNORED).unsqueeze(-1)
     gradient = torch.where(hit, gradient - total.unsqueeze(-1), gradient)
     gradient = gradient if slope is None else gradient * slope
     return loss, logits.copy_(gradient * (counts / total).unsqueeze(-1))
@@ -256,8 +260,8 @@ def _exponentials(
     if shard is not None:
         shard.largest(top)
     wide = logits.sub_(top) if logits.dtype == top.dtype else torch.sub(logits, top)
-    own = targets if shard is None else shard.own_targets(targets)
-    chosen = -F.nll_loss(wide, own, ignore_index=IGNORED, reduction="none")  # 0 for words of other ranks
+    local_targets = targets if shard is None else shard.shard_targets(targets)
+    chosen = -F.nll_loss(wide, local_targets, ignore_index=IGNORED, reduction="none")  # 0 for words of other ranks
     sums = torch.stack((wide.exp_().sum(-1), chosen))
     if shard is not None:
         shard.sum(sums)
@@ -271,11 +275,11 @@ def _evaluate_shard(
     """Returns loss, count and the number of correct predictions. Collective."""
     losses, correct = [], []
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows, wanted in _cut(hidden, targets, chunks):
+        for rows, chunk_targets in _cut(hidden, targets, chunks):
             logits = rows @ weight.t()
             logits = logits if cap is None else _capped(logits, cap)[0]
-            correct.append(shard.count_correct(logits, wanted))
-            losses.append(_exponentials(logits, wanted, shard)[3])
+            correct.append(shard.count_correct(logits, chunk_targets))
+            losses.append(_exponentials(logits, chunk_targets, shard)[3])
     return torch.stack(losses).sum(), (targets != IGNORED).sum(), torch.stack(correct).sum()
 
 

@@ -87,8 +87,8 @@ def products_of(calls: Sequence[Call], layers: Sequence[str], samples: int) -> t
         within = tuple(_within(call.name, layers) for call in group)
         key = within, group[0].module.in_features, outputs, group[0].rows / samples
         names = alike.setdefault(key, [[] for _ in group])
-        for found, call in zip(names, group, strict=True):
-            found.append(call.name)
+        for layer_names, call in zip(names, group, strict=True):
+            layer_names.append(call.name)
     return tuple(Products(tuple(map(tuple, names)), *key[1:]) for key, names in alike.items())
 
 

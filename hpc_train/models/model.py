@@ -241,7 +241,7 @@ def aliases(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Returns alias -> canonical name of tensors that ``named`` has under several names; the first is canonical."""
     first: dict[int, str] = {}
     canonical = [(canonical_name(raw), first.setdefault(id(tensor), canonical_name(raw))) for raw, tensor in named]
-    return {name: found for name, found in canonical if name != found}
+    return {name: canonical_of for name, canonical_of in canonical if name != canonical_of}
 
 
 def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
@@ -250,13 +250,13 @@ def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dic
     Args:
         tied: the alias of a tied copy -> its canonical name.
     """
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for part in parts:
         for raw, parameter in part.named_parameters():
             if parameter.requires_grad or getattr(part, "saves_frozen", True):
                 name = canonical_name(raw)
-                found.setdefault(tied.get(name, name), parameter)
-    return found
+                parameters.setdefault(tied.get(name, name), parameter)
+    return parameters
 
 
 def named_buffers(parts: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -48,11 +48,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def parts_in_evaluation(model: nn.Module) -> list[str]:
     """Returns the outermost parts in evaluation mode of a model that trains."""
-    found: list[str] = []
+    parts: list[str] = []
     for name, module in model.named_modules():
-        if not module.training and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
-    return found
+        if not module.training and not any(name.startswith(f"{outer}.") for outer in parts):
+            parts.append(name)
+    return parts
 
 
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -56,8 +56,8 @@ def call_loss(loss: Loss, mixes: bool, outputs: Any, targets: Tensor, gather: Ga
     Raises:
         UserError: the results are not a sum and a count.
     """
-    found = loss(outputs, targets, gather=gather) if mixes else loss(outputs, targets)
-    total, count = _checked(found, loss)
+    result = loss(outputs, targets, gather=gather) if mixes else loss(outputs, targets)
+    total, count = _checked(result, loss)
     if torch.is_grad_enabled() and not total.requires_grad and _have_gradient(outputs):
         raise _wrong(loss, "returned a sum that is detached from the outputs of the model")
     return total, count
@@ -67,11 +67,11 @@ def _have_gradient(outputs: Any) -> bool:
     return any(isinstance(output, Tensor) and output.requires_grad for output in tree_leaves(outputs))
 
 
-def _checked(found: Any, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Returns the sum and the count in ``found``, which ``loss`` has returned; see ``call_loss``."""
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise _wrong(loss, f"returned {_described(found)}, not a sum and a count")
-    total, count = found
+def _checked(result: Any, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Returns the sum and the count in ``result``, which ``loss`` has returned; see ``call_loss``."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise _wrong(loss, f"returned {_described(result)}, not a sum and a count")
+    total, count = result
     if not isinstance(total, Tensor) or total.ndim != 0:
         raise _wrong(loss, f"returned {_described(total)} as the sum, which must be a scalar tensor")
     if isinstance(count, int | float):

@@ -165,7 +165,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     """Calls the memory-efficient kernel, which needs the keys and values of every query."""
     times = query.shape[1] // key.shape[1]
     heads = (query, key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1))
-    query, key, value = (each.unsqueeze(0) for each in heads)
+    query, key, value = (tensor.unsqueeze(0) for tensor in heads)
     causal, with_logsumexp, dropout = 1, True, 0.0
     tensors = (query, key, value, None, boundaries, boundaries)
     mixed: Tensor = torch.ops.aten._efficient_attention_forward(

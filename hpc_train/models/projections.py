@@ -53,9 +53,9 @@ def project(owner: Any, hidden: Tensor) -> Sequence[Tensor]:
 
 def cast_weight(module: nn.Linear) -> Tensor:
     """Returns the weight of ``module`` in the dtype of products: the cast that the step keeps, if there is one."""
-    kept: tuple[Tensor, Tensor | None] | None = getattr(module, CASTS, None)
+    cast: tuple[Tensor, Tensor | None] | None = getattr(module, CASTS, None)
     dtype = product_dtype(module.weight)
-    return kept[0] if kept is not None and kept[0].dtype == dtype else module.weight.to(dtype)
+    return cast[0] if cast is not None and cast[0].dtype == dtype else module.weight.to(dtype)
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
@@ -66,11 +66,11 @@ def product_dtype(values: Tensor) -> torch.dtype:
 
 def can_join(projections: Sequence[nn.Module]) -> bool:
     """Returns whether nothing but a product happens in ``projections``: plain linear layers without hooks."""
-    biased = {getattr(each, "bias", None) is not None for each in projections}
-    weights = [each._parameters.get("weight") for each in projections]
+    biased = {getattr(projection, "bias", None) is not None for projection in projections}
+    weights = [projection._parameters.get("weight") for projection in projections]
     trained = {weight is not None and weight.requires_grad for weight in weights}
     return (
-        all(type(each) is nn.Linear and not _has_hooks(each) for each in projections)
+        all(type(projection) is nn.Linear and not _has_hooks(projection) for projection in projections)
         and all(type(weight) is nn.Parameter for weight in weights)  # a shard of tensor parallelism is a DTensor
         and len(biased) == len(trained) == 1
         and len({*map(id, weights)}) == len(weights)

@@ -29,9 +29,9 @@ class RotaryScaling:
     def factors(self, frequencies: Tensor) -> Tensor:
         """Returns the factor for each of ``frequencies``, which are in radians per position."""
         periods = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        return kept + (1 - kept) / self.factor
+        ramp = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ramp = ramp.clamp(0, 1)
+        return ramp + (1 - ramp) / self.factor
 
 
 def rotary_tables(
@@ -83,12 +83,12 @@ class RotaryCache:
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the cosine and sine tables, each ``[length, 1, head_dim]``."""
-        known = self._tables.get(device)
-        if known is None or known[0].shape[0] < length:
+        cached = self._tables.get(device)
+        if cached is None or cached[0].shape[0] < length:
             with torch.inference_mode(False), torch.no_grad():
-                known = self.compute(torch.arange(length, device=device))
-            self._tables[device] = known
-        return known[0][:length], known[1][:length]
+                cached = self.compute(torch.arange(length, device=device))
+            self._tables[device] = cached
+        return cached[0][:length], cached[1][:length]
 
     def compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the tables of any ``positions``, as ``rotary_tables`` does."""

@@ -128,10 +128,10 @@ class CrossEntropyHead(Head):
 
     @property
     def own_count(self) -> bool:
-        return self._has_own_loss
+        return self._overrides_loss
 
     @property
-    def _has_own_loss(self) -> bool:
+    def _overrides_loss(self) -> bool:
         """Returns whether a subclass overrides the loss."""
         return type(self).loss is not CrossEntropyHead.loss or type(self)._loss is not CrossEntropyHead._loss
 
@@ -148,21 +148,23 @@ class CrossEntropyHead(Head):
 
     def compile_with(self, compiler: Compiler) -> None:
         """Compiles the loss, unless it is a subclass's own; evaluations compute it by single operators."""
-        if not self._has_own_loss:
+        if not self._overrides_loss:
             self._loss = compiler(self._loss)  # type: ignore[method-assign]
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return torch.stack([count_correct(self(part), wanted) for part, wanted in self._cut(hidden, targets)]).sum()
+        return torch.stack(
+            [count_correct(self(part), chunk_targets) for part, chunk_targets in self._cut(hidden, targets)]
+        ).sum()
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._has_own_loss:
+        if self._overrides_loss:
             if self.observe is not None:
-                for part, wanted in self._cut(hidden, targets):
-                    self.observe(self(part), wanted)
+                for part, chunk_targets in self._cut(hidden, targets):
+                    self.observe(self(part), chunk_targets)
             # ``correct`` counts targets, and such a loss may count something else
             overrides = type(self).correct is not CrossEntropyHead.correct
-            own = call_loss(self.loss, False, hidden, targets, alone)
-            return (*own, self.correct(hidden, targets) if overrides else None)
+            sum_and_count = call_loss(self.loss, False, hidden, targets, alone)
+            return (*sum_and_count, self.correct(hidden, targets) if overrides else None)
         sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
         loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count, correct
@@ -187,7 +189,7 @@ class CrossEntropyHead(Head):
             return [(hidden, targets)]
         sharded = targets.unflatten(1, (self.sequence_shards, -1)).chunk(self.chunks, 2)
         pieces = zip(hidden.chunk(self.chunks, 1), sharded, strict=True)
-        return [(part, wanted.flatten(1, 2)) for part, wanted in pieces]
+        return [(part, chunk_targets.flatten(1, 2)) for part, chunk_targets in pieces]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -165,19 +165,19 @@ def _leave(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
 
 def tensor_parallel_plan(model: ViT) -> dict[str, ParallelStyle]:
     """Returns Megatron's plan with replicated hidden states, since a ViT has an odd number of tokens."""
-    whole = Replicate()
+    replicated = Replicate()
     plan: dict[str, ParallelStyle] = {}
     if model.stem is not None:
         plan["stem"] = ReplicatedStyle()
     layer: dict[str, ParallelStyle] = {
         "attention_norm": ReplicatedStyle(),
-        "attention": PrepareModuleInput(input_layouts=(whole, None), desired_input_layouts=(whole, None)),
+        "attention": PrepareModuleInput(input_layouts=(replicated, None), desired_input_layouts=(replicated, None)),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(),
         "ffn_norm": ReplicatedStyle(),
-        "ffn": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "ffn": PrepareModuleInput(input_layouts=(replicated,), desired_input_layouts=(replicated,)),
         "ffn.w1": ColwiseParallel(),
         "ffn.w2": RowwiseParallel(),
     }

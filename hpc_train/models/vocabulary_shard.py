@@ -35,15 +35,15 @@ class VocabularyShard:
     words: int
     vocabulary: int
 
-    def own_targets(self, targets: Tensor) -> Tensor:
+    def shard_targets(self, targets: Tensor) -> Tensor:
         """Returns ``targets`` counted from the first word of this rank, and ``IGNORED`` for words of other ranks.
 
         A target that is not a word stays what it is, so that a loss refuses it.
         """
-        own = self.is_own(targets)
-        return torch.where(own, targets - self.first, torch.where(self._is_word(targets), IGNORED, targets))
+        in_shard = self.is_local(targets)
+        return torch.where(in_shard, targets - self.first, torch.where(self._is_word(targets), IGNORED, targets))
 
-    def is_own(self, ids: Tensor) -> Tensor:
+    def is_local(self, ids: Tensor) -> Tensor:
         """Returns which of ``ids`` are words of this rank."""
         return (ids >= self.first) & (ids < self.first + self.words)
 
@@ -56,9 +56,9 @@ class VocabularyShard:
         Raises:
             IndexError: an id is not a word (on CPUs; on GPUs a kernel raises an assertion).
         """
-        own = self.is_own(ids)
-        rows = torch.where(own, ids - self.first, torch.where(self._is_word(ids), 0, self.vocabulary))
-        return F.embedding(rows, table) * own.unsqueeze(-1)
+        in_shard = self.is_local(ids)
+        rows = torch.where(in_shard, ids - self.first, torch.where(self._is_word(ids), 0, self.vocabulary))
+        return F.embedding(rows, table) * in_shard.unsqueeze(-1)
 
     def largest(self, values: Tensor) -> Tensor:
         """Returns the largest of the ranks' ``values``, in place. Collective."""
@@ -78,9 +78,9 @@ class VocabularyShard:
         Args:
             logits: ``[tokens, words]`` of the words of this rank.
         """
-        own, word = logits.max(-1)
-        largest = self.largest(own.clone())
-        predicted = torch.where(own == largest, word + self.first, self.vocabulary)
+        maximum, word = logits.max(-1)
+        largest = self.largest(maximum.clone())
+        predicted = torch.where(maximum == largest, word + self.first, self.vocabulary)
         dist.all_reduce(predicted, dist.ReduceOp.MIN, group=self.group)
         return (predicted == targets).sum()
 
@@ -103,9 +103,9 @@ class WordEmbedding(nn.Embedding):
 def shard_of(weight: DTensor) -> VocabularyShard:
     """Returns the words of this rank in ``weight`` ``[vocab, dim]``, whose rows are spread over a mesh of one dim."""
     mesh, vocabulary = weight.device_mesh, weight.shape[0]
-    each = ceil(vocabulary / mesh.size())  # of all ranks but the last ones
-    first = min(mesh.get_local_rank() * each, vocabulary)
-    return VocabularyShard(mesh.get_group(), first, min(each, vocabulary - first), vocabulary)
+    share = ceil(vocabulary / mesh.size())  # of all ranks but the last ones
+    first = min(mesh.get_local_rank() * share, vocabulary)
+    return VocabularyShard(mesh.get_group(), first, min(share, vocabulary - first), vocabulary)
 
 
 def gather_sequence(hidden: DTensor) -> Tensor:
@@ -114,5 +114,5 @@ def gather_sequence(hidden: DTensor) -> Tensor:
     The gradient of each rank holds the contributions of its words; the backward pass adds them up and returns to each
     rank those of its tokens (a reduce-scatter).
     """
-    whole: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return whole
+    gathered: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return gathered

@@ -61,11 +61,11 @@ class WrappedModel(nn.Module):
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         self._block_names = find_blocks(module, wrap)
         _disable_caches(module)
-        own = getattr(module, "loss", None)
-        self.own_count = callable(own)  # see ``Head.own_count``; the built-in losses count the targets
-        self.loss: Loss = own if callable(own) else _LOSSES[loss]
+        loss_method = getattr(module, "loss", None)
+        self.own_count = callable(loss_method)  # see ``Head.own_count``; the built-in losses count the targets
+        self.loss: Loss = loss_method if callable(loss_method) else _LOSSES[loss]
         self.mixes_samples = mixes_samples(self.loss)
-        self._classifies = not callable(own) and loss == "cross_entropy"
+        self._classifies = not callable(loss_method) and loss == "cross_entropy"
         self._class_dim = class_dim
 
     @property
@@ -128,9 +128,9 @@ class WrappedModel(nn.Module):
         return total, count, None
 
     def _not_a_tensor(self, outputs: Any) -> UserError:
-        found = "None" if outputs is None else f"a {type(outputs).__name__}"
+        outcome = "None" if outputs is None else f"a {type(outputs).__name__}"
         return UserError(
-            f"{type(self._module[0]).__name__}.forward returned {found}, but the losses of model.loss need a tensor",
+            f"{type(self._module[0]).__name__}.forward returned {outcome}, but the losses of model.loss need a tensor",
             where="model._target_",
             fix="return the outputs alone, or give the model a method loss(outputs, targets) -> (sum, count)",
         )

@@ -50,13 +50,13 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: Tensor, context: Mapping[str, Any]) -> Tensor:
         shared = context[_SHARED]
-        found = self.block(
+        outputs = self.block(
             hidden,
             **shared[self.attention],
             position_ids=shared["position_ids"],
             position_embeddings=shared["position_embeddings"],
         )
-        return found[0] if isinstance(found, tuple) else found
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 class HFDecoder(Model):
@@ -115,9 +115,9 @@ class HFDecoder(Model):
         """Returns the arguments of layers of ``kind`` that say to which tokens a token attends."""
         if self._takes_boundaries:
             inputs = (len(example), example.shape[1])
-            found = document_attention.limits(context, inputs, example.device, self._window(kind))
-            if found is not None:
-                return {"attention_mask": None} | found
+            limits = document_attention.limits(context, inputs, example.device, self._window(kind))
+            if limits is not None:
+                return {"attention_mask": None} | limits
         return {"attention_mask": self._mask(kind, example, context.get("attention_mask"), positions)}
 
     def _window(self, kind: str) -> int | None:
@@ -140,9 +140,9 @@ class HFDecoder(Model):
         if not self.layers:
             return {}
         head_dim = getattr(self._hf, "head_dim", None) or self._hf.hidden_size // self._hf.num_attention_heads
-        told = partial(document_attention.backend, self._hf, batch, dtype, device, head_dim)
+        describe = partial(document_attention.backend, self._hf, batch, dtype, device, head_dim)
         windows = (self._window(kind) for kind in self._kinds)
-        return {window: text for window in windows if (text := told(window))}
+        return {window: text for window in windows if (text := describe(window))}
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         return (*inputs.shape, int(self._hf.hidden_size))
@@ -172,11 +172,11 @@ class HFDecoder(Model):
         return sizes.flops_per_sample(self.config, tuple(inputs.shape[1:])) or 0.0
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms | None:
-        found, length = sizes.sizes(self.config), inputs.shape[-1]
-        if found is None:
+        decoder_sizes, length = sizes.sizes(self.config), inputs.shape[-1]
+        if decoder_sizes is None:
             return None
-        table = 0.0 if self.tied else 6.0 * length * found.stem
-        return FlopTerms(6.0 * found.layers * found.query * length**2, embedding=table)
+        table = 0.0 if self.tied else 6.0 * length * decoder_sizes.stem
+        return FlopTerms(6.0 * decoder_sizes.layers * decoder_sizes.query * length**2, embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
         """Returns ``sizes.block_flops``."""

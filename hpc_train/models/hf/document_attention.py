@@ -119,7 +119,7 @@ def _attention(
         scores = Scores(scaling, sliding_window if packed.is_narrow(Scores(window=sliding_window), length) else None)
         kernel = packed.kernel_of_scores(query.device, query.dtype, query.shape[3], scores)
         if kernel != packed.MASK:
-            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
             return packed.attend_inside_documents(kernel, query, key, value, boundaries, scores), None
         attention_mask = packed.attention_mask(ids, length, scores.window, query.device)
     plain: tuple[Tensor, None] = sdpa_attention_forward(

@@ -40,10 +40,10 @@ def check(model: HFModelConfig, data: Any) -> None:
             fix="remove model.wrap",
         )
     needed = getattr(data, "vocab_size", None)
-    known = hf_config.number(values, "vocab_size")
-    if needed is not None and known is not None and known < needed:
+    vocabulary = hf_config.number(values, "vocab_size")
+    if needed is not None and vocabulary is not None and vocabulary < needed:
         raise UserError(
-            f"the data has {needed} token ids, but the model has {known}",
+            f"the data has {needed} token ids, but the model has {vocabulary}",
             where="model.name_or_path",
             fix="data with the tokenizer of the model, or model.pretrained=false with "
             f"+model.config.vocab_size={needed}",
@@ -53,11 +53,11 @@ def check(model: HFModelConfig, data: Any) -> None:
 def _check_installed() -> None:
     if any(importlib.util.find_spec(name) is None for name in ("transformers", "safetensors")):
         raise UserError("model=hf needs transformers, which is not installed here", where="model", fix=INSTALL)
-    found = metadata.version("transformers")
-    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < OLDEST:
+    installed = metadata.version("transformers")
+    if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UserError(
-            f"model=hf needs transformers {oldest} or newer, and {found} is installed", where="model", fix=INSTALL
+            f"model=hf needs transformers {oldest} or newer, and {installed} is installed", where="model", fix=INSTALL
         )
 
 
@@ -70,13 +70,13 @@ def _check_lora(model: HFModelConfig) -> None:
             where="model.lora.rank, model.pretrained",
             fix="model.pretrained=true, or model.lora.rank=null",
         )
-    known = sizes.linear_layers(model)
-    unknown = [name for name in model.lora.targets or () if known and name.rpartition(".")[2] not in known]
+    layers = sizes.linear_layers(model)
+    unknown = [name for name in model.lora.targets or () if layers and name.rpartition(".")[2] not in layers]
     if unknown:
         raise UserError(
             f"{unknown[0]} is not a linear layer of this model",
             where="model.lora.targets",
-            fix=f"names among {', '.join(known)}",
+            fix=f"names among {', '.join(layers)}",
         )
 
 
@@ -99,7 +99,7 @@ def why_not_stages(model: HFModelConfig) -> str:
     return hf_config.why_not_stages(sizes.values_of(model), model.task)
 
 
-def ends_with_one_matrix(model: HFModelConfig) -> bool:
+def ends_with_matrix(model: HFModelConfig) -> bool:
     """Returns whether the model is a decoder of known sizes with logits for each token."""
     is_decoder = not hf_config.why_not_stages(sizes.values_of(model), model.task)
     return is_decoder and sizes.sizes(model) is not None
@@ -110,9 +110,9 @@ _PARTS = {"stem.embed_tokens.": "model.embed_tokens.", "head.norm.": "model.norm
 
 def hf_name(name: str) -> str:
     """Returns transformers' name of a parameter; only decoders that can be cut into stages have names of our own."""
-    for own, theirs in _PARTS.items():
-        if name.startswith(own):
-            return theirs + name.removeprefix(own)
+    for part_name, theirs in _PARTS.items():
+        if name.startswith(part_name):
+            return theirs + name.removeprefix(part_name)
     part, index, block, *rest = name.split(".", 3) if name.count(".") > 2 else (name, "", "")
     return f"model.layers.{index}.{rest[0]}" if (part, block) == ("layers", "block") else name
 
@@ -145,13 +145,13 @@ def exported_prefix(model: HFModelConfig) -> str:
 def other_files(model: HFModelConfig) -> list[Path]:
     """Returns the files of the tokenizer, the image processor and the generation, if the model is a directory."""
     folder = Path(model.name_or_path).expanduser()
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    kept = (".json", ".txt", ".model", ".jinja")
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    suffixes = (".json", ".txt", ".model", ".jinja")
     return [
         file
-        for file in found
+        for file in files
         if file.is_file()
-        and file.suffix in kept
+        and file.suffix in suffixes
         and file.name not in ("config.json", "adapter_config.json")
         and "index" not in file.name
     ]
@@ -171,7 +171,7 @@ HF_FAMILY = ModelFamily(
     tensor_parallel=None,
     why_not_stages=why_not_stages,
     hugging_face=HuggingFaceFormat(_exported_name, exported_config, other_files, exported_prefix),
-    chunked_loss=ends_with_one_matrix,
-    fused_loss=ends_with_one_matrix,
+    chunked_loss=ends_with_matrix,
+    fused_loss=ends_with_matrix,
     check=check,
 )

@@ -88,13 +88,13 @@ def _saved_modules(module: Any, config: HFModelConfig) -> list[str]:
         body = module.base_model_prefix
         head = {name.partition(".")[0] for name, _ in module.named_parameters()} - {body}
         return sorted(head) if config.task.endswith("_classification") else []
-    known = [name for name, _ in module.named_modules() if name]
-    unknown = [name for name in named if name not in known]
+    names = [name for name, _ in module.named_modules() if name]
+    unknown = [name for name in named if name not in names]
     if unknown:
         raise UserError(
             f"the model has no module {unknown[0]}",
             where="model.lora.modules_to_save",
-            fix=f"full names, such as {known[-1]}",
+            fix=f"full names, such as {names[-1]}",
         )
     return list(named)
 
@@ -153,10 +153,10 @@ def exported_name(name: str) -> str:
 def exported_config(config: HFModelConfig) -> dict[str, Any]:
     """Returns the content of adapter_config.json."""
     module = skeleton(config)
-    found = _peft_config(module, config)
-    found.modules_to_save = _saved_modules(module, config) or None
-    found.inference_mode = True
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in found.to_dict().items()}
+    adapter_config = _peft_config(module, config)
+    adapter_config.modules_to_save = _saved_modules(module, config) or None
+    adapter_config.inference_mode = True
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in adapter_config.to_dict().items()}
 
 
 def base_identity(model: Any) -> dict[str, Any] | None:
@@ -180,10 +180,10 @@ def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
     Raises:
         UserError: its files have changed since the checkpoint was saved.
     """
-    found, expected = base_identity(model), extra.get(BASE)
-    if found is None or expected is None or found == expected:
+    current, expected = base_identity(model), extra.get(BASE)
+    if current is None or expected is None or current == expected:
         return
-    changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    changed = sorted(name for name in {*current, *expected} if current.get(name) != expected.get(name))
     raise UserError(
         f"the adapter of the checkpoint was trained on another base model: {', '.join(changed)} of "
         f"{model.name_or_path} changed since",

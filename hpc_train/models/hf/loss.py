@@ -14,7 +14,7 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error, widened
 
-_OWN_RULE = ("deberta", "deberta-v2")  # without a problem_type these learn from float targets in their own way
+_SPECIAL_RULE = ("deberta", "deberta-v2")  # without a problem_type these learn from float targets in their own way
 
 
 class ConfiguredLoss:
@@ -78,7 +78,7 @@ class ConfiguredLoss:
             return REGRESSION
         if not targets.is_floating_point():
             return SINGLE
-        if self._kind in _OWN_RULE:
+        if self._kind in _SPECIAL_RULE:
             raise UserError(
                 f"the targets have the dtype {targets.dtype}, from which a {self._kind} learns in its own way unless "
                 "its problem_type is set",
@@ -95,8 +95,8 @@ def load_balancing(module: nn.Module) -> float:
     if not any(getattr(part, "output_router_logits", False) for part in parts):
         return 0.0
     places = [module, *parts]
-    found = (getattr(place, name, None) for place in places for name in hf_loss.COEFFICIENTS)
-    return float(next((value for value in found if value is not None), 0.0))
+    coefficients = (getattr(place, name, None) for place in places for name in hf_loss.COEFFICIENTS)
+    return float(next((value for value in coefficients if value is not None), 0.0))
 
 
 def refuse_unless(module: nn.Module, loss: str) -> None:
@@ -111,18 +111,18 @@ def refuse_unless(module: nn.Module, loss: str) -> None:
     if not hasattr(config, "to_dict"):
         return
     values: Mapping[str, Any] = config.to_dict()
-    asked = ""
+    setting = ""
     if values.get("problem_type") in (REGRESSION, MULTI) and "Classification" in type(module).__name__:
-        asked = f"problem_type={values['problem_type']}"
+        setting = f"problem_type={values['problem_type']}"
         if values["problem_type"] == REGRESSION and loss == "mse":
-            asked = ""
+            setting = ""
     if load_balancing(module):
-        asked = "output_router_logits=True"
+        setting = "output_router_logits=True"
     if hf_loss.label_smoothing(values):
-        asked = f"label_smoothing={values['label_smoothing']}"
-    if asked:
+        setting = f"label_smoothing={values['label_smoothing']}"
+    if setting:
         raise UserError(
-            f"the config of {type(module).__name__} has {asked}, but model.loss={loss} computes the loss without it",
+            f"the config of {type(module).__name__} has {setting}, but model.loss={loss} computes the loss without it",
             where="model._target_, model.loss",
             fix="model=hf, which computes this loss; or give the model a method loss(outputs, targets) -> (sum, count)",
         )
@@ -132,8 +132,8 @@ def _binary(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum of the binary cross-entropies of each label, and the number of labels that count."""
     wide = widened(logits)
     counts = targets != IGNORED
-    wanted = targets.to(wide.dtype).masked_fill(~counts, 0.0)
-    losses = F.binary_cross_entropy_with_logits(wide, wanted, reduction="none")
+    clean_targets = targets.to(wide.dtype).masked_fill(~counts, 0.0)
+    losses = F.binary_cross_entropy_with_logits(wide, clean_targets, reduction="none")
     return (losses * counts).sum(), counts.sum()
 
 

@@ -16,7 +16,7 @@ from hpc_train.config.hf_config import DECODERS, ties
 from hpc_train.config.schema import HFModelConfig
 
 _SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
-_OWN_HEAD_WIDTH = ("gemma", "gemma2", "qwen3")  # whose default is not hidden_size / num_attention_heads
+_EXPLICIT_HEAD_WIDTH = ("gemma", "gemma2", "qwen3")  # whose default is not hidden_size / num_attention_heads
 _FOUR_NORMS = ("gemma2",)
 
 
@@ -81,7 +81,7 @@ def _decoder(values: Mapping[str, Any], task: str) -> Sizes | None:
         values[key] for key in ("model_type", "hidden_size", "intermediate_size", "vocab_size")
     )
     heads = values["num_attention_heads"]
-    head = values["head_dim"] if kind in _OWN_HEAD_WIDTH else values.get("head_dim") or width // heads
+    head = values["head_dim"] if kind in _EXPLICIT_HEAD_WIDTH else values.get("head_dim") or width // heads
     groups = values.get("num_key_value_heads") or (heads if kind == "llama" else values["num_key_value_heads"])
     query, key_value = heads * head, groups * head
     everywhere = bool(values.get("attention_bias")) and kind != "mistral"
@@ -91,11 +91,11 @@ def _decoder(values: Mapping[str, Any], task: str) -> Sizes | None:
     layer += (4 if kind in _FOUR_NORMS else 2) * width + 2 * head * (kind == "qwen3")
     table = vocabulary * width
     output = table if task == "causal_lm" else width * values.get("num_labels", len(values.get("id2label", "12")))
-    own = 0 if task == "causal_lm" and ties(values) else output
+    untied_output = 0 if task == "causal_lm" and ties(values) else output
     logits = vocabulary if task == "causal_lm" else 0
     return Sizes(
-        values["num_hidden_layers"], layer, table, width + own, width + output, width, query, key_value, ffn, True,
-        None, logits,
+        values["num_hidden_layers"], layer, table, width + untied_output, width + output, width, query, key_value, ffn,
+        True, None, logits,
     )  # fmt: skip
 
 
@@ -109,14 +109,14 @@ def linear_layers(model: HFModelConfig) -> tuple[str, ...]:
 
 def products(model: HFModelConfig) -> tuple[LinearLayers, ...] | None:
     """Returns the linear layers of a layer by their input; None if they are unknown or have adapters."""
-    found = sizes(model)
-    if found is None or model.lora.rank is not None:
+    counts = sizes(model)
+    if counts is None or model.lora.rank is not None:
         return None
-    width, query, key_value, ffn = found.width, found.query, found.key_value, found.ffn
+    width, query, key_value, ffn = counts.width, counts.query, counts.key_value, counts.ffn
     shapes = (
         (width, (query, key_value, key_value)),
         (query, (width,)),
-        (width, (ffn,) * (1 + found.gated)),
+        (width, (ffn,) * (1 + counts.gated)),
         (ffn, (width,)),
     )
     kind = (values_of(model) or {})["model_type"]
@@ -145,19 +145,19 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _with_adapters(found: Sizes | None, model: HFModelConfig) -> Sizes | None:
+def _with_adapters(counts: Sizes | None, model: HFModelConfig) -> Sizes | None:
     """Adds ``rank * (inputs + outputs)`` parameters for each linear layer that has an adapter."""
     lora = model.lora
-    if found is None or lora.rank is None:
-        return found
+    if counts is None or lora.rank is None:
+        return counts
     if lora.modules_to_save is not None or any("." in name for name in lora.targets or ()):
         return None  # full names may be those of some layers
-    width, query, key_value, ffn = found.width, found.query, found.key_value, found.ffn
+    width, query, key_value, ffn = counts.width, counts.query, counts.key_value, counts.ffn
     sums = (width + query, width + key_value, width + key_value, query + width, *[width + ffn] * 3)
     chosen = _LINEAR if lora.targets is None else lora.targets
-    each = sum(lora.rank * size for name, size in zip(_LINEAR, sums, strict=True) if name in chosen)
-    classifier = 0 if model.task == "causal_lm" else found.head - width  # without the last norm
-    return replace(found, adapter=each, classifier=classifier)
+    adapter = sum(lora.rank * size for name, size in zip(_LINEAR, sums, strict=True) if name in chosen)
+    classifier = 0 if model.task == "causal_lm" else counts.head - width  # without the last norm
+    return replace(counts, adapter=adapter, classifier=classifier)
 
 
 def _encoder_layer(width: int, ffn: int, query_bias: bool = True) -> int:
@@ -183,37 +183,37 @@ def _bert(values: Mapping[str, Any]) -> Sizes:
     width, ffn, vocabulary = (values[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     tables = vocabulary + values["max_position_embeddings"] + values["type_vocab_size"]
     transform = width * width + 3 * width + vocabulary
-    own = 0 if values.get("tie_word_embeddings", True) else vocabulary * width
+    untied_output = 0 if values.get("tie_word_embeddings", True) else vocabulary * width
     return Sizes(
-        values["num_hidden_layers"], _encoder_layer(width, ffn), tables * width + 2 * width, transform + own,
+        values["num_hidden_layers"], _encoder_layer(width, ffn), tables * width + 2 * width, transform + untied_output,
         transform + vocabulary * width, width, width, width, ffn, False, None, vocabulary,
     )  # fmt: skip
 
 
 def parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters; a tied table counts once."""
-    found = sizes(model)
-    return None if found is None else found.stem + found.layers * (found.layer + found.adapter) + found.head
+    counts = sizes(model)
+    return None if counts is None else counts.stem + counts.layers * (counts.layer + counts.adapter) + counts.head
 
 
 def trained_parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters that train: all, or those of the adapters and the classifier."""
-    found = sizes(model)
-    if found is None or model.lora.rank is None:
+    counts = sizes(model)
+    if counts is None or model.lora.rank is None:
         return parameters(model)
-    return found.layers * found.adapter + found.classifier
+    return counts.layers * counts.adapter + counts.classifier
 
 
 def layer_parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters of one layer."""
-    found = sizes(model)
-    return None if found is None else found.layer + found.adapter
+    counts = sizes(model)
+    return None if counts is None else counts.layer + counts.adapter
 
 
 def stem_parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters before the layers; a tied table counts here."""
-    found = sizes(model)
-    return None if found is None else found.stem
+    counts = sizes(model)
+    return None if counts is None else counts.stem
 
 
 def activations(model: HFModelConfig, data: Any) -> Activations:
@@ -222,19 +222,19 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
     Raises:
         ValueError: the sizes are unknown.
     """
-    found = sizes(model)
-    if found is None:
+    counts = sizes(model)
+    if counts is None:
         raise ValueError(f"the sizes of {model.name_or_path} are unknown")
-    width, query, key_value, ffn = found.width, found.query, found.key_value, found.ffn
+    width, query, key_value, ffn = counts.width, counts.query, counts.key_value, counts.ffn
     return Activations(
-        tokens=found.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE),
+        tokens=counts.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE),
         norm_inputs=2 * width,
-        layer=4 * width + 2 * query + 2 * key_value + 4 * ffn if found.gated else 6 * width + 2 * ffn,
-        products=2 * width + 2 * query + 2 * key_value + 2 * ffn if found.gated else 6 * width + ffn,
+        layer=4 * width + 2 * query + 2 * key_value + 4 * ffn if counts.gated else 6 * width + 2 * ffn,
+        products=2 * width + 2 * query + 2 * key_value + 2 * ffn if counts.gated else 6 * width + ffn,
         layer_input=width,
-        logits=found.logits,
-        fused=ffn if found.gated else 0,
-        backward=2 * ffn if found.gated else ffn,
+        logits=counts.logits,
+        fused=ffn if counts.gated else 0,
+        backward=2 * ffn if counts.gated else ffn,
     )
 
 
@@ -245,13 +245,13 @@ def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | No
     attention is not halved for a causal mask or a window. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311,
     appendix B). Frozen parameters have no gradients and count four operations of the six.
     """
-    found = sizes(model)
-    if found is None:
+    counts = sizes(model)
+    if counts is None:
         return None
-    tokens = found.tokens or shape[-1]
-    products = found.layers * (_operations(model) * found.layer + 6 * found.adapter)
-    products += _operations(model) * found.multiplied
-    return float(tokens * (products + 12 * found.layers * found.query * tokens))
+    tokens = counts.tokens or shape[-1]
+    products = counts.layers * (_operations(model) * counts.layer + 6 * counts.adapter)
+    products += _operations(model) * counts.multiplied
+    return float(tokens * (products + 12 * counts.layers * counts.query * tokens))
 
 
 def _operations(model: HFModelConfig) -> int:
@@ -261,11 +261,11 @@ def _operations(model: HFModelConfig) -> int:
 
 def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
     """Returns the parts of ``flops_per_sample`` in the stem, each layer and the head; None if they are unknown."""
-    found, whole = sizes(model), flops_per_sample(model, shape)
-    if found is None or whole is None:
+    counts, total = sizes(model), flops_per_sample(model, shape)
+    if counts is None or total is None:
         return None
-    head = float(_operations(model)) * (found.tokens or shape[-1]) * found.multiplied
-    return (0.0, *[(whole - head) / found.layers] * found.layers, head)
+    head = float(_operations(model)) * (counts.tokens or shape[-1]) * counts.multiplied
+    return (0.0, *[(total - head) / counts.layers] * counts.layers, head)
 
 
 def forward_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
@@ -273,10 +273,10 @@ def forward_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, 
 
     They are a third, but half of those with frozen parameters.
     """
-    found, blocks = sizes(model), block_flops(model, shape)
-    if found is None or blocks is None:
+    counts, blocks = sizes(model), block_flops(model, shape)
+    if counts is None or blocks is None:
         return None
-    frozen = 0 if model.lora.rank is None else _operations(model) * (found.tokens or shape[-1])
+    frozen = 0 if model.lora.rank is None else _operations(model) * (counts.tokens or shape[-1])
     stem, *layers, head = blocks
-    of_layers = (flops / 3 + frozen * found.layer / 6 for flops in layers)
-    return (stem / 3, *of_layers, head / 3 + frozen * found.multiplied / 6)
+    of_layers = (flops / 3 + frozen * counts.layer / 6 for flops in layers)
+    return (stem / 3, *of_layers, head / 3 + frozen * counts.multiplied / 6)

@@ -47,9 +47,9 @@ class FirstValues:
         self._stored: dict[str, str] = {}  # parameter -> the name under which the files have it
         names = [name for name, _ in module.named_parameters()]
         for name in [*names, *(name for name, _ in module.named_buffers())] if files is not None else ():
-            found = next((each for each in (name, *others.get(name, ())) if each in files), None)  # type: ignore[operator]
-            if found is not None:
-                self._stored[name] = found
+            stored_name = next((candidate for candidate in (name, *others.get(name, ())) if candidate in files), None)  # type: ignore[operator]
+            if stored_name is not None:
+                self._stored[name] = stored_name
         if files is not None:
             self._check(names)
 
@@ -61,15 +61,15 @@ class FirstValues:
         assert self._files is not None
         body = f"{self._skeleton.base_model_prefix}."
         for name in names:
-            wanted = tuple(self._skeleton.get_parameter(name).shape)
-            found = self._files.shape(self._stored[name]) if name in self._stored else wanted
-            if found != wanted and name.startswith(body):
+            expected = tuple(self._skeleton.get_parameter(name).shape)
+            stored_shape = self._files.shape(self._stored[name]) if name in self._stored else expected
+            if stored_shape != expected and name.startswith(body):
                 raise UserError(
-                    f"{name} has the shape {list(found)} in the files, but {list(wanted)} in the model",
+                    f"{name} has the shape {list(stored_shape)} in the files, but {list(expected)} in the model",
                     where="model.name_or_path, model.config",
                     fix="remove the values of model.config that change sizes, or set model.pretrained=false",
                 )
-            if found != wanted:
+            if stored_shape != expected:
                 del self._stored[name]
         if not any(name in self._stored for name in names):
             raise UserError(
@@ -144,8 +144,8 @@ class FirstValues:
             for key, buffer in part._buffers.items():
                 if buffer is None:
                     continue
-                whole = ".".join(filter(None, (where, key)))
-                stored = self.read(whole, (0,) * buffer.ndim, tuple(buffer.shape))
+                full_name = ".".join(filter(None, (where, key)))
+                stored = self.read(full_name, (0,) * buffer.ndim, tuple(buffer.shape))
                 computed = shell._buffers[key] if stored is None else stored
                 assert computed is not None
                 part._buffers[key] = computed.to(device, buffer.dtype if buffer.is_floating_point() else None)

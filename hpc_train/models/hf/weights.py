@@ -59,8 +59,8 @@ class WeightFiles:
         self._folder = folder
         self._file_of = _located(folder)
         self._opened: dict[str, Any] = {}
-        wanted = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        self._stored = _sources(self._file_of, module, wanted)
+        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        self._stored = _sources(self._file_of, module, tensors)
         used = {stored for source in self._stored.values() for row in source.grid for stored in row}
         self.unused = [stored for stored in self._file_of if stored not in used]
 
@@ -146,7 +146,7 @@ def _located(folder: Path) -> dict[str, str]:
     raise no_weights(folder)
 
 
-def _sources(located: Mapping[str, str], module: Any, wanted: Mapping[str, Tensor]) -> dict[str, _Source]:
+def _sources(located: Mapping[str, str], module: Any, tensors: Mapping[str, Tensor]) -> dict[str, _Source]:
     """Returns name in the model -> of which stored tensors it is made."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -160,23 +160,23 @@ def _sources(located: Mapping[str, str], module: Any, wanted: Mapping[str, Tenso
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    found: dict[str, _Source] = {}
+    sources: dict[str, _Source] = {}
     to_join: dict[str, dict[str, list[str]]] = {}  # name -> pattern -> stored names
     for stored in sorted(located, key=dot_natural_key):
-        if stored in wanted:
-            found[stored] = _Source(((stored,),))
+        if stored in tensors:
+            sources[stored] = _Source(((stored,),))
             continue
-        name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, dict(wanted))
+        name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, dict(tensors))
         if pattern is None:
-            if name in wanted:
-                found[name] = _Source(((stored,),))
+            if name in tensors:
+                sources[name] = _Source(((stored,),))
         else:
             to_join.setdefault(name, {}).setdefault(pattern, []).append(stored)
     for name, by_pattern in to_join.items():
         for target, source in _converted(name, by_pattern, converter_of[next(iter(by_pattern))], module):
-            if target in wanted:
-                found[target] = source
-    return found
+            if target in tensors:
+                sources[target] = source
+    return sources
 
 
 def _converted(
