@@ -53,12 +53,12 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes:
     Args:
         data: the bytes on the first rank; ignored on the others.
     """
-    own = b"" if data is None else data
-    size = torch.tensor(len(own))
+    payload = b"" if data is None else data
+    size = torch.tensor(len(payload))
     dist.broadcast(size, group=group, group_src=0)
     content = torch.empty(int(size.item()), dtype=torch.uint8)
-    if dist.get_rank(group) == 0 and own:
-        content = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if dist.get_rank(group) == 0 and payload:
+        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if content.numel() > 0:
         dist.broadcast(content, group=group, group_src=0)
-    return content.numpy().tobytes() if dist.get_rank(group) != 0 else own
+    return content.numpy().tobytes() if dist.get_rank(group) != 0 else payload

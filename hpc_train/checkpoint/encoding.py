@@ -40,9 +40,9 @@ def encode_metadata(plan: SharedPlan, places: Sequence[Places]) -> bytearray:
     encoder = _Encoder()
     encoder.begin(Metadata)
     encoder.key("state_dict_metadata")
-    encoder.dictionary((found.tensor.name, _tensor(encoder, found)) for found in plan.tensors)
+    encoder.dictionary((written.tensor.name, _tensor(encoder, written)) for written in plan.tensors)
     encoder.key("planner_data")
-    encoder.dictionary((found.tensor.name, _raw((found.tensor.name,))) for found in plan.tensors)
+    encoder.dictionary((written.tensor.name, _raw((written.tensor.name,))) for written in plan.tensors)
     encoder.key("storage_data")
     _storage(encoder, plan, places)
     encoder.key("storage_meta")
@@ -52,18 +52,18 @@ def encode_metadata(plan: SharedPlan, places: Sequence[Places]) -> bytearray:
     return encoder.out
 
 
-def _tensor(encoder: _Encoder, found: WrittenTensor) -> bytes:
+def _tensor(encoder: _Encoder, written: WrittenTensor) -> bytes:
     """Returns the opcodes of the ``TensorStorageMetadata`` of a tensor."""
-    axes = len(found.tensor.shape)
+    axes = len(written.tensor.shape)
     offsets, sizes = encoder.constant("offsets"), encoder.constant("sizes")
     begin, end = encoder.open(ChunkStorageMetadata) + offsets, encoder.end()
     chunks = [
         begin + encoder.size(box[:axes]) + sizes + encoder.size(box[axes:]) + end
-        for box in map(tuple, found.boxes.tolist())
+        for box in map(tuple, written.boxes.tolist())
     ]
     fields = {
-        "properties": _raw(TensorProperties(dtype=found.tensor.dtype)),
-        "size": encoder.size(found.tensor.shape),
+        "properties": _raw(TensorProperties(dtype=written.tensor.dtype)),
+        "size": encoder.size(written.tensor.shape),
         "chunks": pickle.EMPTY_LIST + pickle.MARK + b"".join(chunks) + pickle.APPENDS,
     }
     content = b"".join(encoder.constant(name) + value for name, value in fields.items())
@@ -76,16 +76,16 @@ def _storage(encoder: _Encoder, plan: SharedPlan, places: Sequence[Places]) -> N
     rows = [place.rows for place in places]
     files = [[encoder.constant(name) for name in place.files] for place in places]
     encoder.out += pickle.EMPTY_DICT
-    for found in plan.tensors:
-        name = encoder.constant(found.tensor.name)
+    for written in plan.tensors:
+        name = encoder.constant(written.tensor.name)
         begin = encoder.open(MetadataIndex) + encoder.constant("fqn") + name + encoder.constant("index")
         offset_key = encoder.constant("offset")
         middle = encoder.end() + encoder.open(_StorageInfo) + encoder.constant("relative_path")
         length_key = encoder.constant("length")
         end = encoder.end()
-        axes = len(found.tensor.shape)
+        axes = len(written.tensor.shape)
         parts = []
-        writers = zip(found.writer.tolist(), found.part.tolist(), found.boxes[:, :axes].tolist(), strict=True)
+        writers = zip(written.writer.tolist(), written.part.tolist(), written.boxes[:, :axes].tolist(), strict=True)
         for hint, (rank, part, offsets) in enumerate(writers):
             file, offset, length = rows[rank][position[rank][part]].tolist()
             parts += [begin, _integer(hint), offset_key, encoder.size(tuple(offsets)), middle, files[rank][file],
@@ -133,8 +133,8 @@ class _Encoder:
         """Returns the opcodes of a ``torch.Size``."""
         if values not in self._sizes:
             numbers = b"".join(map(_integer, values))
-            whole = numbers + _TUPLES[len(values)] if len(values) < 4 else pickle.MARK + numbers + pickle.TUPLE
-            self._sizes[values] = self.constant(torch.Size) + whole + pickle.TUPLE1 + pickle.REDUCE
+            opcodes = numbers + _TUPLES[len(values)] if len(values) < 4 else pickle.MARK + numbers + pickle.TUPLE
+            self._sizes[values] = self.constant(torch.Size) + opcodes + pickle.TUPLE1 + pickle.REDUCE
         return self._sizes[values]
 
 

@@ -265,17 +265,17 @@ class PublishedFiles:
             return file.get_tensor(published)
 
     def _check(self) -> None:
-        wanted = {hf_name(self.model, name): shape for name, shape in self.shapes.items()}
-        problems = [f"missing: {name}" for name in wanted if name not in self._file_of]
+        expected = {hf_name(self.model, name): shape for name, shape in self.shapes.items()}
+        problems = [f"missing: {name}" for name in expected if name not in self._file_of]
         ignored = (OUTPUT, "rotary_emb.inv_freq") if self.model.tied_embeddings else ("rotary_emb.inv_freq",)
         problems += [
             f"not part of the model: {name}"
             for name in self._file_of
-            if name not in wanted and not name.endswith(ignored)
+            if name not in expected and not name.endswith(ignored)
         ]
-        for name, found in self._found_shapes().items():
-            shape = wanted.get(name, found)
-            problems += [f"{name}: shape {list(found)}, expected {list(shape)}"] if found != shape else []
+        for name, stored_shape in self._stored_shapes().items():
+            shape = expected.get(name, stored_shape)
+            problems += [f"{name}: shape {list(stored_shape)}, expected {list(shape)}"] if stored_shape != shape else []
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise UserError(
@@ -284,7 +284,7 @@ class PublishedFiles:
                 fix="use the complete directory as it was published",
             )
 
-    def _found_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the stored shapes under the published names; opens one file at a time."""
         shapes: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self._file_of.values()):

@@ -104,28 +104,28 @@ def extra_state(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
 
     Parts that all pipeline stages have are saved by the first one.
     """
-    found: dict[str, Tensor] = {}
+    entries: dict[str, Tensor] = {}
     for part in parts:
         for key, value in _entries(part).values.items():
             if mesh.pp_rank > 0 and isinstance(part, Model) and key.partition(".")[0] not in _SPLIT:
                 continue
             text, tensors = _encoded(key, value)
-            found[f"{ENTRY}{key}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            found |= {f"{TENSOR}{key}.{path}": tensor.detach() for path, tensor in tensors.items()}
-    return found
+            entries[f"{ENTRY}{key}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            entries |= {f"{TENSOR}{key}.{path}": tensor.detach() for path, tensor in tensors.items()}
+    return entries
 
 
 def digests(parts: Sequence[nn.Module]) -> dict[str, str]:
     """Returns canonical key -> a hash of the entry, to compare ranks. Waits for the device."""
-    found = {}
+    hashes = {}
     for entries in map(_entries, parts):
         for key, value in entries.values.items():
             text, tensors = _encoded(key, value)
             digest = hashlib.blake2b(text, digest_size=16)
             for tensor in tensors.values():
                 digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-            found[key] = digest.hexdigest()
-    return found
+            hashes[key] = digest.hexdigest()
+    return hashes
 
 
 def _encoded(key: str, value: Any) -> tuple[bytes, dict[str, Tensor]]:
@@ -178,9 +178,9 @@ class ExtraLoad:
             UserError: an entry is not what ``extra_state`` writes.
         """
         for entries in self._entries:
-            found = [key for key in entries.keys if key not in self.missing]
-            tensors = {key: {name: self.targets[name] for name in names_of(key, self.targets)} for key in found}
-            _give(entries, {key: read_entry(key, tensors[key]) for key in found})
+            present = [key for key in entries.keys if key not in self.missing]
+            tensors = {key: {name: self.targets[name] for name in names_of(key, self.targets)} for key in present}
+            _give(entries, {key: read_entry(key, tensors[key]) for key in present})
 
 
 def _give(entries: _Entries, values: Mapping[str, Any]) -> None:
@@ -196,11 +196,11 @@ def kept_extra_state(parts: Sequence[nn.Module]) -> Iterator[None]:
     Raises:
         UserError: an entry is of a type that no checkpoint holds.
     """
-    kept = [(entries, _copies(entries)) for part in parts if (entries := _entries(part)).values]
+    saved = [(entries, _copies(entries)) for part in parts if (entries := _entries(part)).values]
     try:
         yield
     finally:
-        for entries, copies in kept:
+        for entries, copies in saved:
             _give(entries, copies)
 
 
@@ -212,12 +212,12 @@ def copy_extra_state(part: nn.Module, other: nn.Module) -> None:
 
 
 def _copies(entries: _Entries) -> dict[str, Any]:
-    found = {}
+    states = {}
     for key, value in entries.values.items():
         text, tensors = _encoded(key, value)
         copies = {path: tensor.detach().clone() for path, tensor in tensors.items()}
-        found[key] = decoded(json.loads(text), copies)["state"]
-    return found
+        states[key] = decoded(json.loads(text), copies)["state"]
+    return states
 
 
 def keys(stored: Mapping[str, object]) -> list[str]:

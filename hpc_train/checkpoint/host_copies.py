@@ -66,8 +66,8 @@ class HostArena:
         if size <= self.size:
             return
         self.release()
-        whole = ceil(size / mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        rounded_size = ceil(size / mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, rounded_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_DONTFORK)  # a page shared with a child may move when this process writes to it
 
     def view(self, offset: int, like: Tensor) -> Tensor:

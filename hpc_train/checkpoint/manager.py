@@ -187,14 +187,14 @@ class CheckpointManager:
         layout, mine = self.mesh.layout, digests(self.engine.parts)
         first = from_rank(0, mine, self._group)
         for stage in range(1, layout.pp):
-            found = from_rank(stage * layout.stage_ranks, mine, self._group)
-            first = found if stage == self.mesh.pp_rank else first
+            conflicting = from_rank(stage * layout.stage_ranks, mine, self._group)
+            first = conflicting if stage == self.mesh.pp_rank else first
         differing = sorted(key for key in mine if first.get(key) != mine[key])
-        found = lowest(differing or None, self._group)
-        if found and self.mesh.rank == 0:
+        conflicting = lowest(differing or None, self._group)
+        if conflicting and self.mesh.rank == 0:
             message = (
-                f"the state {', '.join(found[:SHOWN])} of the model differs between ranks; checkpoints hold that of "
-                "the first data-parallel rank, and all ranks continue with it after a restart"
+                f"the state {', '.join(conflicting[:SHOWN])} of the model differs between ranks; checkpoints hold that "
+                "of the first data-parallel rank, and all ranks continue with it after a restart"
             )
             self._event("warning", step=step, message=message)
             print(message, flush=True)
@@ -247,9 +247,9 @@ class CheckpointManager:
 
     def _anywhere(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank. Collective."""
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found.item())
+        flag_tensor = torch.tensor(int(flag))
+        dist.all_reduce(flag_tensor, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag_tensor.item())
 
     def poll(self) -> None:
         """Reports a failed background save, without blocking; called at step boundaries."""
@@ -282,8 +282,8 @@ class CheckpointManager:
         found, forked = choice.newest()
         if found is None:
             return None
-        check_base(self.config.model, found.manifest.extra, str(found.checkpoint.path))
-        restored, self._load_hook = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
+        check_base(self.config.model, verified.manifest.extra, str(verified.checkpoint.path))
+        restored, self._load_hook = restore(verified, forked, self.engine, self.optimizer, self.mesh, self._group)
         if restored.missing and self.mesh.rank == 0:
             message = (
                 f"the checkpoint has no state {', '.join(restored.missing[:SHOWN])} of the model, which continues with "
@@ -339,10 +339,10 @@ class CheckpointManager:
     def _set_aside_after(self, step: int) -> bool:
         self._removals.wait()
         store = self.store
-        found = store.committed()
-        if not any(checkpoint.step <= step for checkpoint in found):
+        committed = store.committed()
+        if not any(checkpoint.step <= step for checkpoint in committed):
             return False
-        for checkpoint in found:
+        for checkpoint in committed:
             if checkpoint.step > step:
                 moved = str(store.set_aside(checkpoint, self.events.attempt))
                 message = f"rolling back to a checkpoint of step {step} or earlier"

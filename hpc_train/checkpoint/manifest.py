@@ -105,8 +105,10 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
             raise BadCheckpoint(f"{NAME}: the digest does not match")
         files = {_plain(name): FileEntry(_count(entry["size"]), str(entry["digest"]))
                  for name, entry in content.pop("files").items()}  # fmt: skip
-        known = {each.name for each in fields(Manifest)}  # earlier versions wrote more
-        manifest = Manifest(files=files, **{name: value for name, value in content.items() if name in known})
+        fields_of_version = {entry_field.name for entry_field in fields(Manifest)}  # earlier versions wrote more
+        manifest = Manifest(
+            files=files, **{name: value for name, value in content.items() if name in fields_of_version}
+        )
         _count(manifest.step)
         _check_types(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -157,8 +159,10 @@ def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manife
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: it belongs to step {manifest.step}, but the directory is {checkpoint.name}")
     if name.startswith("step-") and name != checkpoint.name:
-        found = wait_until_visible(lambda: _read_marker(checkpoint), visibility_timeout_s, f"{checkpoint / COMMITTED}")
-        if found != marker(data):
+        marker_data = wait_until_visible(
+            lambda: _read_marker(checkpoint), visibility_timeout_s, f"{checkpoint / COMMITTED}"
+        )
+        if marker_data != marker(data):
             raise BadCheckpoint(f"{COMMITTED}: it does not match {NAME}")
     return manifest
 
@@ -261,8 +265,8 @@ def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> 
 
 def foreign_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     """Returns the names of files in the directory of the checkpoint that do not belong to it."""
-    found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
-    return sorted(found - {*manifest.files, NAME, COMMITTED})
+    names = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
+    return sorted(names - {*manifest.files, NAME, COMMITTED})
 
 
 def _check_file(
@@ -281,13 +285,13 @@ def _open(checkpoint: Path, name: str, sizes: range) -> Any:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise BadCheckpoint(f"{name}: not a regular file but a link or device") from None
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size not in sizes:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size not in sizes:
         os.close(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise BadCheckpoint(f"{name}: not a regular file")
-        kind = _TooShort if found.st_size < sizes.start else BadCheckpoint
-        raise kind(f"{name}: it has {found.st_size} bytes, expected {sizes.start}")
+        kind = _TooShort if status.st_size < sizes.start else BadCheckpoint
+        raise kind(f"{name}: it has {status.st_size} bytes, expected {sizes.start}")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 

@@ -199,8 +199,8 @@ class SharedPlan:
     tensor_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = (found.boxes[:, len(found.tensor.shape) :].prod(axis=1).sum() * found.tensor.dtype.itemsize
-                 for found in self.tensors)  # fmt: skip
+        parts = (written.boxes[:, len(written.tensor.shape) :].prod(axis=1).sum() * written.tensor.dtype.itemsize
+                 for written in self.tensors)  # fmt: skip
         self.tensor_bytes = int(sum(parts))
 
     def answer(self, rank: int) -> bytes:
@@ -234,9 +234,9 @@ def share_out(digests: Sequence[bytes], packed: Mapping[int, bytes], serial: int
     begins = np.cumsum(parts) - parts
     written = np.zeros(parts.sum(), dtype=np.bool_)
     tensors = [_choose_writers(held, load) for held in _by_tensor(groups)]
-    for found in tensors:
-        _check_tiling(found)
-        written[begins[found.writer] + found.part] = True
+    for tensor in tensors:
+        _check_tiling(tensor)
+        written[begins[tensor.writer] + tensor.part] = True
     return SharedPlan(len(digests), serial, tensors, np.split(written, begins[1:]))
 
 
@@ -251,11 +251,11 @@ def _groups(digests: Sequence[bytes], packed: Mapping[int, bytes]) -> list[_Grou
         rows.setdefault(holding.tensors, []).append((boxes, np.array(having[digests[rank]], dtype=np.int64)))
     return [
         _Group(
-            tuple(TensorName(*each) for each in pickle.loads(tensors)),
-            np.stack([boxes for boxes, _ in found]),
-            tuple(ranks for _, ranks in found),
+            tuple(TensorName(*name_fields) for name_fields in pickle.loads(tensors)),
+            np.stack([boxes for boxes, _ in group_rows]),
+            tuple(ranks for _, ranks in group_rows),
         )
-        for tensors, found in rows.items()
+        for tensors, group_rows in rows.items()
     ]
 
 
@@ -269,18 +269,18 @@ def _by_tensor(groups: Sequence[_Group]) -> Iterator[_Held]:
     for group in groups:
         for part, tensor in enumerate(group.tensors):
             where.setdefault(tensor.name, []).append((group, part))
-    for found in where.values():
-        first = found[0][0].tensors[found[0][1]]
-        for group, part in found:
+    for holdings in where.values():
+        first = holdings[0][0].tensors[holdings[0][1]]
+        for group, part in holdings:
             if group.tensors[part] != first:
                 raise ValueError(f"the ranks disagree about a tensor: {first} and {group.tensors[part]}")
-        alone = [group.only for group, _ in found if group.only is not None]
+        alone = [group.only for group, _ in holdings if group.only is not None]
         yield _Held(
             first,
-            np.concatenate([group.boxes[:, group.columns[part] : group.columns[part + 1]] for group, part in found]),
-            np.concatenate([np.full(len(group.ranks), part) for group, part in found]),
-            [ranks for group, _ in found for ranks in group.ranks],
-            np.concatenate(alone) if len(alone) == len(found) else None,
+            np.concatenate([group.boxes[:, group.columns[part] : group.columns[part + 1]] for group, part in holdings]),
+            np.concatenate([np.full(len(group.ranks), part) for group, part in holdings]),
+            [ranks for group, _ in holdings for ranks in group.ranks],
+            np.concatenate(alone) if len(alone) == len(holdings) else None,
         )
 
 
@@ -307,20 +307,22 @@ def _least_loaded(rows: Sequence[int], ranks: Sequence[Ints], load: Ints) -> tup
     """Returns the holding and the rank with the least load among ``rows``; the lowest rank of several."""
     if len(rows) == 1 and len(ranks[rows[0]]) == 1:
         return rows[0], int(ranks[rows[0]][0])
-    found = [(load[ranks[row]].min(), int(ranks[row][load[ranks[row]].argmin()]), row) for row in rows]
-    _, rank, row = min(found)
+    choices = [(load[ranks[row]].min(), int(ranks[row][load[ranks[row]].argmin()]), row) for row in rows]
+    _, rank, row = min(choices)
     return row, rank
 
 
-def _check_tiling(found: WrittenTensor) -> None:
+def _check_tiling(written: WrittenTensor) -> None:
     """Raises ValueError unless the parts are within the tensor, do not overlap, and are the whole of it."""
-    axes = len(found.tensor.shape)
-    begins, sizes = found.boxes[:, :axes], found.boxes[:, axes:]
-    inside = (begins >= 0).all() and (begins + sizes <= np.array(found.tensor.shape, dtype=np.int64)).all()
-    whole = sizes.prod(axis=1).sum() == math.prod(found.tensor.shape)
-    filled = found.boxes[sizes.prod(axis=1) > 0]
-    if not (inside and whole and (_is_grid(filled, axes) or not _overlap(filled, axes))):
-        raise ValueError(f"the parts of {found.tensor.name} on the ranks do not tile its shape {found.tensor.shape}")
+    axes = len(written.tensor.shape)
+    begins, sizes = written.boxes[:, :axes], written.boxes[:, axes:]
+    inside = (begins >= 0).all() and (begins + sizes <= np.array(written.tensor.shape, dtype=np.int64)).all()
+    covers_all = sizes.prod(axis=1).sum() == math.prod(written.tensor.shape)
+    filled = written.boxes[sizes.prod(axis=1) > 0]
+    if not (inside and covers_all and (_is_grid(filled, axes) or not _overlap(filled, axes))):
+        raise ValueError(
+            f"the parts of {written.tensor.name} on the ranks do not tile its shape {written.tensor.shape}"
+        )
 
 
 def _is_grid(boxes: Ints, axes: int) -> bool:

@@ -275,8 +275,8 @@ class StoredTensors:
             into: destination of the stored shape and dtype; None allocates a new tensor.
         """
         name = self._replaced.get(name, name)
-        found = self.shapes[name]
-        tensor = torch.empty(found.shape, dtype=found.dtype) if into is None else into
+        stored = self.shapes[name]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype) if into is None else into
         with quiet():
             dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor

@@ -42,17 +42,17 @@ class Retention:
 
 def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
     """Returns the steps of the checkpoints that ``retention`` does not keep."""
-    steps = sorted(found.step for found in checkpoints)
-    kept = set(steps[-max(1, retention.newest) :])
+    steps = sorted(checkpoint.step for checkpoint in checkpoints)
+    retained = set(steps[-max(1, retention.newest) :])
     if retention.every > 0:
         first: dict[int, int] = {}
         for step in steps:
             first.setdefault(step // retention.every, step)
-        kept.update(step for span, step in first.items() if span > 0)
+        retained.update(step for span, step in first.items() if span > 0)
     best = best_step(checkpoints, retention.best)
     if best is not None:
-        kept.add(best)
-    return set(steps) - kept
+        retained.add(best)
+    return set(steps) - retained
 
 
 def best_step(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | None:
@@ -60,12 +60,12 @@ def best_step(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | N
     if metric is None:
         return None
     sign = -1.0 if metric.highest else 1.0
-    found = [
-        (sign * found.metrics[metric.name], found.step)
-        for found in checkpoints
-        if metric.name in found.metrics and math.isfinite(found.metrics[metric.name])
+    results = [
+        (sign * checkpoint.metrics[metric.name], checkpoint.step)
+        for checkpoint in checkpoints
+        if metric.name in checkpoint.metrics and math.isfinite(checkpoint.metrics[metric.name])
     ]
-    return min(found)[1] if found else None
+    return min(results)[1] if results else None
 
 
 _POLL_S = 0.2

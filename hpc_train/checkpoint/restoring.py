@@ -69,14 +69,14 @@ class RestoredState:
 
 
 def restore(
-    found: VerifiedCheckpoint,
+    verified: VerifiedCheckpoint,
     forked: bool,
     engine: ModelState,
     optimizer: OptimizerState,
     mesh: Mesh,
     group: dist.ProcessGroup,
 ) -> tuple[RestoredState, LoadHook]:
-    """Loads the checkpoint ``found``; also returns how a hook loads its tensors from it.
+    """Loads the checkpoint ``verified``; also returns how a hook loads its tensors from it.
 
     Args:
         forked: whether it is one of another run, whose optimizer this run need not continue.
@@ -85,27 +85,27 @@ def restore(
     Raises:
         UserError: the checkpoint does not match the model or optimizer.
     """
-    path = found.checkpoint.path
-    reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
+    path = verified.checkpoint.path
+    reader = SafeReader(path, verified.manifest, verified.visibility_timeout_s)
     stored = in_checkpoint = _stored_shapes(reader, group)
     expected = optimizer.expect(stored)
     state = training_state(engine, optimizer)
-    wanted = gather_shapes(shapes(state), mesh, group) | expected
-    with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
+    required_shapes = gather_shapes(shapes(state), mesh, group) | expected
+    with_optimizer = not forked or optimizer_part(stored) == optimizer_part(required_shapes)
     if not with_optimizer:
         optimizer.expect({})
         stored = model_part(stored)
-        wanted = model_part(wanted)
-        state = {name: tensor for name, tensor in state.items() if name in wanted}
+        required_shapes = model_part(required_shapes)
+        state = {name: tensor for name, tensor in state.items() if name in required_shapes}
     compression = CompressionLoad(engine, stored if with_optimizer else {})
-    check_match(required(stored), wanted, where=str(path))
+    check_match(required(stored), required_shapes, where=str(path))
     extra_state = ExtraLoad(engine.parts, in_checkpoint)
     _load(state | compression.targets | extra_state.targets, reader, group)
     compression.finish()
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
     extra_state.finish()
-    step, extra = found.checkpoint.step, found.manifest.extra
+    step, extra = verified.checkpoint.step, verified.manifest.extra
     missing = tuple(lowest(extra_state.missing or None, group) or ())
     restored = RestoredState(step, extra, path, with_optimizer, forked, compression.drops, missing)
     return restored, partial(_load_hook, reader, in_checkpoint, group)
@@ -186,6 +186,6 @@ def _load(state: Mapping[str, Tensor], reader: SafeReader, group: dist.ProcessGr
                 dcp.load(dict(state), storage_reader=reader, no_dist=True)
     except Exception as error:
         failure = error
-    found = lowest(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
-    if found is not None:
-        raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {found}") from failure
+    problem = lowest(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
+    if problem is not None:
+        raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {problem}") from failure

@@ -74,9 +74,9 @@ class StopTime:
 
 def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
     """Returns ``elastic.stop_grace_s``; for ``auto``, estimates it from the slowest save so far or the state size."""
-    asked = config.elastic.stop_grace_s
-    if not isinstance(asked, str):
-        return StopTime(float(asked), "elastic.stop_grace_s")
+    setting = config.elastic.stop_grace_s
+    if not isinstance(setting, str):
+        return StopTime(float(setting), "elastic.stop_grace_s")
     save_s = _slowest_save(run)
     if save_s is not None:
         step_s = _newest_step_s(run)

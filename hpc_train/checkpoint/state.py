@@ -113,44 +113,46 @@ def shapes(state: Mapping[str, Tensor]) -> dict[str, TensorShape]:
 
 def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
     """Returns the shapes of the tensors in a checkpoint."""
-    found = metadata.state_dict_metadata.items()
+    entries = metadata.state_dict_metadata.items()
     return {
         name: TensorShape(tuple(entry.size), entry.properties.dtype)
-        for name, entry in found
+        for name, entry in entries
         if isinstance(entry, TensorStorageMetadata)
     }
 
 
-def gather_shapes(own: Mapping[str, TensorShape], mesh: Mesh, group: dist.ProcessGroup) -> dict[str, TensorShape]:
+def gather_shapes(
+    local_shapes: Mapping[str, TensorShape], mesh: Mesh, group: dist.ProcessGroup
+) -> dict[str, TensorShape]:
     """Collects the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
-    found: dict[str, TensorShape] = {}
+    gathered: dict[str, TensorShape] = {}
     for first in range(0, mesh.layout.world_size, mesh.layout.stage_ranks):
-        found |= from_rank(first, own, group)
-    return found
+        gathered |= from_rank(first, local_shapes, group)
+    return gathered
 
 
-def model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-    return {name: shape for name, shape in found.items() if name.startswith("model.")}
+def model_part(state: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+    return {name: shape for name, shape in state.items() if name.startswith("model.")}
 
 
-def optimizer_part(found: Mapping[str, TensorShape]) -> set[str]:
-    return {name for name in found if name.startswith("optim.")}
+def optimizer_part(state: Mapping[str, TensorShape]) -> set[str]:
+    return {name for name in state if name.startswith("optim.")}
 
 
-def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape], where: str) -> None:
+def check_match(stored: Mapping[str, TensorShape], needed: Mapping[str, TensorShape], where: str) -> None:
     """Compares a checkpoint with the state of all ranks before anything is loaded.
 
     Raises:
         UserError: names or shapes differ; the message lists all kinds of difference.
     """
     different = [
-        f"{name}: {stored[name]} in the checkpoint, {wanted[name]} in the run"
-        for name in wanted
-        if name in stored and not _loads_into(stored[name], wanted[name], converts=name.startswith("optim."))
+        f"{name}: {stored[name]} in the checkpoint, {needed[name]} in the run"
+        for name in needed
+        if name in stored and not _loads_into(stored[name], needed[name], converts=name.startswith("optim."))
     ]
     problems = [
-        *_problem("missing in the checkpoint", [name for name in wanted if name not in stored]),
-        *_problem("only in the checkpoint", [name for name in stored if name not in wanted]),
+        *_problem("missing in the checkpoint", [name for name in needed if name not in stored]),
+        *_problem("only in the checkpoint", [name for name in stored if name not in needed]),
         *_problem("different shape or dtype", different),
     ]
     if problems:
@@ -161,10 +163,10 @@ def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorSh
         )
 
 
-def _loads_into(stored: TensorShape, wanted: TensorShape, converts: bool) -> bool:
+def _loads_into(stored: TensorShape, needed: TensorShape, converts: bool) -> bool:
     """Returns whether a tensor can be loaded; optimizer state may change its dtype, parameters may not."""
-    numbers = stored.dtype.is_floating_point and wanted.dtype.is_floating_point
-    return stored == wanted or (converts and numbers and stored.shape == wanted.shape)
+    numbers = stored.dtype.is_floating_point and needed.dtype.is_floating_point
+    return stored == needed or (converts and numbers and stored.shape == needed.shape)
 
 
 def _problem(kind: str, names: Iterable[str]) -> list[str]:
@@ -204,22 +206,24 @@ def weights_of_hook(stored: Mapping[str, object], hook: str) -> dict[str, str]:
     Raises:
         UserError: the hook keeps none.
     """
-    kept = {f"model.{name}": f"{HOOKS}{hook}.{name}" for name in (each.removeprefix("model.") for each in stored)}
-    found = {name: own for name, own in kept.items() if name in stored and own in stored}
-    if not found:
+    hook_names = {
+        f"model.{name}": f"{HOOKS}{hook}.{name}" for name in (full_name.removeprefix("model.") for full_name in stored)
+    }
+    present = {name: hook_name for name, hook_name in hook_names.items() if name in stored and hook_name in stored}
+    if not present:
         hooks = sorted({name.split(".")[1] for name in stored if name.startswith(HOOKS)})
-        there = f"it has those of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
+        alternatives = f"it has those of {', '.join(hooks)}" if hooks else "it has no tensors of hooks"
         raise UserError(
-            f"the checkpoint has no weights of the hook {hook}; {there}",
+            f"the checkpoint has no weights of the hook {hook}; {alternatives}",
             where="--weights",
             fix="omit --weights to use the weights of the model",
         )
-    return found
+    return present
 
 
-def missing_in(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape]) -> str | None:
-    """Returns what keeps the tensors ``wanted`` of a hook from being loaded, or None."""
-    for name, shape in wanted.items():
+def missing_in(stored: Mapping[str, TensorShape], needed: Mapping[str, TensorShape]) -> str | None:
+    """Returns what keeps the tensors ``needed`` of a hook from being loaded, or None."""
+    for name, shape in needed.items():
         if name not in stored:
             return f"{name} is not in the checkpoint"
         if not _loads_into(stored[name], shape, converts=True):
@@ -250,8 +254,8 @@ class CompressionLoad:
                 self.targets |= zip(names, parts, strict=True)
                 self._sums.append((held.tensor, parts))
             for name, tensor in compression.shared_state():
-                found = stored.get(f"{PREFIX}{name}")
-                if found is not None and found.shape == tuple(tensor.shape):
+                stored_shape = stored.get(f"{PREFIX}{name}")
+                if stored_shape is not None and stored_shape.shape == tuple(tensor.shape):
                     self.targets[f"{PREFIX}{name}"] = tensor
         self.drops = bool(slots) and not self._sums
 
@@ -264,9 +268,9 @@ class CompressionLoad:
 
 def _slots(stored: Mapping[str, object]) -> dict[str, list[int]]:
     """Returns ``compression.NAME.KEY`` -> its slots in a checkpoint."""
-    found: dict[str, list[int]] = {}
+    slots_by_head: dict[str, list[int]] = {}
     for name in stored:
         match = _SLOT.fullmatch(name) if name.startswith(PREFIX) else None
         if match:
-            found.setdefault(match[1], []).append(int(match[2]))
-    return {head: sorted(slots) for head, slots in found.items()}
+            slots_by_head.setdefault(match[1], []).append(int(match[2]))
+    return {head: sorted(slots) for head, slots in slots_by_head.items()}

@@ -73,20 +73,20 @@ def export(
     positions = max(original or 0, length or 0) or LENGTH
     store = CheckpointStore(run.checkpoints)
     for _ in range(TRIES):
-        found = choose(run, step)
+        checkpoint = choose(run, step)
         try:
-            return _export(found, model, positions, others, to, format, dtype, bar, weights)
+            return _export(checkpoint, model, positions, others, to, format, dtype, bar, weights)
         except BadCheckpoint as error:
-            if was_kept(store, found):
+            if was_kept(store, checkpoint):
                 raise UserError(
                     f"the checkpoint is damaged: {error}",
-                    where=str(found.path),
+                    where=str(checkpoint.path),
                     fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
                 ) from error
         except (UserError, CheckpointException, OSError):
-            if was_kept(store, found):
+            if was_kept(store, checkpoint):
                 raise
-        print(f"the run has removed its checkpoint of step {found.step} meanwhile", file=sys.stderr)
+        print(f"the run has removed its checkpoint of step {checkpoint.step} meanwhile", file=sys.stderr)
     raise UserError(
         f"the run removes its checkpoints faster than they can be exported ({TRIES} tries)",
         where=str(run.checkpoints),
@@ -94,19 +94,19 @@ def export(
     )
 
 
-def _format(run: RunDirectory, model: ModelConfig, asked: str | None) -> str:
-    """Returns ``asked``, or without it the format for the model. Raises UserError for ``hf`` and a loop of its own."""
+def _format(run: RunDirectory, model: ModelConfig, requested: str | None) -> str:
+    """Returns ``requested``, or if None the format for the model. Raises UserError for ``hf`` with run.entry."""
     entry = run.plain_config().get("run", {}).get("entry")
     if entry is None:
-        return asked or ("pt" if family_of(model).hugging_face is None else "hf")
-    if asked == "hf":
+        return requested or ("pt" if family_of(model).hugging_face is None else "hf")
+    if requested == "hf":
         what = f"the checkpoints hold the objects of run.entry={entry}, which have no Hugging Face format"
         raise UserError(what, where="--format", fix="--format pt, which exports any model")
     return "pt"
 
 
 def _export(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     model: ModelConfig,
     positions: int,
     others: Others | None,
@@ -116,16 +116,16 @@ def _export(
     bar: Bar,
     weights: str | None,
 ) -> dict[str, Any]:
-    with bar("verifying", sum(file.stat().st_size for file in found.path.iterdir())) as advance:
-        manifest = verified_manifest(found, advance)
-    stored = StoredTensors(found.path, manifest, weights)
+    with bar("verifying", sum(file.stat().st_size for file in checkpoint.path.iterdir())) as advance:
+        manifest = verified_manifest(checkpoint, advance)
+    stored = StoredTensors(checkpoint.path, manifest, weights)
     kind = None if dtype is None else getattr(torch, dtype)
     with bar("exporting", export_bytes(stored)) as advance:
         if format == "hf":
             export_hf(stored, model, to, positions=positions, dtype=kind, advance=advance, others=others)
         else:
             export_pt(stored, model, to, dtype=kind, advance=advance)
-    return {"step": found.step, "path": str(to), "format": format, "bytes": export_bytes(stored)}
+    return {"step": checkpoint.step, "path": str(to), "format": format, "bytes": export_bytes(stored)}
 
 
 def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
@@ -139,10 +139,10 @@ def _model(run: RunDirectory) -> tuple[ModelConfig, int | None]:
 
 def _others(run: RunDirectory) -> Others | None:
     """Returns what the run has from published weights, or else the tokens around its documents."""
-    found = published(run)
-    config = load(run) if found is None and run.config.exists() else None
+    others = published(run)
+    config = load(run) if others is None and run.config.exists() else None
     if config is None or not (isinstance(config.model, GPTConfig) and isinstance(config.data, TokensDataConfig)):
-        return found
+        return others
     try:
         meta = read_meta(Path(config.data.path))
     except UserError as error:
@@ -167,7 +167,10 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
     directory = import_directory(root, name)
     files = PublishedFiles.open(source)
     kind: torch.dtype = getattr(torch, dtype)
-    state = {f"{MODEL}{own}": torch.empty(shape, dtype=kind, device="meta") for own, shape in files.shapes.items()}
+    state = {
+        f"{MODEL}{name_in_model}": torch.empty(shape, dtype=kind, device="meta")
+        for name_in_model, shape in files.shapes.items()
+    }
     try:
         with bar("importing", sum(value.nbytes for value in state.values())) as advance:
             write_checkpoint(directory, 0, state, _Converted(files, state, advance))
@@ -201,7 +204,7 @@ def write_checkpoint(
     def check(size: int, count: int) -> None:
         check_space(writing, store, size, max(count, len(state)), keep=1)
 
-    files = write_tensors(state, writing, None, check, host, one_file=host is None)
+    files = write_tensors(state, writing, None, check, host, single_file=host is None)
     extra = {"tokens": 0, "loss_scale": None}
     versions = {"torch": torch.__version__}
     return store.commit(writing, Manifest(step, files, extra=extra, versions=versions, time=time.time()))

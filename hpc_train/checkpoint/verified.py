@@ -77,19 +77,19 @@ class VerifiedSearch:
             OSError: they cannot be read at the moment.
         """
         while True:
-            found = self._propose()
-            if found is None:
+            candidate = self._propose()
+            if candidate is None:
                 return None
-            state = self._file_state(found)
-            problem = self._verify(found, self._on_first(partial(self._is_remembered, found, state)))
+            state = self._file_state(candidate)
+            problem = self._verify(candidate, self._on_first(partial(self._is_remembered, candidate, state)))
             if problem is None:
-                self._on_first(partial(self._remember, found, state))
-                return found
-            self._on_first(partial(self._refuse, found.checkpoint, problem))
+                self._on_first(partial(self._remember, candidate, state))
+                return candidate
+            self._on_first(partial(self._refuse, candidate.checkpoint, problem))
 
     def _propose(self) -> VerifiedCheckpoint | None:
-        found: VerifiedCheckpoint | None = self._on_first(self._candidate)
-        return found
+        candidate: VerifiedCheckpoint | None = self._on_first(self._candidate)
+        return candidate
 
     def _candidate(self) -> VerifiedCheckpoint | None:
         """Returns the newest checkpoint with a valid manifest as seen by rank 0, whose view counts for all ranks."""
@@ -112,10 +112,10 @@ class VerifiedSearch:
             )
         return None
 
-    def _verify(self, found: VerifiedCheckpoint, known: bool) -> str | None:
-        return verify_together(found, self.group, full=self.full and not known)
+    def _verify(self, candidate: VerifiedCheckpoint, remembered: bool) -> str | None:
+        return verify_together(candidate, self.group, full=self.full and not remembered)
 
-    def _file_state(self, found: VerifiedCheckpoint) -> str | None:
+    def _file_state(self, candidate: VerifiedCheckpoint) -> str | None:
         """Returns a digest of the attributes of all files that change with a write; None if it is not needed.
 
         Each rank looks at its share. The digest is a sum, so it does not depend on the number of ranks. Collective.
@@ -123,9 +123,9 @@ class VerifiedSearch:
         if not (self.full and self.own):
             return None
         limbs = torch.zeros(_LIMBS + 1, dtype=torch.int64)  # the last one counts files that are not visible yet
-        for name in _share(found.manifest, self.group):
+        for name in _share(candidate.manifest, self.group):
             try:
-                stat = (found.checkpoint.path / name).stat()
+                stat = (candidate.checkpoint.path / name).stat()
             except OSError:
                 limbs[_LIMBS] += 1
                 continue
@@ -143,16 +143,16 @@ class VerifiedSearch:
     def _visibility_s(self) -> float:
         return self.visibility_timeout_s if on_network(self.store.root) else 0.0
 
-    def _remember(self, found: VerifiedCheckpoint, state: str | None) -> None:
+    def _remember(self, verified: VerifiedCheckpoint, state: str | None) -> None:
         """Records the verified checkpoint, so that a restart within this job does not read it again."""
         if state is None:
             return
         with suppress(OSError):  # on a full disk the checkpoint is verified again next time
-            write_json(self.store.root / MEMORY, _memory(found, state))
+            write_json(self.store.root / MEMORY, _memory(verified, state))
 
-    def _is_remembered(self, found: VerifiedCheckpoint, state: str | None) -> bool:
+    def _is_remembered(self, candidate: VerifiedCheckpoint, state: str | None) -> bool:
         try:
-            remembered: bool = state is not None and read_json(self.store.root / MEMORY) == _memory(found, state)
+            remembered: bool = state is not None and read_json(self.store.root / MEMORY) == _memory(candidate, state)
         except (OSError, ValueError):
             return False
         return remembered
@@ -161,7 +161,7 @@ class VerifiedSearch:
         return on_first(action, self.group)
 
 
-def verify_together(found: VerifiedCheckpoint, group: dist.ProcessGroup, full: bool) -> str | None:
+def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, full: bool) -> str | None:
     """Compares the files with the manifest, each rank 1/N of them. Collective.
 
     Returns:
@@ -170,16 +170,16 @@ def verify_together(found: VerifiedCheckpoint, group: dist.ProcessGroup, full: b
     Raises:
         UserError, OSError: a rank cannot read its files, which does not prove damage.
     """
-    rank, path = dist.get_rank(group), found.checkpoint.path
+    rank, path = dist.get_rank(group), candidate.checkpoint.path
     damage: str | None = None
     unreadable: Exception | None = None
     try:
-        share = _share(found.manifest, group)
-        verify(path, found.manifest, share, full=full, visibility_timeout_s=found.visibility_timeout_s)
+        share = _share(candidate.manifest, group)
+        verify(path, candidate.manifest, share, full=full, visibility_timeout_s=candidate.visibility_timeout_s)
     except BadCheckpoint as error:
         damage = f"{error} (rank {rank}, {socket.gethostname()})"
     except OSError as error:
-        unreadable = _unreadable(found.checkpoint, rank, error)
+        unreadable = _unreadable(candidate.checkpoint, rank, error)
     failure = lowest(unreadable, group)
     if failure is not None:
         raise failure
@@ -193,9 +193,9 @@ def _share(manifest: Manifest, group: dist.ProcessGroup) -> list[str]:
     return by_size[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
-def _memory(found: VerifiedCheckpoint, state: str) -> dict[str, Any]:
+def _memory(verified: VerifiedCheckpoint, state: str) -> dict[str, Any]:
     """Returns what identifies a verified checkpoint, and this job by its agent."""
-    return {"job": process(os.getppid()), "step": found.checkpoint.step, "files": state}
+    return {"job": process(os.getppid()), "step": verified.checkpoint.step, "files": state}
 
 
 def _unreadable(checkpoint: Checkpoint, rank: int, error: OSError) -> Exception:

@@ -88,9 +88,9 @@ class RankWriter:
             the file is complete.
     """
 
-    def __init__(self, rank: int, one_file: bool = True) -> None:
+    def __init__(self, rank: int, single_file: bool = True) -> None:
         self._rank = rank
-        self._one_file = one_file
+        self._one_file = single_file
         self._items: list[WriteItem] = []
         self._holding: Holding | None = None
         self._planned: tuple[int, bytes, bytes] | None = None  # serial, digest of what is held, one bit per part
@@ -103,8 +103,8 @@ class RankWriter:
         planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
         self._items = planner.create_local_plan().items
         self._holding = Holding.of(self._items)
-        known = self._planned is not None and self._planned[1] == self._holding.digest
-        return Answer(self._planned[0] if known and self._planned is not None else None, self._holding.digest)
+        unchanged = self._planned is not None and self._planned[1] == self._holding.digest
+        return Answer(self._planned[0] if unchanged and self._planned is not None else None, self._holding.digest)
 
     def pack(self) -> bytes:
         """Returns the described holding."""
@@ -135,14 +135,14 @@ class RankWriter:
         items = self.items
         plan = SavePlan(items, storage_data=_StoragePrefix(f"__{self._rank}_"))
         results = writer.write_data(plan, planner).value()
-        found = {result.index: result.storage_data for result in results}
+        places = {result.index: result.storage_data for result in results}
         planned = [item.index for item in items]
-        if len(results) != len(planned) or found.keys() != set(planned):
-            missing = sorted({index.fqn for index in set(planned) - found.keys()})
+        if len(results) != len(planned) or places.keys() != set(planned):
+            missing = sorted({index.fqn for index in set(planned) - places.keys()})
             raise RuntimeError(
                 f"rank {self._rank} has written {len(results)} of {len(planned)} items; missing: {missing}"
             )
-        self._written = Places.of([found[index] for index in planned])
+        self._written = Places.of([places[index] for index in planned])
         return Written(dict(writer.files), None if self._written == self._known else self._written)
 
     def confirm(self) -> None:
@@ -188,13 +188,13 @@ class Coordinator:
             RuntimeError: a file ends within one of its parts.
         """
         assert self._plan is not None, "nothing is planned"
-        for rank, found in enumerate(written):
-            if found.places is not None and found.places != self._places[rank]:
-                self._places[rank] = found.places
+        for rank, answer in enumerate(written):
+            if answer.places is not None and answer.places != self._places[rank]:
+                self._places[rank] = answer.places
                 self._metadata = None
         places = [place for place in self._places if place is not None]
         assert len(places) == self._ranks, "a rank has not told where its parts are"
-        files = {name: entry for found in written for name, entry in found.files.items()}
+        files = {name: entry for answer in written for name, entry in answer.files.items()}
         for rank, place in enumerate(places):
             _check_ends(rank, place, files)
         if self._metadata is None:
@@ -219,9 +219,9 @@ class TensorWriter:
         one_file: see ``RankWriter``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, one_file: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, single_file: bool = True) -> None:
         self._ranks = _DistWrapper(group, group is not None, 0)
-        self._own = RankWriter(self._ranks.get_rank(), one_file)
+        self._own = RankWriter(self._ranks.get_rank(), single_file)
         self._first = Coordinator(self._ranks.get_world_size())  # used on rank 0
 
     def names(self, state: Mapping[str, Tensor]) -> set[str]:
@@ -277,24 +277,24 @@ class TensorWriter:
         """Plans a save, and checks the space for it; the ranks send what they hold only if that has changed."""
         answers: list[Answer] = []
 
-        def ask(found: list[Answer]) -> list[int]:
-            answers.extend(found)
-            sending = self._first.must_send(found)
+        def ask(received: list[Answer]) -> list[int]:
+            answers.extend(received)
+            sending = self._first.must_send(received)
             if not sending and check_space is not None:
                 self._first.check_space(check_space)
             return sending
 
         def plan(packed: list[bytes | None]) -> list[tuple[int, bytes]]:
-            found = self._first.make_plan(answers, packed)
+            plans = self._first.make_plan(answers, packed)
             if check_space is not None:
                 self._first.check_space(check_space)
-            return found
+            return plans
 
         sending = self._ranks.all_reduce("plan", partial(self._own.describe, state), ask)
         if sending:
             sends = self._ranks.get_rank() in sending
-            own = self._ranks.reduce_scatter("plan", lambda: self._own.pack() if sends else None, plan)
-            self._own.accept(*own)
+            local_plan = self._ranks.reduce_scatter("plan", lambda: self._own.pack() if sends else None, plan)
+            self._own.accept(*local_plan)
 
 
 def write_tensors(
@@ -303,14 +303,14 @@ def write_tensors(
     group: dist.ProcessGroup | None,
     check_space: Callable[[int, int], None],
     host: Mapping[str, Tensor] | None = None,
-    one_file: bool = True,
+    single_file: bool = True,
 ) -> dict[str, FileEntry]:
     """Writes ``state`` once; see ``TensorWriter``."""
-    return TensorWriter(group, one_file).write(state, writing, check_space, host)
+    return TensorWriter(group, single_file).write(state, writing, check_space, host)
 
 
 def _fail(error: CheckpointException) -> NoReturn:
-    failures = {rank: found[0] for rank, found in error.failures.items()}
+    failures = {rank: failure[0] for rank, failure in error.failures.items()}
     expected = all(isinstance(failure, OSError) for failure in failures.values())  # these need no traceback
     raise SaveFailed(_describe(failures), failures) from (None if expected else error)
 
@@ -330,11 +330,11 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
 class HashingWriter(dcp.FileSystemWriter):
     """Writes new files into an existing directory; ``files`` lists them."""
 
-    def __init__(self, directory: Path, one_file: bool = True) -> None:
+    def __init__(self, directory: Path, single_file: bool = True) -> None:
         # DCP would sync before the flush, so HashedFile syncs instead. Where torch has CUDA, DCP copies ahead on the
         # current stream of this thread, even if all tensors are on the host; without copies ahead it uses no device.
         super().__init__(
-            directory, single_file_per_rank=one_file, sync_files=False, per_thread_copy_ahead=0, overwrite=False
+            directory, single_file_per_rank=single_file, sync_files=False, per_thread_copy_ahead=0, overwrite=False
         )
         self.files: dict[str, FileEntry] = {}
         self.fs: HashingFileSystem = HashingFileSystem(self.files)
@@ -370,6 +370,6 @@ def quiet() -> Iterator[None]:
 
 
 def _describe(failures: Mapping[int, BaseException]) -> str:
-    found = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
-    more = [f"and {len(found) - SHOWN} more ranks"] if len(found) > SHOWN else []
-    return "; ".join(found[:SHOWN] + more)
+    messages = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
+    more = [f"and {len(messages) - SHOWN} more ranks"] if len(messages) > SHOWN else []
+    return "; ".join(messages[:SHOWN] + more)

@@ -78,9 +78,9 @@ def _check_z_loss(model: Model | WrappedModel) -> None:
     head = model.head if isinstance(model, Model) else None
     if isinstance(head, CrossEntropyHead) and not model.own_count:
         return
-    own = "computes its own loss" if model.own_count else "has no head that returns the logits of each token"
+    behavior = "computes its own loss" if model.own_count else "has no head that returns the logits of each token"
     raise UserError(
-        f"train.z_loss is set, but the model {own}",
+        f"train.z_loss is set, but the model {behavior}",
         where="train.z_loss, model",
         fix="train.z_loss=0, or a head that derives from hpc_train.models.transformer.CrossEntropyHead and keeps its "
         "loss",

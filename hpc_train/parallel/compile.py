@@ -203,8 +203,8 @@ def compiled_graphs() -> tuple[int, int]:
     """Returns how many graphs this process has compiled, and how many it has loaded from a cache."""
     from torch._dynamo.utils import counters
 
-    found = counters["inductor"]
-    return found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"], found["fxgraph_cache_hit"]
+    counts = counters["inductor"]
+    return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"]
 
 
 class KeptArtifacts:
@@ -228,7 +228,7 @@ class KeptArtifacts:
         """Loads the artifacts into the cache on disk."""
         try:
             content = self._path.read_bytes()
-            with _one_line():
+            with _without_traceback():
                 info = torch.compiler.load_cache_artifacts(content)
             self.loaded = info is not None
             self._kept = set() if info is None else _keys(info)
@@ -250,7 +250,7 @@ class KeptArtifacts:
             return
         self._graphs = graphs
         try:
-            with _one_line():
+            with _without_traceback():
                 artifacts = _used_artifacts()
             if artifacts is not None and not _keys(artifacts[1]) <= self._kept:
                 _replace(self._path, artifacts[0])
@@ -279,7 +279,7 @@ def _keys(info: CacheInfo) -> set[tuple[str, str]]:
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _without_traceback() -> Iterator[None]:
     """Keeps torch from writing the traceback of a damaged file to the log."""
     log = logging.getLogger("torch.compiler._cache")
     level = log.level

@@ -124,7 +124,7 @@ def own_tokens(batch: Batch, model: Model, mesh: Mesh) -> Batch:
     if ranks == 1:
         return batch
     check_length(batch.inputs.shape[1], ranks, model.sequence_shards)
-    inputs, targets = (_own(whole, ranks, mesh.cp_rank) for whole in (batch.inputs, batch.targets))
+    inputs, targets = (_own(full, ranks, mesh.cp_rank) for full in (batch.inputs, batch.targets))
     return replace(batch, inputs=inputs, targets=targets)
 
 
@@ -140,8 +140,8 @@ def check_length(tokens: int, ranks: int, sequence_shards: int) -> None:
         )
 
 
-def _own(whole: Tensor, ranks: int, rank: int) -> Tensor:
-    return whole.chunk(ranks, dim=1)[rank].contiguous()
+def _own(tensor: Tensor, ranks: int, rank: int) -> Tensor:
+    return tensor.chunk(ranks, dim=1)[rank].contiguous()
 
 
 def whole_sequence(outputs: Tensor, mesh: Mesh) -> Tensor:

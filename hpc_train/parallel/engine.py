@@ -255,10 +255,10 @@ def seed_step(seed: int, step: int, mesh: Mesh, sequence_shards: bool = False) -
     ``sequence_shards``, the tensor-parallel ranks. Other tensor-parallel ranks share one seed, so that they drop the
     same elements of replicated tensors.
     """
-    own: list[object] = [mesh.dp_rank, mesh.pp_rank]
-    own += [mesh.cp_rank] if mesh.layout.cp > 1 else []
-    own += [f"tp{mesh.tp_rank}"] if sequence_shards else []
-    _seed_all(stream_seed("step", seed, step, *own), mesh.device)
+    parts: list[object] = [mesh.dp_rank, mesh.pp_rank]
+    parts += [mesh.cp_rank] if mesh.layout.cp > 1 else []
+    parts += [f"tp{mesh.tp_rank}"] if sequence_shards else []
+    _seed_all(stream_seed("step", seed, step, *parts), mesh.device)
 
 
 def has_sequence_shards(engine: Engine) -> bool:

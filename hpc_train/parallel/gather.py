@@ -47,9 +47,9 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _row_counts(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
-    own = torch.tensor([len(tensor)], device=tensor.device)
-    counts = own.new_empty(dist.get_world_size(group))
-    all_gather_tensor(counts, own, group=group)
+    count = torch.tensor([len(tensor)], device=tensor.device)
+    counts = count.new_empty(dist.get_world_size(group))
+    all_gather_tensor(counts, count, group=group)
     rows: list[int] = counts.tolist()
     return rows
 
@@ -69,12 +69,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        rows, own = ctx.rows, dist.get_rank(ctx.group)
+        rows, rank = ctx.rows, dist.get_rank(ctx.group)
         wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # a sum over many ranks
         sent = torch.cat([_padded(block, max(rows)) for block in wide.split(rows)])
         summed = sent.new_empty(max(rows), *gradient.shape[1:])
         reduce_scatter_tensor(summed, sent, group=ctx.group)
-        return summed[: rows[own]].to(gradient.dtype), None, None
+        return summed[: rows[rank]].to(gradient.dtype), None, None
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:

@@ -86,10 +86,10 @@ def _global_norm(
     replicated = 1.0 / mesh.layout.world_size
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
     for weight, gradients in counted.items():
-        found = torch.stack([norm.to(dtype) for norm in norms(gradients)])
+        stacked = torch.stack([norm.to(dtype) for norm in norms(gradients)])
         if inverse_scale is not None:  # before squaring, since the square of a scaled gradient may overflow
-            found = found * inverse_scale.to(found.device)
-        total += (1.0 if alone else weight) * found.square().sum().to(total.device)
+            stacked = stacked * inverse_scale.to(stacked.device)
+        total += (1.0 if alone else weight) * stacked.square().sum().to(total.device)
     if not alone:
         work = dist.all_reduce(total, async_op=True)  # on NCCL's stream, to separate waiting from computing in traces
         assert work is not None
@@ -97,15 +97,15 @@ def _global_norm(
     return total.sqrt()
 
 
-def norm_of(found: Sequence[Tensor], device: torch.device) -> Tensor:
+def norm_of(gradient_norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the norm of gradients that every rank holds whole from what ``norms`` found, in the order of ``clip_``.
 
     The bits are those of ``clip_``.
     """
-    dtype = _sum_dtype(found)
-    if not found:
+    dtype = _sum_dtype(gradient_norms)
+    if not gradient_norms:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack([norm.to(dtype) for norm in found]).square().sum().sqrt()
+    return torch.stack([norm.to(dtype) for norm in gradient_norms]).square().sum().sqrt()
 
 
 def _sum_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -50,10 +50,10 @@ class UpdatesInBackward:
         given = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         if self._update is None or not given:
             return
-        found = norms([gradient for _, gradient in given])
+        gradient_norms = norms([gradient for _, gradient in given])
         chosen = [parameter for parameter, _ in given]
-        self._norms.update(zip(chosen, found, strict=True))
-        self._square = self._square + torch.stack(found).square().sum()
+        self._norms.update(zip(chosen, gradient_norms, strict=True))
+        self._square = self._square + torch.stack(gradient_norms).square().sum()
         self._update(chosen, self._square.isfinite())
         for parameter in chosen:
             parameter.grad = None
@@ -61,5 +61,7 @@ class UpdatesInBackward:
     def end(self) -> Tensor:
         """Ends the step and returns the norm of its gradients, a scalar that is the same on every rank."""
         self._update = None
-        assert all(each.grad is None for each in self._parameters), "a gradient was not used in the backward"
-        return norm_of([self._norms[each] for each in self._parameters if each in self._norms], self._device)
+        assert all(parameter.grad is None for parameter in self._parameters), "a gradient was not used in the backward"
+        return norm_of(
+            [self._norms[parameter] for parameter in self._parameters if parameter in self._norms], self._device
+        )

@@ -116,16 +116,18 @@ def _axis_groups(
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}
     for axis, partition in partitions.items():
-        own = tuple(next(line for line in partition if rank in line))
-        is_used = len(own) > 1 or (axis == "dp_shard" and layout.shards_state)  # fully_shard uses an axis of one rank
+        line_of_rank = tuple(next(line for line in partition if rank in line))
+        is_used = len(line_of_rank) > 1 or (
+            axis == "dp_shard" and layout.shards_state
+        )  # fully_shard uses an axis of one rank
         if not is_used:
             groups[axis] = silent
         elif axis == "cp":
             groups[axis] = split_world(partition, device, timeout, "mesh_cp")
         else:
-            if own not in made:
-                made[own] = split_world(partition, device, timeout, f"mesh_{axis}")
-            groups[axis] = made[own]
+            if line_of_rank not in made:
+                made[line_of_rank] = split_world(partition, device, timeout, f"mesh_{axis}")
+            groups[axis] = made[line_of_rank]
     return groups
 
 
@@ -138,15 +140,15 @@ def _links(
         pipelines: the global ranks of each pipeline.
     """
     pp = len(pipelines[0])
-    own = next(pipeline.index(rank) for pipeline in pipelines if rank in pipeline)
+    position = next(pipeline.index(rank) for pipeline in pipelines if rank in pipeline)
     pairs = [(first, (first + 1) % pp) for first in range(pp)]
     rounds = [pairs[0 : pp - 1 : 2], pairs[1::2], *([pairs[-1:]] if pp % 2 else [])]  # no rank is twice in one
     links: dict[int, dist.ProcessGroup] = {}
     for disjoint in rounds:
         alone = [(place,) for place in range(pp) if not any(place in pair for pair in disjoint)]
-        partition = [[pipeline[place] for place in one] for pipeline in pipelines for one in (*disjoint, *alone)]
+        partition = [[pipeline[place] for place in places] for pipeline in pipelines for places in (*disjoint, *alone)]
         group = split_world(partition, device, timeout, "mesh_link")
-        links |= {place: group for pair in disjoint if own in pair for place in pair if place != own}
+        links |= {place: group for pair in disjoint if position in pair for place in pair if place != position}
     return links
 
 
@@ -168,12 +170,12 @@ def split_world(
     With NCCL this is one split of the communicator of all ranks, whereas each ``new_group`` would be one.
     """
     if device.type == "cuda" and (SPLITS_CHECKED or dist.get_debug_level() != dist.DebugLevel.DETAIL):
-        found = dist.split_group(split_ranks=partition, timeout=timeout, group_desc=description)
+        group = dist.split_group(split_ranks=partition, timeout=timeout, group_desc=description)
     else:
         made = [dist.new_group(line, timeout=timeout, group_desc=description) for line in partition]
-        found = next(group for group in made if isinstance(group, dist.ProcessGroup))
-    assert found is not None, "every rank is in one group of the partition"
-    return found
+        group = next(group for group in made if isinstance(group, dist.ProcessGroup))
+    assert group is not None, "every rank is in one group of the partition"
+    return group
 
 
 def _silent_group(rank: int) -> dist.ProcessGroup:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 def gather_plain(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Returns the values of all ranks of ``group``, a group on CPUs, in the order of its ranks. Collective."""
-    own = _encoded(value)
+    encoded = _encoded(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
+    dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=group)
     longest = int(max(sizes))
-    padded = torch.cat((own, own.new_zeros(longest - own.numel())))
+    padded = torch.cat((encoded, encoded.new_zeros(longest - encoded.numel())))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [_decoded(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
@@ -28,10 +28,10 @@ def gather_plain(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def broadcast_plain(value: Any, group: dist.ProcessGroup) -> Any:
     """Returns the value of the first rank of ``group``, a group on CPUs, on every rank. Collective."""
     is_first = group.rank() == 0
-    own = _encoded(value if is_first else None)
-    size = torch.tensor([own.numel()])
+    encoded = _encoded(value if is_first else None)
+    size = torch.tensor([encoded.numel()])
     dist.broadcast(size, group=group, group_src=0)
-    data = own if is_first else torch.empty(int(size), dtype=torch.uint8)
+    data = encoded if is_first else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=0)
     return _decoded(data)
 

@@ -116,9 +116,9 @@ class GradientReduction:
     def _send_next(self) -> None:
         bucket = self._buckets[self.sent]
         sum_partial_gradients(bucket)
-        used, is_whole = _used(bucket)
+        used, is_complete = _used(bucket)
         exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket], used)
-        self._pending.append(_Sent(next(exchange), exchange, bucket, used, is_whole))
+        self._pending.append(_Sent(next(exchange), exchange, bucket, used, is_complete))
         self.sent += 1
         if len(self._pending) == IN_FLIGHT:
             self._finish_next()

@@ -147,12 +147,12 @@ class ReplicaEngine:
 
     def outputs(self, inputs: Tensor, context: Mapping[str, Tensor] | None = None) -> Tensor:
         """See ``Engine.outputs``."""
-        own = self._own_tokens(Batch(inputs, inputs, context or {}))
+        local = self._own_tokens(Batch(inputs, inputs, context or {}))
         with evaluating(self._model), torch.no_grad(), autocast(self._precision, self._mesh.device):
-            outputs = self._model(own.inputs, own.context)
-            found: Tensor = whole_sequence(outputs.clone() if self._graphed else outputs, self._mesh)
+            outputs = self._model(local.inputs, local.context)
+            result: Tensor = whole_sequence(outputs.clone() if self._graphed else outputs, self._mesh)
         self._replicas.evaluated()
-        return found
+        return result
 
     def reduce(self, result: StepResult) -> StepNumbers:
         return reduce_result(result, self._mesh)
@@ -163,24 +163,24 @@ class ReplicaEngine:
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale)
 
     def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:
-        own = self._own_tokens(micro)
+        local = self._own_tokens(micro)
         if self._graphed:
             torch.compiler.cudagraph_mark_step_begin()
         with refusing_wrong_targets(self._model, [micro]), autocast(self._precision, self._mesh.device):
-            found = module(own.inputs, own.context, own.targets)
+            results = module(local.inputs, local.context, local.targets)
         if not self._graphed:
-            return found
+            return results
         # the next micro-batch uses the memory of these results again
-        return tuple(value.clone() if isinstance(value, Tensor) else value for value in found)
+        return tuple(value.clone() if isinstance(value, Tensor) else value for value in results)
 
     def _own_tokens(self, micro: Batch) -> Batch:
         """Returns the tokens of ``micro`` that this rank computes."""
         if not isinstance(self._model, Model):
             return micro
         refuse_ragged(micro)
-        own = own_tokens(micro, self._model, self._mesh)
-        check_sequence(self._model, own.inputs)
-        return own
+        local = own_tokens(micro, self._model, self._mesh)
+        check_sequence(self._model, local.inputs)
+        return local
 
 
 def _total(values: list[Tensor]) -> Tensor:
@@ -194,13 +194,13 @@ def clear_gradients(parameters: Iterable[nn.Parameter], keep_memory: bool) -> No
         keep_memory: whether gradients stay allocated and are set to zero. Otherwise the first micro-batch's become the
             parameters' without a copy, which a CUDA graph does not allow: its next replay writes to the same memory.
     """
-    kept: list[Tensor] = []
+    gradients: list[Tensor] = []
     for parameter in parameters:
         if not keep_memory:
             parameter.grad = None
         elif parameter.grad is not None:
-            kept.append(parameter.grad)
+            gradients.append(parameter.grad)
         elif parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    if kept:
-        torch._foreach_zero_(kept)
+    if gradients:
+        torch._foreach_zero_(gradients)

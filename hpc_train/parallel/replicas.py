@@ -220,7 +220,7 @@ def replica_class(layout: Layout) -> Any:
             where=where,
             fix="implement the methods of hpc_train.parallel.engine.Replicas",
         )
-    return found
+    return imported
 
 
 _METHODS = ("begin", "micro_batch", "backward_done", "finish", "evaluated")
@@ -282,11 +282,11 @@ def finish_own_count(
         target_count: the number of targets of the global batch, by which the gradients were divided.
     """
     replicas = list(replicas)
-    compresses = any(each.compression is not None for each in replicas)
+    compresses = any(replica.compression is not None for replica in replicas)
     if compresses:
         divide_by_count_(parameters, mesh, own_count, target_count)
-    for each in replicas:
-        each.finish()
+    for replica in replicas:
+        replica.finish()
     if not compresses:
         divide_by_count_(parameters, mesh, own_count, target_count)
 

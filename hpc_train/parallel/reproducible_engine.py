@@ -70,10 +70,10 @@ class ReproducibleEngine(ReplicaEngine):
 
         self._unused = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         with self._casts.step():
-            own = [tree_sum(node, leaf) for node in self._reduction.nodes]
-        whole = self._reduction.reduce(own)
+            node_sums = [tree_sum(node, leaf) for node in self._reduction.nodes]
+        total = self._reduction.reduce(node_sums)
         sizes = [parameter.numel() for parameter in self._parameters.values()]
-        *pieces, loss_sum, counted, used = whole.split([*sizes, 1, int(self._own_count), len(sizes)])
+        *pieces, loss_sum, counted, used = total.split([*sizes, 1, int(self._own_count), len(sizes)])
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
             parameter.grad = _with_strides_of(parameter, piece) if parameter.requires_grad else None
         if self._unused:
@@ -104,7 +104,10 @@ class ReproducibleEngine(ReplicaEngine):
         ]
         sums = [loss_sum, count] if self._own_count else [loss_sum]
         dtype = gradients[0].dtype
-        flat = [*(gradient.reshape(-1) for gradient in gradients), *(each.detach().to(dtype).view(1) for each in sums)]
+        flat = [
+            *(gradient.reshape(-1) for gradient in gradients),
+            *(value.detach().to(dtype).view(1) for value in sums),
+        ]
         return torch.cat([*flat, torch.tensor(with_gradient, dtype=dtype, device=loss_sum.device)])
 
     def _withdraw_unused(self, used: Sequence[float]) -> None:
@@ -156,13 +159,13 @@ def cover(node: range, held: range) -> list[range]:
     return cover(left, held) + cover(right, held)
 
 
-def tree_sum(node: range, known: Callable[[range], Tensor | None]) -> Tensor:
-    """Returns the sum over the leaves of ``node`` from the ``known`` sums, which it may overwrite."""
-    found = known(node)
-    if found is not None:
-        return found
+def tree_sum(node: range, sum_of: Callable[[range], Tensor | None]) -> Tensor:
+    """Returns the sum over the leaves of ``node`` from the ``sum_of`` sums, which it may overwrite."""
+    total = sum_of(node)
+    if total is not None:
+        return total
     left, right = halves(node)
-    return tree_sum(left, known).add_(tree_sum(right, known))
+    return tree_sum(left, sum_of).add_(tree_sum(right, sum_of))
 
 
 class TreeReduction:
@@ -193,18 +196,20 @@ class TreeReduction:
             return sums[0]
         share = math.ceil(size / ranks)
         sent = sums[0].new_zeros(ranks, len(sums), share)  # each rank's share of each sum
-        for index, own in enumerate(sums):
-            padded = torch.nn.functional.pad(own, (0, ranks * share - size))
+        for index, node_sum in enumerate(sums):
+            padded = torch.nn.functional.pad(node_sum, (0, ranks * share - size))
             sent[:, index] = padded.view(ranks, share)
-        known = self._exchange(sent)
-        whole = sums[0].new_empty(ranks * share)
-        all_gather_tensor(whole, tree_sum(self._root, known.get), group=self._group)
-        return whole[:size]
+        sums_by_node = self._exchange(sent)
+        gathered = sums[0].new_empty(ranks * share)
+        all_gather_tensor(gathered, tree_sum(self._root, sums_by_node.get), group=self._group)
+        return gathered[:size]
 
     def _exchange(self, sent: Tensor) -> dict[range, Tensor]:
         """Returns this rank's share of the sum of every node, received from all ranks."""
-        ranks, own, share = sent.shape
+        ranks, nodes_per_rank, share = sent.shape
         counts = [len(nodes) for nodes in self._rank_nodes]
         received = sent.new_empty(sum(counts), share)
-        _all_to_all(received, sent.view(ranks * own, share), counts, [own] * ranks, group=self._group)
+        _all_to_all(
+            received, sent.view(ranks * nodes_per_rank, share), counts, [nodes_per_rank] * ranks, group=self._group
+        )
         return dict(zip((node for nodes in self._rank_nodes for node in nodes), received, strict=True))

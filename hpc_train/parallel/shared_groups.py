@@ -52,7 +52,7 @@ class SharedGroups:
             if group is None:
                 continue
             self._held += group.fsdp_params
-            self._parameters += [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+            self._parameters += [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
             gathers, reduces = len(self._texts), len(self._texts) + 1
             self._texts += [f"gathers {name}", f"reduces {name}"]
             part.set_custom_all_gather(_CheckedAllGather(partial(self._next, gathers)))  # type: ignore[arg-type]
@@ -69,21 +69,21 @@ class SharedGroups:
 
     def _complete(self, group: Any) -> None:
         """Adds zeros for missing gradients, so that all ranks reduce the same parameters."""
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         # earlier micro-batches may have added up in another dtype, and all gradients of a message need the same
-        is_wide = any(each.unsharded_accumulated_grad is not None for each in trained)
-        for each in trained:
-            if each.unsharded_accumulated_grad is not None:
-                self._used.add(each)
+        is_wide = any(parameter.unsharded_accumulated_grad is not None for parameter in trained)
+        for parameter in trained:
+            if parameter.unsharded_accumulated_grad is not None:
+                self._used.add(parameter)
                 continue
-            if each.unsharded_param.grad is not None and each.unsharded_param.grad.is_sparse:
-                raise sparse_gradient(canonical_name(each._param_fqn))
-            if each.unsharded_param.grad is None:
-                each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+            if parameter.unsharded_param.grad is not None and parameter.unsharded_param.grad.is_sparse:
+                raise sparse_gradient(canonical_name(parameter._param_fqn))
+            if parameter.unsharded_param.grad is None:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
             else:
-                self._used.add(each)
+                self._used.add(parameter)
             if is_wide:
-                each.to_accumulated_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
     def _next(self, number: int) -> None:
         """Raises UserError if another rank does something else now, unless the steps are steady."""
@@ -94,14 +94,14 @@ class SharedGroups:
     def finish(self) -> None:
         """Ends a step: the gradients of parameters that no rank has used become None again. Collective."""
         self._next(0)
-        for each in self._held:  # the forward pass sees the gathered parameters and not the shards
-            gathered = getattr(each, "_unsharded_param", None)
-            if gathered is not None and gathered.requires_grad is not each.sharded_param.requires_grad:
-                raise changed_training(canonical_name(each._param_fqn), gathered.requires_grad)
-        used = [int(each in self._used) for each in self._parameters]
-        for each, uses in zip(self._parameters, self._agree(hash(tuple(self._done)) >> 1, used), strict=True):
+        for parameter in self._held:  # the forward pass sees the gathered parameters and not the shards
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad is not parameter.sharded_param.requires_grad:
+                raise changed_training(canonical_name(parameter._param_fqn), gathered.requires_grad)
+        used = [int(parameter in self._used) for parameter in self._parameters]
+        for parameter, uses in zip(self._parameters, self._agree(hash(tuple(self._done)) >> 1, used), strict=True):
             if uses == 0:
-                each.sharded_param.grad = None
+                parameter.sharded_param.grad = None
         self._used.clear()
         self._steady = self._steady + 1 if self._done == self._last else 0
         self._last, self._done = self._done, []
@@ -144,7 +144,7 @@ def _first_difference(done: Sequence[Sequence[int]], texts: Sequence[str]) -> st
 
 
 def _is_trained(group: Any) -> bool:
-    return any(each.sharded_param.requires_grad for each in group.fsdp_params)
+    return any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 
 
 class _CheckedAllGather:

@@ -62,8 +62,8 @@ def _outside(classes: int | None) -> IsWrong | None:
 def _classes(model: nn.Module) -> int | None:
     """Returns the outputs of the last matrix of the head; None if the model has no head, or one without matrices."""
     head = model.head if isinstance(model, Model) else None
-    found = [] if head is None else [part.out_features for part in head.modules() if isinstance(part, nn.Linear)]
-    return found[-1] if found else None
+    widths = [] if head is None else [part.out_features for part in head.modules() if isinstance(part, nn.Linear)]
+    return widths[-1] if widths else None
 
 
 _NO_LABELS = re.compile(r"expected (target dtype to be|scalar type) Long\b")
@@ -103,10 +103,10 @@ def _refuse_dtypes(error: BaseException, micro: Batch) -> None:
 def _refuse(error: BaseException, micro: Batch, is_wrong: IsWrong) -> None:
     """Raises UserError if ``micro`` has such a target; the loss may have made its own."""
     for targets in leaves(micro.targets):
-        found = is_wrong(targets).nonzero() if not targets.is_floating_point() else torch.empty(0)
-        if not len(found):
+        positions = is_wrong(targets).nonzero() if not targets.is_floating_point() else torch.empty(0)
+        if not len(positions):
             continue
-        place = found[0].tolist()
+        place = positions[0].tolist()
         fix = f"number the classes from 0, set a target that does not count to {IGNORED}, or add outputs to the model"
         sample = f"sample {micro.samples[place[0]]}" if micro.samples else f"row {place[0]} of a micro-batch"
         raise UserError(

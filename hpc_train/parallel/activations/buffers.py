@@ -105,11 +105,11 @@ def with_buffers(layer: nn.Module, contexts: Callable[[], Contexts] | None) -> C
     changed = ChangedBuffers(layer)
 
     def both() -> Contexts:
-        own = changed.contexts()
+        pair = changed.contexts()
         if contexts is None:
-            return own
+            return pair
         others = contexts()
-        return _Both(own[0], others[0]), _Both(own[1], others[1])
+        return _Both(pair[0], others[0]), _Both(pair[1], others[1])
 
     return both
 

@@ -58,8 +58,8 @@ def offload_activations(model: nn.Module, least_bytes: int, device: torch.device
     ends = not isinstance(model, Model) or model.head is not None
     offload = _Offload(least_bytes, device)
     for position, layer in enumerate(layers):
-        kept = ends and position == len(layers) - 1
-        _wrap(layer, partial(offload.layer, layer, position == 0, kept))
+        stays = ends and position == len(layers) - 1
+        _wrap(layer, partial(offload.layer, layer, position == 0, stays))
 
 
 def _wrap(layer: nn.Module, saving: Callable[[], AbstractContextManager[None]]) -> None:
@@ -93,14 +93,14 @@ class _Transfers:
     def to_host(self, flat: Tensor) -> Tensor:
         """Begins a copy of ``flat``, which must live until a wait for ``mark``."""
         host = host_buffer(len(flat), pinned=self.asynchronous)
-        with self._beside():
+        with self._on_side_stream():
             host.copy_(flat, non_blocking=True)
         return host
 
     def to_device(self, hosts: Sequence[Tensor]) -> list[Tensor]:
         """Begins copies of ``hosts``, which are complete after a wait for ``mark``."""
         flats = [torch.empty(len(host), dtype=torch.uint8, device=self.device) for host in hosts]
-        with self._beside():
+        with self._on_side_stream():
             for flat, host in zip(flats, hosts, strict=True):
                 flat.copy_(host, non_blocking=True)
         return flats
@@ -115,7 +115,7 @@ class _Transfers:
             event.wait(torch.cuda.current_stream(self.device))  # Stream.wait_event is counted as communication
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Runs copies on the side stream, after what the current stream has begun."""
         if not self.asynchronous:
             yield
@@ -241,7 +241,7 @@ class _Weights:
     def have(self, storage: torch.UntypedStorage) -> bool:
         if self._storages is None:
             self._storages = {
-                _local(each).untyped_storage()._cdata for each in (*self._layer.parameters(), *kept_by(self._layer))
+                _local(tensor).untyped_storage()._cdata for tensor in (*self._layer.parameters(), *kept_by(self._layer))
             }
         return storage._cdata in self._storages
 
@@ -261,13 +261,13 @@ class _Offload:
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
 
     @contextmanager
-    def layer(self, module: nn.Module, first: bool, kept: bool) -> Iterator[None]:
-        """Runs the forward pass of a layer, whose saved tensors stay on the device if they are ``kept``."""
+    def layer(self, module: nn.Module, first: bool, stays: bool) -> Iterator[None]:
+        """Runs the forward pass of a layer, whose saved tensors stay on the device if they are ``stays``."""
         before = self._layer
         if first:
             self._known.clear()
         saved = _SavedLayer(self._transfers, None if first else before)
-        pack = partial(_Kept, saved) if kept else partial(self._pack, saved, _Weights(module))
+        pack = partial(_Kept, saved) if stays else partial(self._pack, saved, _Weights(module))
         with saved_tensors_hooks(pack, _unpack):
             yield
         if before is not None and before.sources:
@@ -292,8 +292,8 @@ class _Offload:
         """Returns the copy of ``storage`` in this state, which another saved tensor may have made."""
         key = storage._cdata, version
         if key in self._known:
-            reference, known = self._known[key]
-            copy = known()
+            reference, weak_copy = self._known[key]
+            copy = weak_copy()
             if copy is not None and not reference.expired():
                 return copy
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

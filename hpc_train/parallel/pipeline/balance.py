@@ -103,9 +103,9 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
     model = build_model(config.model, config.train.seed)
     if not isinstance(model, Model):
         return None  # it has no layers to split, which ``build_engine`` reports
-    known = _read(config, mesh, len(model.layers), run)
-    if known is not None:
-        return _plan(how, known[0], known[1], mesh.layout, reused=True)
+    earlier = _read(config, mesh, len(model.layers), run)
+    if earlier is not None:
+        return _plan(how, earlier[0], earlier[1], mesh.layout, reused=True)
     example = example_micro_batch(dataset, mesh.layout, mesh.device)
     refuse_ragged(example)
     blocks = _measured(config, mesh, model, example) if how == "measured" else _counted(model, example)
@@ -148,14 +148,14 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
         trains = any(block.parameters for block in held_blocks)
         return trains and (cap is None or stage_bytes(config, layout, stage, held_blocks) <= cap)
 
-    found = partition([block.seconds for block in blocks], layout.stages, fits)
-    if found is None:
+    assignment = partition([block.seconds for block in blocks], layout.stages, fits)
+    if assignment is None:
         raise UserError(
             f"no split into {layout.stages} stages fits into {format_bytes(cap or 0)} per stage",
             where=_WHERE,
             fix="use a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
         )
-    return layers_of(found)
+    return layers_of(assignment)
 
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
@@ -196,11 +196,11 @@ def _read(
     config: Config, mesh: Mesh, n_layers: int, run: RunDirectory | None
 ) -> tuple[tuple[range, ...], tuple[BlockCost, ...]] | None:
     """Returns the layers and blocks that rank 0 reads from an earlier attempt; None if they do not match this one."""
-    found: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
     if run is not None and mesh.rank == 0 and (run.path / PIPELINE_SPLIT).exists():
-        found = run.json(run.path / PIPELINE_SPLIT)
-    plan, wanted = broadcast_plain(found, mesh.control), (config.strategy.pp_split, mesh.layout.stages, n_layers)
-    if plan is None or (plan["how"], plan["stages"], sum(plan["layers"])) != wanted:
+        record = run.json(run.path / PIPELINE_SPLIT)
+    plan, expected = broadcast_plain(record, mesh.control), (config.strategy.pp_split, mesh.layout.stages, n_layers)
+    if plan is None or (plan["how"], plan["stages"], sum(plan["layers"])) != expected:
         return None
     layers = split_layers(n_layers, mesh.layout.stages, plan["layers"])
     return layers, tuple(BlockCost(**block) for block in plan["blocks"])
@@ -282,15 +282,17 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
     seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time
     with KeptCasts([part], kept_dtype(config.precision, mesh.layout)).step():
-        kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
+        saved_size = _pass(
+            part, hidden, example, config.precision.name
+        )  # also warms up the allocator and compiled code
         for _ in range(PASSES):
             synchronize(mesh.device)
             begin = clock()
             _pass(part, hidden, example, config.precision.name, measure=False)
             synchronize(mesh.device)
             seconds.append(clock() - begin)
-    kept += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
-    return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), kept)
+    saved_size += _fused_bytes(part, hidden, compute_dtype(config.precision.name))
+    return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), saved_size)
 
 
 def _fused_bytes(part: Model, hidden: Tensor, dtype: torch.dtype | None) -> int:
@@ -316,14 +318,14 @@ def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
 def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, measure: bool = True) -> int:
     """Runs forward and backward pass; returns the bytes that the forward pass keeps if ``measure``, else 0."""
     saved: AbstractContextManager[dict[int, int]] = _saved_bytes(part, hidden) if measure else nullcontext({})
-    with saved as kept, autocast(precision, hidden.device):
+    with saved as saved_sizes, autocast(precision, hidden.device):
         output = part(hidden, example.context, example.targets)
     result = output if isinstance(output, Tensor) else output[0]
     if result.requires_grad:  # a frozen stem has no backward pass
         result.backward(torch.ones_like(result))
     part.zero_grad(set_to_none=True)
     hidden.grad = None
-    return sum(kept.values())
+    return sum(saved_sizes.values())
 
 
 @contextmanager
@@ -331,19 +333,19 @@ def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
     """Yields address -> bytes for the memory of the input and of the tensors that autograd saves, without parameters
     and their casts.
     """
-    own = {_local(each).untyped_storage().data_ptr() for each in (*part.parameters(), *kept_by(part))}
-    kept = {hidden.untyped_storage().data_ptr(): hidden.untyped_storage().nbytes()}
+    parameter_memory = {_local(tensor).untyped_storage().data_ptr() for tensor in (*part.parameters(), *kept_by(part))}
+    sizes = {hidden.untyped_storage().data_ptr(): hidden.untyped_storage().nbytes()}
     alive = []  # keeps the memory, so that no address is used twice
 
     def pack(saved: Tensor) -> Tensor:
         storage = _local(saved).untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameter_memory:
+            sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(storage)
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        yield kept
+        yield sizes
     alive.clear()
 
 

@@ -141,8 +141,8 @@ class PipelineEngine:
         return named_buffers(self.parts)
 
     def compressions(self) -> tuple[Compression, ...]:
-        found = (replicas.compression for replicas in self._replicas.values())
-        return tuple(compression for compression in found if compression is not None)
+        compressions = (replicas.compression for replicas in self._replicas.values())
+        return tuple(compression for compression in compressions if compression is not None)
 
     def read_anew(self, written: Collection[str]) -> None:
         """See ``Engine.read_anew``."""
@@ -174,8 +174,8 @@ class PipelineEngine:
         if self._own_count:
             finish_own_count(replicas, self._copies, self._mesh, result.target_count, target_count)
             return
-        for each in replicas:
-            each.finish()
+        for replica in replicas:
+            replica.finish()
 
     def commit(self, finite: Tensor) -> None:
         """See ``Engine.commit``."""
@@ -215,22 +215,22 @@ class PipelineEngine:
         model = self._parts[0].model
         for micro in batch.micro_batches:
             _check_tensors(micro)
-        own = tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)
-        for micro in own:
+        local = tuple(own_tokens(micro, model, self._mesh) for micro in batch.micro_batches)
+        for micro in local:
             check_sequence(model, micro.inputs)
-        return own
+        return local
 
-    def _schedule_for(self, micro_batches: tuple[Batch, ...], whole: Batch) -> Schedule:
+    def _schedule_for(self, micro_batches: tuple[Batch, ...], full_batch: Batch) -> Schedule:
         """Returns the schedule for this number and shape of micro-batches, which usually stay the same during a run.
 
         Args:
-            whole: the first one with all tokens of its samples.
+            full_batch: the first one with all tokens of its samples.
         """
         example = micro_batches[0]
         shape = (len(micro_batches), example.inputs.shape)
         if self._schedule is None or shape != self._schedule_shape:
             if self._schedule is None:
-                check_hidden_shape(self._whole, whole.inputs, whole.context)
+                check_hidden_shape(self._whole, full_batch.inputs, full_batch.context)
             self._schedule = Schedule(self._mesh, self._parts, len(micro_batches), example, self._loss)
             self._schedule_shape = shape
         return self._schedule

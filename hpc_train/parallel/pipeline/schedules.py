@@ -192,9 +192,9 @@ def schedule_class(layout: Layout) -> Any:
         UserError: the class cannot be imported or is not a schedule of torch.
     """
     path, where = layout.pipeline.torch_class, f"strategy.schedule={layout.schedule}"
-    found = locate(path, where)
-    if isinstance(found, type) and issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti):
-        return found
+    imported = locate(path, where)
+    if isinstance(imported, type) and issubclass(imported, PipelineScheduleSingle | PipelineScheduleMulti):
+        return imported
     raise UserError(
         f"{path} is not a pipeline schedule of torch",
         where=where,
@@ -252,10 +252,10 @@ def count_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> set[tup
 
     A micro-batch is in flight from its forward pass until the gradients of the weights are computed.
     """
-    kept, counts = dict.fromkeys(stages, 0), set()
+    in_flight, counts = dict.fromkeys(stages, 0), set()
     for action, stage in actions:
-        kept[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(action, -1)
-        counts.add(tuple(kept.values()))
+        in_flight[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(action, -1)
+        counts.add(tuple(in_flight.values()))
     most = max(map(sum, counts))
     return {count for count in counts if sum(count) == most}
 

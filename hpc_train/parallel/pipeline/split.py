@@ -141,8 +141,8 @@ def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | 
 
 
 def _find(part: nn.Module, name: str) -> nn.Parameter:
-    found = part.named_parameters(remove_duplicate=False)
-    return next(parameter for raw, parameter in found if canonical_name(raw) == name)
+    named = part.named_parameters(remove_duplicate=False)
+    return next(parameter for raw, parameter in named if canonical_name(raw) == name)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

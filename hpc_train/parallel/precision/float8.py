@@ -54,11 +54,11 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if product_dtype(input) is not OPERANDS:
             return F.linear(input, self.weight, self.bias)
-        weight, own = cast_weight(self), input.to(OPERANDS)
+        weight, operand = cast_weight(self), input.to(OPERANDS)
         bias = None if self.bias is None else self._cast_bias()
         if isinstance(weight, DTensor):
-            return linear_of_shards(self._product, own, weight, bias)
-        result = self._product(own, weight)
+            return linear_of_shards(self._product, operand, weight, bias)
+        result = self._product(operand, weight)
         return result if bias is None else result + bias
 
     def _product(self, input: Tensor, weight: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class Float8Linear(nn.Linear):
         return self.multiply(rows, weight)[:count].view(*input.shape[:-1], weight.shape[0])
 
     def _cast_bias(self) -> Tensor:
-        kept: tuple[Tensor, Tensor | None] | None = getattr(self, CASTS, None)
-        bias = self.bias if kept is None else kept[1]
+        casts: tuple[Tensor, Tensor | None] | None = getattr(self, CASTS, None)
+        bias = self.bias if casts is None else casts[1]
         assert bias is not None
         return bias.to(OPERANDS)
 
@@ -132,14 +132,15 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
     """
     if precision.fp8 is None:
         return None
-    found = matrices(model, precision)
-    if not found.chosen:
+    selection = matrices(model, precision)
+    if not selection.chosen:
         raise UserError(
-            f"precision.fp8 is {precision.fp8}, but no matrix of the model can be computed in fp8: {_reasons(found)}",
+            f"precision.fp8 is {precision.fp8}, but no matrix of the model can be computed in fp8: "
+            f"{_reasons(selection)}",
             where=WHERE,
             fix=f"layers with linear layers whose sizes are multiples of {MULTIPLES[str(precision.fp8)]}, or {OFF}",
         )
-    names = [*found.chosen, *found.skipped]
+    names = [*selection.chosen, *selection.skipped]
     for pattern in precision.fp8_skip:
         if not any(re.search(pattern, name) for name in names):
             raise UserError(
@@ -151,14 +152,14 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
     _try_product(precision.fp8, device)
     slow = "" if compiled or device.type == "cpu" else "; train.compile=true fuses the casts, which are slow alone"
     note = "; emulated, as CPUs have no fp8: slower than bf16, with the same rounding" if device.type == "cpu" else slow
-    total = len(found.chosen) + len(found.skipped)
-    shown = f"fp8 ({precision.fp8}): {len(found.chosen)} of {total} matrices, {shortened([*found.chosen])}"
-    return f"{shown}{f'; bf16: {_reasons(found)}' if found.skipped else ''}{note}"
+    total = len(selection.chosen) + len(selection.skipped)
+    shown = f"fp8 ({precision.fp8}): {len(selection.chosen)} of {total} matrices, {shortened([*selection.chosen])}"
+    return f"{shown}{f'; bf16: {_reasons(selection)}' if selection.skipped else ''}{note}"
 
 
-def _reasons(found: Matrices) -> str:
+def _reasons(selection: Matrices) -> str:
     by_reason: dict[str, list[str]] = {}
-    for name, reason in found.skipped.items():
+    for name, reason in selection.skipped.items():
         by_reason.setdefault(reason, []).append(name)
     return ", ".join(f"{shortened(names)} ({reason})" for reason, names in by_reason.items()) or "it has none"
 

@@ -84,12 +84,12 @@ class ScaledProducts:
         ]
         if self.shards is not None:
             parts = [number for number, (_, role, _) in enumerate(operands) if self._is_part(role, summed)]
-            for number, found in zip(parts, _largest_of_ranks([largest[n] for n in parts], self.shards), strict=True):
-                largest[number] = found
+            for number, maximum in zip(parts, _largest_of_ranks([largest[n] for n in parts], self.shards), strict=True):
+                largest[number] = maximum
         along = self.granularity is ScalingGranularity.AXISWISE
         return [
-            self._in_fp8(values, role, found, dim if along else None)
-            for (values, role, dim), found in zip(operands, largest, strict=True)
+            self._in_fp8(values, role, maximum, dim if along else None)
+            for (values, role, dim), maximum in zip(operands, largest, strict=True)
         ]
 
     def _is_part(self, role: GemmInputRole, summed: int) -> bool:
@@ -105,14 +105,17 @@ class ScaledProducts:
         return result
 
 
-def _largest_of_ranks(own: Sequence[Tensor], shards: Shards) -> Sequence[Tensor]:
+def _largest_of_ranks(local_maxima: Sequence[Tensor], shards: Shards) -> Sequence[Tensor]:
     """Returns the largest values of all ranks for the largest values of this one."""
-    if not own:
-        return own
+    if not local_maxima:
+        return local_maxima
     functional = torch.ops._c10d_functional
-    together = torch.cat([values.reshape(-1) for values in own])
-    found = functional.wait_tensor(functional.all_reduce(together, "max", shards.group))
-    return [part.view_as(values) for part, values in zip(found.split([each.numel() for each in own]), own, strict=True)]
+    together = torch.cat([values.reshape(-1) for values in local_maxima])
+    maxima = functional.wait_tensor(functional.all_reduce(together, "max", shards.group))
+    return [
+        part.view_as(values)
+        for part, values in zip(maxima.split([values.numel() for values in local_maxima]), local_maxima, strict=True)
+    ]
 
 
 def scaled_products(recipe: str, emulate: bool, shards: Shards | None) -> ScaledProducts:

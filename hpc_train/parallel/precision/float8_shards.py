@@ -47,9 +47,9 @@ def shards_of(name: str, weight: DTensor, recipe: str) -> Shards:
             where=f"{WHERE}, strategy.tp",
             fix=f"precision.fp8_skip=['{re.escape(name)}'], or {OFF}",
         )
-    mesh, whole = weight.device_mesh, weight.shape[placement.dim]
-    if whole % (MULTIPLES[recipe] * mesh.size()):
-        raise refused_shard(recipe, f"{name}.weight", whole, mesh.size())
+    mesh, size = weight.device_mesh, weight.shape[placement.dim]
+    if size % (MULTIPLES[recipe] * mesh.size()):
+        raise refused_shard(recipe, f"{name}.weight", size, mesh.size())
     return Shards(placement.dim, mesh.get_group().group_name)
 
 
@@ -63,6 +63,8 @@ def linear_of_shards(product: Callable[[Tensor, Tensor], Tensor], input: Any, we
     """
     by_output = weight.placements[0] == Shard(OUT)
     passed = [Partial()] if by_output else input.placements
-    own = product(input.to_local(grad_placements=passed), weight.to_local())
-    result = DTensor.from_local(own, weight.device_mesh, [Shard(own.ndim - 1) if by_output else Partial()])
+    local_result = product(input.to_local(grad_placements=passed), weight.to_local())
+    result = DTensor.from_local(
+        local_result, weight.device_mesh, [Shard(local_result.ndim - 1) if by_output else Partial()]
+    )
     return result if bias is None else result + bias

@@ -99,24 +99,24 @@ class KeptCasts:
         casts: dict[Tensor | None, Tensor | None] = {None: None}  # by parameter, since modules may share one
         joined = {projection for owner in self._owners for projection in self._join(owner)}
         for module in (module for module in self._modules if module not in joined):
-            own = [module._parameters[name] for name in ("weight", "bias")]
-            for parameter in own:
+            parameters = [module._parameters[name] for name in ("weight", "bias")]
+            for parameter in parameters:
                 if parameter not in casts:
                     assert parameter is not None
                     casts[parameter] = self._cast(parameter)
-            module.__dict__[CASTS] = tuple(casts[parameter] for parameter in own)
+            module.__dict__[CASTS] = tuple(casts[parameter] for parameter in parameters)
             module.__dict__["forward"] = MethodType(_FORWARDS[type(module).forward], module)
 
     def _join(self, owner: Any) -> list[nn.Module]:
         """Casts the weights of the projections of ``owner`` into one tensor, and returns these projections."""
         projections: list[nn.Module] = owner.together.of(owner)
-        if not (can_join(projections) and all(_casts_weight(each, self._dtype) for each in projections)):
+        if not (can_join(projections) and all(_casts_weight(projection, self._dtype) for projection in projections)):
             return []
         owner.__dict__[JOINED] = tuple(self._cast_together(projections, name) for name in ("weight", "bias"))
         return projections
 
     def _cast_together(self, projections: Iterable[nn.Module], name: str) -> Tensor | None:
-        parameters = (each._parameters[name] for each in projections)
+        parameters = (projection._parameters[name] for projection in projections)
         casts = [self._cast(parameter) for parameter in parameters if parameter is not None]
         return _first(torch.cat(casts)) if casts else None
 
@@ -134,8 +134,8 @@ def kept_by(module: nn.Module) -> Iterator[Tensor]:
 def _casts_weight(module: nn.Module, dtype: torch.dtype | None) -> bool:
     """Returns whether ``module`` only uses its weight in ``dtype``, and the weight is a parameter itself."""
     weight = module._parameters.get("weight")
-    known = type(module).forward in _FORWARDS and "forward" not in module.__dict__ and "bias" in module._parameters
-    return known and weight is not None and weight.dtype in (torch.float32, dtype)
+    is_plain = type(module).forward in _FORWARDS and "forward" not in module.__dict__ and "bias" in module._parameters
+    return is_plain and weight is not None and weight.dtype in (torch.float32, dtype)
 
 
 def _first(copy: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ def keep_master(parameter: nn.Parameter, local: Tensor) -> None:
 
 def master_of(parameter: Tensor) -> Tensor | None:
     """Returns the master, sharded like the parameter; None if it has none."""
-    found: Tensor | None = getattr(parameter, _MASTER, None)
-    return found
+    master: Tensor | None = getattr(parameter, _MASTER, None)
+    return master
 
 
 def saved_value(parameter: Tensor) -> Tensor:
