@@ -282,8 +282,8 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Returns torch's parameter groups of ``model`` with the weight decay of ``Optimizer``."""
-    matrices = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = ({"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 

@@ -74,8 +74,8 @@ def main(arguments: list[str]) -> int:
         write_plot(trials, unit, options.plot)
     overrides = _overrides(chosen, layout, noise)
     if options.json:
-        found = {"unit": unit, "trials": [asdict(trial) for trial in trials], "knee": chosen.micro_size}
-        print(json.dumps(found | {"noise": noise and asdict(noise), "overrides": overrides}))
+        summary = {"unit": unit, "trials": [asdict(trial) for trial in trials], "knee": chosen.micro_size}
+        print(json.dumps(summary | {"noise": noise and asdict(noise), "overrides": overrides}))
     else:
         print(_report(layout, trials, unit, noise, overrides))
     return Exit.DONE
@@ -155,8 +155,8 @@ def _with_micro_size(config: Config, layout: Layout, size: int) -> Config:
 
 
 def _noise(config: Config, estimates: int) -> NoiseScale | None:
-    _, found = run_benchmark(config, NoiseRequest(estimates, NOISE_BATCH_RATIO), NOISE_ENTRY)
-    return None if found is None else noise_scale(**found)
+    _, estimate = run_benchmark(config, NoiseRequest(estimates, NOISE_BATCH_RATIO), NOISE_ENTRY)
+    return None if estimate is None else noise_scale(**estimate)
 
 
 def _overrides(chosen: Trial, layout: Layout, noise: NoiseScale | None) -> list[str]:
@@ -215,10 +215,10 @@ def knee(trials: Sequence[Trial]) -> Trial | None:
 
 def expected_memory(trials: Sequence[Trial], micro_size: int) -> int | None:
     """Extrapolates the bytes at ``micro_size`` linearly from the last two trials; None before there are two."""
-    known = [(trial.micro_size, trial.memory) for trial in trials if trial.memory is not None]
-    if len(known) < 2:
+    measured = [(trial.micro_size, trial.memory) for trial in trials if trial.memory is not None]
+    if len(measured) < 2:
         return None
-    (first, less), (second, more) = known[-2:]
+    (first, less), (second, more) = measured[-2:]
     return more + max(0, more - less) * (micro_size - second) // (second - first)
 
 
@@ -228,8 +228,8 @@ def table(trials: Sequence[Trial], unit: str) -> str:
     lines = [f"{'micro_size':>10}  {unit:>12}  {'GiB/rank':>8}"]
     for trial in trials:
         if trial.speed is None or trial.memory is None:
-            told = trial.problem.replace("_", " ") if trial.problem.isidentifier() else trial.problem
-            lines.append(f"{trial.micro_size:>10}  {told}")
+            problem = trial.problem.replace("_", " ") if trial.problem.isidentifier() else trial.problem
+            lines.append(f"{trial.micro_size:>10}  {problem}")
             continue
         mark = f"  <- knee: smallest with {KNEE:.0%} of the best speed" if trial == chosen else ""
         lines.append(f"{trial.micro_size:>10}  {trial.speed:>12,.0f}  {trial.memory / GIB:>8.2f}{mark}")

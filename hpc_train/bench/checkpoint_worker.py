@@ -173,9 +173,9 @@ class _CheckpointBench:
         return self._slowest(time.perf_counter() - start)
 
     def _slowest(self, seconds: float) -> float:
-        found = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mesh.control)
-        return found.item()
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.mesh.control)
+        return slowest.item()
 
     def _synchronize(self) -> None:
         synchronize(self.mesh.device)
@@ -194,14 +194,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _anywhere(flag: bool, mesh: Mesh) -> bool:
-    found = torch.tensor(int(flag))
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.control)
-    return bool(found.item())
+    flag_tensor = torch.tensor(int(flag))
+    dist.all_reduce(flag_tensor, dist.ReduceOp.MAX, group=mesh.control)
+    return bool(flag_tensor.item())
 
 
 def _result(rounds: list[Times], bench: _CheckpointBench, run: RunDirectory) -> dict[str, Any]:
     """Returns ``seconds`` and ``gb_per_s`` (10^9 bytes of the checkpoint) of each kind, and ``ratio`` of pairs."""
-    times = {name: [found[name] for found in rounds] for name in rounds[0]}
+    times = {name: [round_times[name] for round_times in rounds] for name in rounds[0]}
     pairs = {
         "save / dcp.save": ("save", "dcp_save"),
         "stall / memcpy": ("stall", "memcpy"),

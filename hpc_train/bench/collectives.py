@@ -112,10 +112,10 @@ def size_text(size: int) -> str:
 
 
 def _size(word: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)", word.strip().upper().removesuffix("B"))
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)([KMG]?)", word.strip().upper().removesuffix("B"))
+    if match is None or int(match[1]) == 0:
         raise _invalid_size(word)
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def _invalid_size(word: str) -> UserError:
@@ -175,8 +175,10 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     rows = [row for row in result["rates"] if row["group"] == "world"]
     for operation in dict.fromkeys(row["operation"] for row in rows):
-        own = [row for row in rows if row["operation"] == operation]
-        axes.plot([row["bytes"] for row in own], [row["bus_gb_per_s"] for row in own], marker="o", label=operation)
+        selected = [row for row in rows if row["operation"] == operation]
+        axes.plot(
+            [row["bytes"] for row in selected], [row["bus_gb_per_s"] for row in selected], marker="o", label=operation
+        )
     if result["expected"] is not None:
         axes.axhline(result["expected"]["bus_gb_per_s"], linestyle="--", color="gray", label="expected (all_reduce)")
     axes.set_xscale("log", base=2)

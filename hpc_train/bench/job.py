@@ -45,15 +45,15 @@ def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecuto
         UserError: Slurm does not respond, or rejects the job.
     """
     log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
-    asked = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
-    asked |= {
+    sbatch_options = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
+    sbatch_options |= {
         "job-name": f"hpc_train-bench-{words[0]}",
         "output": output_file(log.parent, log.name),
         "no-requeue": None,
     }
-    clusters = asked.get("clusters")
+    clusters = sbatch_options.get("clusters")
     try:
-        job_id = client.submit(arguments(asked), _script(job, words, result), f"hpc_train-job:{log}", clusters)
+        job_id = client.submit(arguments(sbatch_options), _script(job, words, result), f"hpc_train-job:{log}", clusters)
         return Measurement(job_id, result, log, clusters)
     except LostAnswer:
         raise
@@ -69,14 +69,14 @@ def _script(job: Job, words: Sequence[str], result: Path) -> str:
     outer = [] if container is None else container.srun_options(IN_SHELL)
     inner = [] if container is None else container.command(IN_SHELL)
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *outer, *inner, python(cluster, container)]
-    unfinished, there = (shell_word(str(path)) for path in (result.with_suffix(".part"), result))
+    unfinished, finished = (shell_word(str(path)) for path in (result.with_suffix(".part"), result))
     lines = [
         "#!/bin/bash",
         ENVIRONMENT,
         *exports(cluster.env),
         *own_lines(cluster.setup, "cluster.setup"),
         *([] if container is None else container.lines()),
-        f"{quoted([*step, '-m', 'hpc_train', 'bench', *words])} > {unfinished} && mv {unfinished} {there}",
+        f"{quoted([*step, '-m', 'hpc_train', 'bench', *words])} > {unfinished} && mv {unfinished} {finished}",
         'status=$?; echo "exit code $status"; exit "$status"',
     ]
     return "\n".join(lines) + "\n"
@@ -90,13 +90,13 @@ def _read(output: Path) -> dict[str, Any]:
 
 def wait(measurement: Measurement) -> dict[str, Any] | None:
     """Waits for the result; returns None if the job has ended and no result has appeared for a while."""
-    asked, gone = time.monotonic(), None
+    queried, gone = time.monotonic(), None
     while True:
         if measurement.result in set(measurement.result.parent.glob("*.out")):
             return _read(measurement.result)
         now = time.monotonic()
-        if now - asked > _ASK_EVERY_S:
-            asked, state = now, client.job_state(measurement.job_id, measurement.clusters)
+        if now - queried > _ASK_EVERY_S:
+            queried, state = now, client.job_state(measurement.job_id, measurement.clusters)
             if state is None or state.is_alive:
                 gone = None
             elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):

@@ -144,11 +144,11 @@ def _submit(options: argparse.Namespace, rest: list[str]) -> int:
     measurement = submit(job, words, folder / "job", executor)
     print(f"Slurm job {measurement.job_id}, output in {measurement.log}", flush=True)
     try:
-        found = wait(measurement)
+        result = wait(measurement)
     except KeyboardInterrupt:
         print(f"job {measurement.job_id} keeps running and writes {out}; scancel {measurement.job_id} cancels it")
         return Exit.DETACHED
-    if found is None:
+    if result is None:
         return Exit.FAILED
-    print(json.dumps(found) if options.json else report(parse_machine(found, str(out)), options.out))
+    print(json.dumps(result) if options.json else report(parse_machine(result, str(out)), options.out))
     return Exit.DONE

@@ -60,29 +60,29 @@ def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) ->
         cores: the cores of a node without GPUs, and 0 with GPUs.
         source: the host, the date and the software of the measurement.
     """
-    found: dict[str, float] = dict(result["figures"])
-    peaks = _peaks(result, found, source)
+    rates: dict[str, float] = dict(result["figures"])
+    peaks = _peaks(result, rates, source)
     peak = peaks[f"{result['precision']}_flops"].value
-    measured = {key: value for key, value in found.items() if key in NAMES and key not in peaks} | {
+    measured = {key: value for key, value in rates.items() if key in NAMES and key not in peaks} | {
         "devices_per_node": result["ranks_per_node"],
-        "matmul_share": min(1.0, found["product_flops"] / peak),
-        "attention_share": min(1.0, found["attention_flops"] / peak),
+        "matmul_share": min(1.0, rates["product_flops"] / peak),
+        "attention_share": min(1.0, rates["attention_flops"] / peak),
         "cores": cores,
     }
-    like = None if cores else same_device(result["device"], found["memory_bytes"])
+    like = None if cores else same_device(result["device"], rates["memory_bytes"])
     figures = {**OPTIONAL, **_not_measured(like), **peaks}
     figures |= {key: Figure(float(value), "measured", source) for key, value in measured.items()}
     return Machine(name, f"{cores} CPU cores" if cores else str(result["device"]), {key: figures[key] for key in NAMES})
 
 
-def _peaks(result: Mapping[str, Any], found: Mapping[str, float], source: str) -> dict[str, Figure]:
+def _peaks(result: Mapping[str, Any], rates: Mapping[str, float], source: str) -> dict[str, Figure]:
     """Returns the peak by precision: that of the data sheet, or without one the rate of the largest product."""
     peaks = {}
     for precision in PRECISIONS:
         name = f"{precision}_flops"
         sheet = peak_flops(str(result["device"]), precision, units=result["units"])
         if sheet is None:
-            peaks[name] = Figure(found[name], "measured", f"{source}; the largest matrix product")
+            peaks[name] = Figure(rates[name], "measured", f"{source}; the largest matrix product")
         else:
             peaks[name] = Figure(sheet, "table", "data sheet, without sparsity (hpc_train/train/watch/peak_rates.py)")
     return peaks

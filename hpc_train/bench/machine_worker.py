@@ -92,17 +92,20 @@ def measure_machine(spec: WorkerSpec, stop: StopFlag) -> Exit:
         bench.memory, bench.peaks, bench.products, bench.attention, bench.moving, bench.launch, bench.inside,
         bench.between,
     )  # fmt: skip
-    found: dict[str, float] = {}
+    figures_of_rank: dict[str, float] = {}
     for done, stage in enumerate(stages):
         if mesh.rank == 0:
             write_progress(run, done, len(stages))
-        found |= stage()
+        figures_of_rank |= stage()
         if bench.world.largest(float(stop.requested)):
             leave(mesh)
             return Exit.STOPPED
-    of_ranks = to_first(found, mesh)
+    of_ranks = to_first(figures_of_rank, mesh)
     if mesh.rank == 0:
-        figures = {name: median(each[name] for each in of_ranks if name in each) for name in found}
+        figures = {
+            name: median(rank_figures[name] for rank_figures in of_ranks if name in rank_figures)
+            for name in figures_of_rank
+        }
         write_result(run, bench.setting() | {"figures": figures})
     leave(mesh)
     return Exit.DONE
@@ -198,7 +201,7 @@ class _MachineBench:
         """
         tiny, layer = self._layer_seconds(32, 8, 1)
         self.host_s = tiny / (3 * layer.kernels)
-        found = {"launch_s": self.host_s}
+        figures = {"launch_s": self.host_s}
         if not self.cuda:
             width, length, samples = self.sizes.layer
             seconds, layer = self._layer_seconds(width, length, samples)
@@ -207,8 +210,8 @@ class _MachineBench:
             passes = 3 * (products + layer.kernels * self.host_s) + (1 + ATTENTION_BACKWARD) * attention
             rest = seconds - passes
             moved = 3 * samples * layer.elements * 4 * TOUCHES / 2  # as the planner counts the bytes
-            found["memory_bytes_per_s"] = moved / max(rest, 0.1 * seconds)
-        return found
+            figures["memory_bytes_per_s"] = moved / max(rest, 0.1 * seconds)
+        return figures
 
     def inside(self) -> dict[str, float]:
         """Returns latency and bus bandwidth among the ranks of a node."""
@@ -230,15 +233,15 @@ class _MachineBench:
         members = Ranks(group, self.device)
         latency = measure("all_reduce", small, members, self.seconds).seconds
         if not self.cuda:
-            latency = max(latency, self._beside_a_product(small, members))
+            latency = max(latency, self._delay_of_product(small, members))
         bus = {name: measure(name, large, members, self.seconds).bus for name in OPERATIONS}
         dist.barrier(group=self.mesh.control)  # no rank closes a connection that another still reads
         dist.destroy_process_group(group)
-        whole = fmean((bus["all_reduce"], bus["all_gather"]))
-        share = {"scatter_share": min(1.0, bus["reduce_scatter"] / whole)}
-        return {f"{scope}_latency_s": latency / log2(len(ranks)), f"{scope}_bytes_per_s": whole} | share
+        bandwidth = fmean((bus["all_reduce"], bus["all_gather"]))
+        share = {"scatter_share": min(1.0, bus["reduce_scatter"] / bandwidth)}
+        return {f"{scope}_latency_s": latency / log2(len(ranks)), f"{scope}_bytes_per_s": bandwidth} | share
 
-    def _beside_a_product(self, size: int, ranks: Ranks) -> float:
+    def _delay_of_product(self, size: int, ranks: Ranks) -> float:
         """Returns by how much a collective of ``size`` bytes delays a product that runs at the same time.
 
         On CPUs gloo's threads wait for a core on which a product runs, up to a time slice of the kernel.
@@ -246,7 +249,7 @@ class _MachineBench:
         left = torch.randn(self.sizes.square, self.sizes.square)
         message = torch.zeros(size, dtype=torch.uint8)
 
-        def beside() -> None:
+        def overlapped() -> None:
             work = dist.all_reduce(message, group=ranks.group, async_op=True)
             torch.mm(left, left)
             work.wait()
@@ -254,7 +257,7 @@ class _MachineBench:
         alone = self._seconds(lambda: torch.mm(left, left))
         repeats = max(3, int(self.seconds / alone / 4))  # the same on all ranks
         repeats = int(ranks.largest(repeats))
-        return ranks.largest(self._block(beside, repeats) - alone)
+        return ranks.largest(self._block(overlapped, repeats) - alone)
 
     def _product(self, m: int, n: int, k: int, dtype: torch.dtype) -> float:
         left = torch.randn(m, k, device=self.device).to(dtype)

@@ -90,8 +90,8 @@ def run_benchmark(
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
     several = allocation.nodes > 1
-    own = None if several else TemporaryDirectory.make(BENCH, root or Path(tempfile.gettempdir()))
-    run = _run_of_step(allocation, root) if own is None else RunDirectory(own.path)
+    temporary = None if several else TemporaryDirectory.make(BENCH, root or Path(tempfile.gettempdir()))
+    run = _run_of_step(allocation, root) if temporary is None else RunDirectory(temporary.path)
     result = None
     try:
         freeze(_untracked(config), run, code=code, trust_owner=trust_owner)
@@ -104,10 +104,10 @@ def run_benchmark(
         return exit_code, result
     finally:
         # the message of a failure names its log, so the log must remain
-        kept = failures is None and result is None and any(run.logs.glob("*"))
-        if own is not None:
-            own.keep() if kept else own.remove()
-        elif not kept:
+        keeps_files = failures is None and result is None and any(run.logs.glob("*"))
+        if temporary is not None:
+            temporary.keep() if keeps_files else temporary.remove()
+        elif not keeps_files:
             shutil.rmtree(run.path)
 
 

@@ -52,7 +52,7 @@ def measure_nodes(config: Config, as_json: bool) -> int:
     if result is None:
         return code
     print(json.dumps(result) if as_json else "\n".join(_lines(result)), flush=True)
-    return Exit.FAILED if any(found["level"] == "error" for found in result["findings"]) else Exit.DONE
+    return Exit.FAILED if any(finding["level"] == "error" for finding in result["findings"]) else Exit.DONE
 
 
 def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
@@ -76,23 +76,23 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield from _range("host to GPU", result["copy_gb_per_s"], "GB/s per rank")
     bus, expected = result["bus_gb_per_s"], result["expected_gb_per_s"]
     rates = {"in a node": [*bus["nodes"].values()], "over a rail": bus["rails"], "over all ranks": [bus["world"]]}
-    for (where, measured), wanted in zip(rates.items(), ("node", "rail", "world"), strict=True):
-        known = expected[wanted]
-        of = f", expected {known['bus']:.4g} ({known['reason']})" if known else ""
+    for (where, measured), scope in zip(rates.items(), ("node", "rail", "world"), strict=True):
+        expectation = expected[scope]
+        of = f", expected {expectation['bus']:.4g} ({expectation['reason']})" if expectation else ""
         yield from _range(f"all-reduce {where}", measured, f"GB/s (bus bandwidth){of}")
     yield from _range("pairs of nodes", [*result["pairs_gb_per_s"].values()], "GB/s each way")
     yield from _range("clocks, relative to the first node", [*result["clock_offset_s"].values()], "s")
     if result["networks"]:
         yield f"network of NCCL: {', '.join(result['networks'])}"
-    for found in sorted(result["findings"], key=lambda found: found["level"]):
-        yield f"{found['level']:<8}{found['message']}"
-        yield f"        fix: {found['fix']}"
+    for finding in sorted(result["findings"], key=lambda finding: finding["level"]):
+        yield f"{finding['level']:<8}{finding['message']}"
+        yield f"        fix: {finding['fix']}"
     if not result["findings"]:
         yield "no problem found"
 
 
 def _range(name: str, values: Sequence[float | None], unit: str) -> Iterator[str]:
-    known = sorted(value for value in values if value is not None)
-    if known:
-        low, high = f"{known[0]:.4g}", f"{known[-1]:.4g}"
+    present = sorted(value for value in values if value is not None)
+    if present:
+        low, high = f"{present[0]:.4g}", f"{present[-1]:.4g}"
         yield f"{name}: {low if low == high else f'{low} to {high}'} {unit}"

@@ -62,23 +62,23 @@ def main(arguments: list[str]) -> int:
     points = [(kind, size, _overrides(overrides, unit, kind, size, sizes)) for kind in KINDS for size in sizes]
     if unit == NODES:
         step = ["--steps", str(options.steps), "--pairs", str(options.pairs), "--json"]
-        found = measure_on_slurm([[*step, *own] for _, _, own in points], [size for _, size, _ in points])
+        results = measure_on_slurm([[*step, *words] for _, _, words in points], [size for _, size, _ in points])
     else:
-        found = _measure_locally([own for _, _, own in points], options)
-    if found is None:
+        results = _measure_locally([words for _, _, words in points], options)
+    if results is None:
         return Exit.FAILED
     rows = [
         row
         for kind in KINDS
         for row in scaling_rows(
-            kind, [(size, result) for (k, size, _), result in zip(points, found, strict=True) if k == kind]
+            kind, [(size, result) for (k, size, _), result in zip(points, results, strict=True) if k == kind]
         )
     ]
     if options.csv is not None:
         write_csv(rows, options.csv)
     if options.plot is not None:
         write_plot(rows, unit, options.plot)
-    prose = paragraph(rows, found[0], unit)
+    prose = paragraph(rows, results[0], unit)
     if options.json:
         print(json.dumps({"unit": unit, "rows": [asdict(row) for row in rows], "paragraph": prose}))
     else:
@@ -128,17 +128,17 @@ def _overrides(rest: Sequence[str], unit: str, kind: str, size: int, sizes: Sequ
     """Returns the overrides of one measurement."""
     config = config_of([*rest])
     gpus, _ = workers_per_node(config.cluster)
-    own = [*rest]
+    point_overrides = [*rest]
     if unit == NODES:
-        own.append(f"cluster.nodes={size}")
+        point_overrides.append(f"cluster.nodes={size}")
     elif gpus:
-        own.append(f"cluster.gpus_per_node={size}")
+        point_overrides.append(f"cluster.gpus_per_node={size}")
     else:
-        own.append(f"cluster.cpu_workers={size}")
+        point_overrides.append(f"cluster.cpu_workers={size}")
         if config.train.threads == "auto":  # otherwise every size would use all cores, and nothing would scale
-            own.append(f"train.threads={max(1, len(os.sched_getaffinity(0)) // sizes[-1])}")
+            point_overrides.append(f"train.threads={max(1, len(os.sched_getaffinity(0)) // sizes[-1])}")
     growth = 1 if kind == STRONG else size / sizes[0]
-    return [*own, f"batch.global_size={round(config.batch.global_size * growth)}"]
+    return [*point_overrides, f"batch.global_size={round(config.batch.global_size * growth)}"]
 
 
 def _measure_locally(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[dict[str, Any]] | None:
@@ -266,9 +266,9 @@ def write_plot(rows: Sequence[ScalingRow], unit: str, path: Path) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     for kind in KINDS:
-        own = [row for row in rows if row.kind == kind]
-        speed.plot([row.size for row in own], [row.speed_up for row in own], marker="o", label=kind)
-        efficiency.plot([row.size for row in own], [row.efficiency for row in own], marker="o", label=kind)
+        of_kind = [row for row in rows if row.kind == kind]
+        speed.plot([row.size for row in of_kind], [row.speed_up for row in of_kind], marker="o", label=kind)
+        efficiency.plot([row.size for row in of_kind], [row.efficiency for row in of_kind], marker="o", label=kind)
     sizes = sorted({row.size for row in rows})
     speed.plot(sizes, [size / sizes[0] for size in sizes], linestyle="--", color="gray", label="ideal")
     efficiency.set_ylim(0, 1.1)
@@ -293,14 +293,14 @@ def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> li
         UserError: a job cannot run on the cluster, or Slurm rejects it.
     """
     executor = SlurmJobExecutor()
-    jobs = [_job(own) for own in words]
+    jobs = [_job(step_words) for step_words in words]
     folder = Path(jobs[0].config.run.root).absolute() / f"scaling-{secrets.token_hex(3)}"
     folder.mkdir(parents=True)
     submitted = []
-    for number, (job, own) in enumerate(zip(jobs, words, strict=True)):
-        submitted.append(submit(job, ["step", *own], folder / f"{number}", executor))
+    for number, (job, step_words) in enumerate(zip(jobs, words, strict=True)):
+        submitted.append(submit(job, ["step", *step_words], folder / f"{number}", executor))
         print(f"Slurm job {submitted[-1].job_id}: {nodes[number]} nodes, output in {submitted[-1].log}", flush=True)
-    results = [wait(each) for each in submitted]
+    results = [wait(measurement) for measurement in submitted]
     return None if any(result is None for result in results) else [result for result in results if result is not None]
 
 

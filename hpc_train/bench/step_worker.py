@@ -261,8 +261,8 @@ def _communication(bench: StepBench) -> list[float] | None:
 def _measurement_cost(bench: StepBench, step_s: float) -> dict[str, float]:
     """Returns the cost of the measurements during training on the rank where it is largest."""
     measures = Measures(bench.config, bench.mesh, first_of_node=bench.mesh.rank == 0)
-    own = measures.cost(3, bench.step, bench.config.telemetry.log_every)
-    worst: dict[str, float] = max(_gather(own, bench.mesh), key=lambda cost: cost["seconds_per_step"])
+    local_cost = measures.cost(3, bench.step, bench.config.telemetry.log_every)
+    worst: dict[str, float] = max(_gather(local_cost, bench.mesh), key=lambda cost: cost["seconds_per_step"])
     return {**worst, "share": worst["seconds_per_step"] / step_s}
 
 
@@ -284,8 +284,8 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
         return None
     inputs = torch.empty((1, *shape), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
-    found = count.utilization(samples_per_s, sum(peaks))
-    return {"value": found["mfu"], **found, **describe_utilization(count, sum(peaks), source)}
+    figures = count.utilization(samples_per_s, sum(peaks))
+    return {"value": figures["mfu"], **figures, **describe_utilization(count, sum(peaks), source)}
 
 
 def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) -> dict[str, Any] | None:

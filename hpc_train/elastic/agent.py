@@ -105,7 +105,7 @@ def run_agent(
 
 def _preload(config: Config, entry: str, store: str) -> list[str]:
     """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
-    modules = [each.partition(":")[0] for each in (entry, store)]
+    modules = [path.partition(":")[0] for path in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline.engine"]
     return [*dict.fromkeys(modules), *pipeline]
 
@@ -150,12 +150,24 @@ def _run(
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
     ):
         users = dict(os.environ)
-        own = _set_environment(config, allocation, node, caches)
+        environment_record = _set_environment(config, allocation, node, caches)
         with _code_of_workers(run, config, entry, store, begun) as code:
             from hpc_train.elastic.agent_session import Session  # while the warm parent imports
 
             session = Session(
-                run, config, allocation, node, end, stop, events, output, users, own, code, store, on_tick
+                run,
+                config,
+                allocation,
+                node,
+                end,
+                stop,
+                events,
+                output,
+                users,
+                environment_record,
+                code,
+                store,
+                on_tick,
             )
             if allocation.node_rank != 0:
                 return session.work()

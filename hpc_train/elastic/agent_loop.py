@@ -269,8 +269,8 @@ def _device_and_environment(
         visible: the devices that the agent sees, in the order of local rank.
         visible_gpus: ``cluster.visible_gpus``. CUDA shows a process only one MIG slice in any case.
     """
-    own = {name: value for name, value in environment.items() if name not in os.environ}
+    new_variables = {name: value for name, value in environment.items() if name not in os.environ}
     device = visible[local_rank] if local_rank < len(visible) else None
     if device is not None and (device.is_slice or (visible_gpus == "own" and device.is_nvidia)):
-        return {"cuda_device": 0, "environment": own | {"CUDA_VISIBLE_DEVICES": device.name}}
-    return {"cuda_device": local_rank, "environment": own}
+        return {"cuda_device": 0, "environment": new_variables | {"CUDA_VISIBLE_DEVICES": device.name}}
+    return {"cuda_device": local_rank, "environment": new_variables}

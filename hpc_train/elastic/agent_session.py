@@ -121,9 +121,9 @@ class Session:
             print(f"warning: {message}; the site may end jobs whose GPUs are idle", file=sys.stderr, flush=True)
 
         addresses = [address for address in gpus.addresses() if address is not None]
-        found = IdleGpus(addresses, 60 * self.config.telemetry.gpu_idle_minutes, tell)
-        found.start()
-        return found
+        idle_gpus = IdleGpus(addresses, 60 * self.config.telemetry.gpu_idle_minutes, tell)
+        idle_gpus.start()
+        return idle_gpus
 
     def _agent(
         self, node: Node, address: ServerAddress, stores: Stores | None, coordinator: Coordinator | None

@@ -257,7 +257,7 @@ class Attempts:
                 print(reason, file=sys.stderr)
 
 
-def report_placement(start: Start, asked_switches: str | None, events: EventLog) -> None:
+def report_placement(start: Start, switches: str | None, events: EventLog) -> None:
     """Prints the ranks of each node, and warns if the network between the nodes does not suit the layout.
 
     Without a position of every node in the network it prints nothing.
@@ -271,12 +271,10 @@ def report_placement(start: Start, asked_switches: str | None, events: EventLog)
     if len(addresses) < len(names) or network_of(addresses, {}) is None:
         return
     network = network_of(addresses, parse_switch_sizes(show_topology()))
-    found = (
-        [] if network is None else judge(network, start.layout, workers, blocks=has_blocks(), switches=asked_switches)
-    )
-    if found:
-        events.write("warning", message="; ".join(found))
-        *problems, fix = found
+    judgment = [] if network is None else judge(network, start.layout, workers, blocks=has_blocks(), switches=switches)
+    if judgment:
+        events.write("warning", message="; ".join(judgment))
+        *problems, fix = judgment
         print(*(f"warning: {problem}" for problem in problems), f"  {fix}", sep="\n", file=sys.stderr, flush=True)
 
 

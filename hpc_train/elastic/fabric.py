@@ -56,18 +56,18 @@ class Fabric:
     def decide(self, start: Start, events: EventLog) -> dict[str, str]:
         """Returns the variables that all workers of an attempt export; reports and records them if they changed."""
         facts = [node.facts for node in start.nodes]
-        found, messages = merged({node.name: node.facts.settings for node in start.nodes})
+        settings, messages = merged({node.name: node.facts.settings for node in start.nodes})
         gpus = min(node.gpus for node in start.nodes)
         profile = site_profile(self.config.cluster.fabric)
-        decision = decide(facts, FabricJob(len(facts), gpus, lowest_nccl(facts), profile), found)
-        messages = [*messages, *warnings(found), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
+        decision = decide(facts, FabricJob(len(facts), gpus, lowest_nccl(facts), profile), settings)
+        messages = [*messages, *warnings(settings), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
         now = decision, (*messages, *(node.name for node in start.nodes))
         if now != self._reported:
             self._reported = now
-            self._write(start, gpus, decision, messages, found, events)
+            self._write(start, gpus, decision, messages, settings, events)
             self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
-        own = {variable.name: variable.value for variable in decision.variables}
-        return own | self._dump_file(events.attempt) if gpus and DUMP_FILES.isdisjoint(found) else own
+        variables = {variable.name: variable.value for variable in decision.variables}
+        return variables | self._dump_file(events.attempt) if gpus and DUMP_FILES.isdisjoint(settings) else variables
 
     def _dump_file(self, attempt: int) -> dict[str, str]:
         """Returns the variable with the beginning of the file names to which torch writes NCCL's flight recorder when a
@@ -84,19 +84,19 @@ class Fabric:
         gpus: int,
         decision: FabricDecision,
         messages: list[str],
-        found: dict[str, Setting],
+        settings: dict[str, Setting],
         events: EventLog,
     ) -> None:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
         environment = common.pop("variables")
         machines = [_machine(alike[0], ranks) for alike in by_machine(node.facts for node in start.nodes)]
-        found_out = {"gpus_per_node": gpus, "environment": environment, "warnings": messages} | common
-        text = _text(found_out | {"machines": machines}, _by_node(start.nodes))
+        decided = {"gpus_per_node": gpus, "environment": environment, "warnings": messages} | common
+        text = _text(decided | {"machines": machines}, _by_node(start.nodes))
         events.writer.put(self.run.fabric, lambda again: write_text(self.run.fabric, text))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
-            for name, setting in found.items()
+            for name, setting in settings.items()
             if name not in {row["name"] for row in self.own}
         ]
         record = {
@@ -138,8 +138,8 @@ def _by_node(nodes: Sequence[Node]) -> list[dict[str, Any]]:
     """Returns the name, machine and own facts of each node."""
     machines = by_machine(node.facts for node in nodes)
     number = {id(alike[0].results): index for index, alike in enumerate(machines)}
-    found = ((node, number[id(node.facts.results)]) for node in nodes)
-    return [{"name": node.name, "machine": at} | local_facts(node.facts, machines[at][0]) for node, at in found]
+    numbered = ((node, number[id(node.facts.results)]) for node in nodes)
+    return [{"name": node.name, "machine": at} | local_facts(node.facts, machines[at][0]) for node, at in numbered]
 
 
 def _text(common: dict[str, Any], nodes: Sequence[dict[str, Any]]) -> str:

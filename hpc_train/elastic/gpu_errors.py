@@ -52,11 +52,13 @@ class GpuErrors:
         Args:
             attempt_s: the duration of the attempt in seconds; older errors in the kernel log are history.
         """
-        asked = failure.failure in ALWAYS or concerns_gpu(failure.message)
-        if not asked or not self.facts.visible:
+        gpu_related = failure.failure in ALWAYS or concerns_gpu(failure.message)
+        if not gpu_related or not self.facts.visible:
             return failure
         health = self.check(self.facts.node or "?")
-        failure = replace(failure, gpus=tuple(f"{one.subject}: {one.text}" for one in self._findings(health)))
+        failure = replace(
+            failure, gpus=tuple(f"{finding.subject}: {finding.text}" for finding in self._findings(health))
+        )
         if failure.failure is Failure.OUT_OF_MEMORY:
             self._memory_was_short = True
             return _with_foreign_memory(failure, self._state_of(local_rank, health.gpus))
@@ -93,10 +95,10 @@ class GpuErrors:
 
     def _held(self) -> Iterator[str]:
         """Yields how much memory of the ranks' GPUs, or of their slices of GPUs, is in use, if it is much."""
-        own = self.addresses()
+        addresses = self.addresses()
         slices = {device.name for device in devices(self.facts)[: self.ranks] if device.is_slice}
         for gpu in self.states():
-            used = {gpu.name: gpu.memory_used} if gpu.pci in own else {}
+            used = {gpu.name: gpu.memory_used} if gpu.pci in addresses else {}
             used |= {name: size for name, size in zip(gpu.slices, gpu.slices_used, strict=True) if name in slices}
             for name, size in used.items():
                 if size is not None and size > MEMORY_LEFT:
@@ -104,8 +106,8 @@ class GpuErrors:
 
     def _foreign(self, health: NodeHealth) -> list[GpuState]:
         """Returns the GPUs that no rank uses; none if those of the ranks are unknown."""
-        own = {device.gpu.pci for device in devices(self.facts)[: self.ranks] if device.gpu is not None}
-        return [gpu for gpu in health.gpus if own and gpu.pci not in own]
+        used_addresses = {device.gpu.pci for device in devices(self.facts)[: self.ranks] if device.gpu is not None}
+        return [gpu for gpu in health.gpus if used_addresses and gpu.pci not in used_addresses]
 
     def _findings(self, health: NodeHealth) -> Iterator[Finding]:
         foreign = tuple(f"{gpu.name}:" for gpu in self._foreign(health))

@@ -33,7 +33,7 @@ START_S = 1800.0  # imports, reading a large checkpoint, compilation in the firs
 COMPILATION_S = 600.0  # of the first step, if the config sets a bound of a step
 QUIET_S = 60.0  # a silence of this length is told in any phase, and again each time it has doubled
 FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
-KEPT = 256  # step times
+RETAINED = 256  # step times
 MIN_STEP_TIMES = 5  # with fewer no bound is learned from them
 SEEN_S = 0.5  # cap on the time counted between two polls: the agent itself stalled or waited for the CPU
 
@@ -100,7 +100,7 @@ class Starvation:
             now: time on the monotonic clock.
         """
         passed, before = now - self._at, self._before
-        self._at, self._before = now, {rank: found.cpu_s for rank, found in workers.items()}
+        self._at, self._before = now, {rank: activity.cpu_s for rank, activity in workers.items()}
         got = [found.cpu_s - before[rank] for rank, found in workers.items() if found.ready and rank in before]
         return min([1.0, *(used / passed for used in got)]) if passed > 0 else 1.0
 
@@ -122,7 +122,7 @@ class HangWatch:
     patience_s: float = 0.0
     start_s: float = START_S
     compiles: bool = False
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RETAINED), init=False)
     _longest: dict[Phase, float] = field(default_factory=dict, init=False)
     _last: dict[int, Beat] = field(default_factory=dict, init=False)
     _silent: dict[int, float] = field(default_factory=dict, init=False)

@@ -89,25 +89,30 @@ def group_states(collectives: Sequence[Collective], saves: bool = False) -> dict
         saves: the rank is in a save, whose collectives use the group of the control messages.
     """
     of_groups: dict[str, list[Collective]] = {}
-    for one in collectives:
-        if (saves or one.description != CONTROL) and not one.is_message:
-            of_groups.setdefault(one.group, []).append(one)
-    return {name: _group_state(found) for name, found in of_groups.items()}
+    for collective in collectives:
+        if (saves or collective.description != CONTROL) and not collective.is_message:
+            of_groups.setdefault(collective.group, []).append(collective)
+    return {name: _group_state(group) for name, group in of_groups.items()}
 
 
 def _group_state(collectives: Sequence[Collective]) -> GroupState:
-    last = max(collectives, key=lambda one: one.number)
-    operations = [f"{one.operation} {one.shapes}" for one in collectives]
-    own = f"{last.operation} {last.shapes}"
-    inside = not all(one.is_finished for one in collectives)
-    records_starts = any(one.duration_s is not None for one in collectives)
-    reached = max((one.number for one in collectives if one.has_started), default=None) if records_starts else None
-    return GroupState(last.number, inside, own, operations.count(own) - 1, reached)
+    last = max(collectives, key=lambda collective: collective.number)
+    operations = [f"{collective.operation} {collective.shapes}" for collective in collectives]
+    operation = f"{last.operation} {last.shapes}"
+    inside = not all(collective.is_finished for collective in collectives)
+    records_starts = any(collective.duration_s is not None for collective in collectives)
+    reached = (
+        max((collective.number for collective in collectives if collective.has_started), default=None)
+        if records_starts
+        else None
+    )
+    return GroupState(last.number, inside, operation, operations.count(operation) - 1, reached)
 
 
 def _waits(collectives: Sequence[Collective]) -> bool:
     return any(
-        not one.is_finished and (one.description != CONTROL or one.operation != AGREEMENT) for one in collectives
+        not collective.is_finished and (collective.description != CONTROL or collective.operation != AGREEMENT)
+        for collective in collectives
     )
 
 
@@ -152,8 +157,8 @@ def _named(hang: WorkerFailure, rank: int, reason: str) -> WorkerFailure:
     return replace(hang, rank=rank, message=message, traceback=f"{message}\n{hang.traceback}", waits=False)
 
 
-def _minority(states: Sequence[RankState], found: list[RankState]) -> list[RankState]:
-    return found if len(found) < len(states) else []
+def _minority(states: Sequence[RankState], suspects: list[RankState]) -> list[RankState]:
+    return suspects if len(suspects) < len(states) else []
 
 
 def _behind(states: Sequence[RankState]) -> list[RankState]:
@@ -197,9 +202,9 @@ def _in_other_collective(states: Sequence[RankState]) -> list[RankState]:
     for state in states:
         for name, group in state.groups.items():
             operations.setdefault((name, group.entered), []).append((group.before, group.operation, state))
-    for found in operations.values():
-        if len({operation for _, operation, _ in found}) > 1:
-            return [min(found, key=lambda one: one[0])[2]]
+    for entries in operations.values():
+        if len({operation for _, operation, _ in entries}) > 1:
+            return [min(entries, key=lambda entry: entry[0])[2]]
     return []
 
 
@@ -270,7 +275,10 @@ def _is_idle(before: RankState, now: RankState) -> bool:
         elapsed >= WINDOW_S
         and (before.step, before.arrived_step) == (now.step, now.arrived_step)
         and now.arrived_step >= now.step  # it has posted its message of this step, so its data was there
-        and all(one.process == "S" and one.answered and not one.storage and not one.waits for one in (before, now))
+        and all(
+            sample.process == "S" and sample.answered and not sample.storage and not sample.waits
+            for sample in (before, now)
+        )
         and now.cpu_s - before.cpu_s < IDLE_SHARE * elapsed
     )
 
@@ -279,8 +287,8 @@ def _is_awaited(state: RankState, states: Sequence[RankState]) -> bool:
     """Returns whether all other ranks are inside a collective of a group of this rank that it has not entered."""
     others = [other.groups for other in states if other.rank != state.rank]
     return bool(others) and any(
-        all(name in groups and groups[name].inside and groups[name].entered > own.entered for groups in others)
-        for name, own in state.groups.items()
+        all(name in groups and groups[name].inside and groups[name].entered > group.entered for groups in others)
+        for name, group in state.groups.items()
     )
 
 
@@ -338,9 +346,11 @@ def _wait(workers: Workers, questions: Sequence[_Question], until: float) -> Non
     sizes: list[int] = []
     while time.monotonic() < until:
         workers.wait(SETTLED_S)  # also drains their pipes
-        waited = [one for one in questions if not one.worker.gone and process_state(one.worker.pid) != "T"]
-        before, sizes = sizes, [len(one.worker.block.stacks()) for one in waited]
-        if sizes == before and all(one.answered for one in waited):
+        waited = [
+            question for question in questions if not question.worker.gone and process_state(question.worker.pid) != "T"
+        ]
+        before, sizes = sizes, [len(question.worker.block.stacks()) for question in waited]
+        if sizes == before and all(question.answered for question in waited):
             return
 
 

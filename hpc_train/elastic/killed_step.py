@@ -62,8 +62,8 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
     if earlier.count(".") != 2:
         return None
     job, step, restart = earlier.split(".")
-    own_job, own_step, own_restart = launch_id.split(".")
-    if (job, restart) != (own_job, own_restart) or step == own_step:
+    this_job, this_step, this_restart = launch_id.split(".")
+    if (job, restart) != (this_job, this_restart) or step == this_step:
         return None
     if any("exit_code" in event for event in _events(run, attempt)):
         return None
@@ -91,11 +91,11 @@ def end_event(killed: KilledStep, error: UserError) -> dict[str, Any]:
 
 def more_memory(mem: str | None) -> str:
     """Returns the advice for a job that requested ``mem`` (``64G``) and needs more."""
-    found = SIZE.fullmatch(mem or "")
-    if found is None or float(found[1]) == 0:
+    match = SIZE.fullmatch(mem or "")
+    if match is None or float(match[1]) == 0:
         default = "the default of the partition (scontrol show config | grep DefMemPer)"
         return f"set cluster.mem to more than {mem or default}, or reduce batch.loader_workers"
-    more = f"{1.5 * float(found[1]):.0f}{found[2]}"
+    more = f"{1.5 * float(match[1]):.0f}{match[2]}"
     return f"set cluster.mem={more} instead of {mem}, or reduce batch.loader_workers"
 
 
@@ -108,10 +108,10 @@ def _memory_line(run: RunDirectory, step: str) -> str | None:
     if not output:
         return None
     lines = run.end_of_output(Path(output)).splitlines()
-    found = [line.strip() for line in lines if MEMORY.search(line)]
-    named = [line for line in found if "stepid=" in line.lower()]
-    own = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
-    return next(reversed(own if named else found), None)  # without ids, it may be any of the steps
+    matches = [line.strip() for line in lines if MEMORY.search(line)]
+    named = [line for line in matches if "stepid=" in line.lower()]
+    of_step = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
+    return next(reversed(of_step if named else matches), None)  # without ids, it may be any of the steps
 
 
 def _events(run: RunDirectory, attempt: int) -> list[dict[str, Any]]:

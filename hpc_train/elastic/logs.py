@@ -18,7 +18,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 
 LIMIT_BYTES = 100 * 2**20
-KEPT_LINES = 500  # per rank; an aborting worker prints the stacks of all threads after the cause
+RETAINED_LINES = 500  # per rank; an aborting worker prints the stacks of all threads after the cause
 TAIL_LINES = 50  # per rank, appended to a log that reached its limit
 LONGEST_LINE = 64 * 1024
 
@@ -41,14 +41,14 @@ class WorkerLog:
             lines, rest = [*lines, rest], b""
         self._partial[rank] = rest
         if lines:
-            self._tails.setdefault(rank, deque(maxlen=KEPT_LINES)).extend(lines)
+            self._tails.setdefault(rank, deque(maxlen=RETAINED_LINES)).extend(lines)
             head = b"%s [%d] " % (_now(), rank)
             self._append(b"".join(b"%s%s\n" % (head, line) for line in lines))
 
     def tail(self, rank: int, lines: int = 20) -> list[str]:
         """Returns the last lines of a rank, including those that did not fit into the file."""
-        kept = [*self._tails.get(rank, ()), *filter(None, [self._partial.get(rank)])]
-        return [line.decode(errors="replace") for line in kept[-lines:]]
+        retained = [*self._tails.get(rank, ()), *filter(None, [self._partial.get(rank)])]
+        return [line.decode(errors="replace") for line in retained[-lines:]]
 
     def close(self) -> None:
         """Writes unfinished lines, and after the limit was reached, the last lines of each rank.
@@ -101,17 +101,17 @@ class WorkerLog:
             file.close()
 
 
-KEPT_ATTEMPTS = 10
+RETAINED_ATTEMPTS = 10
 # the number in the names of stacks, collectives and NCCL's logs; answers to `stacks` begin with another number
 _OF_ATTEMPT = re.compile(r"(?:(?:hang|slow)-.*-|collectives-|nccl-|)(\d{3,})(?:\.txt$|-rank-)")
 
 
 def prune_logs(run: RunDirectory, attempt: int) -> None:
-    """Removes the stacks and NCCL's logs of all but the last ``KEPT_ATTEMPTS`` attempts: a file per rank of each."""
+    """Removes the stacks and NCCL's logs, a file per rank, of all but the last ``RETAINED_ATTEMPTS`` attempts."""
     for folder in (run.logs / "stacks", run.logs / "nccl"):
         for path in folder.iterdir() if folder.is_dir() else ():
-            found = _OF_ATTEMPT.match(path.name)
-            if found is not None and int(found[1]) <= attempt - KEPT_ATTEMPTS:
+            match = _OF_ATTEMPT.match(path.name)
+            if match is not None and int(match[1]) <= attempt - RETAINED_ATTEMPTS:
                 path.unlink(missing_ok=True)
 
 

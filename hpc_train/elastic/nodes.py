@@ -152,7 +152,7 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
     for node in sorted(nodes, key=lambda node: node.number):
         if node.unfit is not None:
             names.setdefault(node.unfit, []).append(node.name)
-    reasons = [unfit.words(found) for unfit, found in names.items()]
+    reasons = [unfit.words(node_names) for unfit, node_names in names.items()]
     return "; ".join(reasons), "; ".join(dict.fromkeys(unfit.fix for unfit in names))
 
 

@@ -97,8 +97,8 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
         return "this process is not in the job"
     if end.restart >= config.elastic.max_requeues:
         return _requeued_enough(end.restart)
-    known = state_and_priority(own_job())
-    if known is not None and (known[0].phase is not Phase.RUNNING or known[1] == 0):
+    job_state = state_and_priority(own_job())
+    if job_state is not None and (job_state[0].phase is not Phase.RUNNING or job_state[1] == 0):
         return None
     requeue = ["scontrol", "requeue", "incomplete", own_job()]
     if config.launch.chain > 1:  # the next job continues a run whose job has reached its limit

@@ -41,7 +41,7 @@ PROGRESS = "HPC_TRAIN_PROGRESS"
 LOOK_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
 LOOK_S = 0.2  # wait at most this long for such a look, which goes on in its thread
 LOOK_SHARE = 0.05  # of the time, at most, that is spent on looks
-TOLD_PER_S = 500  # agents that are told of newer files
+NOTIFIED_PER_S = 500  # agents that are told of newer files
 MOST_ENTRIES = 20_000  # of run.progress_dir and the directories below it
 
 
@@ -184,19 +184,19 @@ class FolderLooks:
         if now < self._next:
             return None
         try:
-            found, walk_s = self._looking.poll(LOOK_S)
+            newest, walk_s = self._looking.poll(LOOK_S)
         except TimeoutError:  # the next call asks for the result of the same look
             return None
         self._next = now + look_pause_s(walk_s, self.nodes, self.bound_s)
-        if found <= self._newest:
+        if newest <= self._newest:
             return None
-        self._newest = found
-        return found
+        self._newest = newest
+        return newest
 
 
 def look_pause_s(walk_s: float, nodes: int, bound_s: float) -> float:
     """Returns the pause after a look that took ``walk_s``: several looks come within the bound of a hang."""
-    return max(LOOK_EVERY_S, min(max(walk_s / LOOK_SHARE, nodes / TOLD_PER_S), bound_s / 4))
+    return max(LOOK_EVERY_S, min(max(walk_s / LOOK_SHARE, nodes / NOTIFIED_PER_S), bound_s / 4))
 
 
 def _newest_change(path: Path) -> tuple[int, float]:

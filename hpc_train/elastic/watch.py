@@ -42,7 +42,7 @@ MIN_COLLECTIVES = 20  # with fewer nobody is said to be late
 IN_A_ROW = 2  # windows that must agree
 SAME_WORK = ("mesh_dp", "mesh_cp", "mesh_tp")  # prefixes of the descriptions of such groups
 WORLD = "default_pg"  # replaces a group that contains all ranks
-FROM_OR_TO_ONE = ("broadcast", "reduce", "gather", "scatter")  # ranks may leave these at different times
+ROOTED = ("broadcast", "reduce", "gather", "scatter")  # ranks may leave these at different times
 
 Arrivals = Mapping[tuple[str, int], Mapping[int, float]]  # collective (group, number) → rank → seconds
 
@@ -92,11 +92,11 @@ class StragglerWatch:
 
     def _read(self, workers: Sequence[Worker]) -> list[Straggler]:
         answers = {worker.rank: worker.block.answer_to(self._asked.get(worker.rank, 0)) for worker in workers}
-        found = {rank: answer for rank, answer in answers.items() if answer is not None}
-        if len(found) < len(answers):
+        dumps = {rank: answer for rank, answer in answers.items() if answer is not None}
+        if len(dumps) < len(answers):
             return []
         self._asked.clear()
-        arrivals = arrivals_of(found, self._since, self._pipeline)
+        arrivals = arrivals_of(dumps, self._since, self._pipeline)
         self._since = max((max(times.values()) for times in arrivals.values()), default=self._since)
         straggler = find_straggler(arrivals)
         confirmed = self._ranks.confirms(None if straggler is None else straggler.rank)
@@ -110,18 +110,22 @@ def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool =
     """
     compared = SAME_WORK if pipeline else (*SAME_WORK, WORLD)
     of_ranks = {rank: read_collectives(dump) for rank, dump in dumps.items()}
-    on_host = all(one.is_on_host for found in of_ranks.values() for one in found)
-    found: dict[tuple[str, int], dict[int, Collective]] = {}
+    on_host = all(collective.is_on_host for collectives in of_ranks.values() for collective in collectives)
+    entered: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, collectives in of_ranks.items():
-        for one in collectives:
-            if one.description.startswith(compared) and not one.is_message and one.is_on_host == on_host:
-                found.setdefault((one.group, one.number), {})[rank] = one
-    arrivals = {key: on_host_clock(ranks) if on_host else on_device(ranks) for key, ranks in found.items()}
+        for collective in collectives:
+            if (
+                collective.description.startswith(compared)
+                and not collective.is_message
+                and collective.is_on_host == on_host
+            ):
+                entered.setdefault((collective.group, collective.number), {})[rank] = collective
+    arrivals = {key: on_host_clock(ranks) if on_host else on_device(ranks) for key, ranks in entered.items()}
     return {key: times for key, times in arrivals.items() if len(times) > 1 and min(times.values()) > since}
 
 
 def on_host_clock(ranks: Mapping[int, Collective]) -> dict[int, float]:
-    return {rank: one.created_s for rank, one in ranks.items()}
+    return {rank: collective.created_s for rank, collective in ranks.items()}
 
 
 def on_device(ranks: Mapping[int, Collective]) -> dict[int, float]:
@@ -130,8 +134,8 @@ def on_device(ranks: Mapping[int, Collective]) -> dict[int, float]:
     The time at which it ended only has to be roughly right, since all ranks use the same one. Without measured
     durations, and for operations whose ranks may leave at different times, there are no arrivals.
     """
-    ends = [one.completed_s for one in ranks.values() if one.completed_s is not None]
-    took = {rank: one.duration_s for rank, one in ranks.items() if one.operation not in FROM_OR_TO_ONE}
+    ends = [collective.completed_s for collective in ranks.values() if collective.completed_s is not None]
+    took = {rank: collective.duration_s for rank, collective in ranks.items() if collective.operation not in ROOTED}
     if len(ends) < len(ranks):
         return {}
     return {rank: min(ends) - duration for rank, duration in took.items() if duration is not None}
@@ -148,7 +152,7 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
         waits.setdefault(last, []).append(times[last] - median(others))
     moments = [time for times in arrivals.values() for time in times.values()]
     rank = max(waits, key=lambda rank: sum(waits[rank]))
-    late, all_late = sum(waits[rank]), sum(sum(found) for found in waits.values())
+    late, all_late = sum(waits[rank]), sum(sum(rank_waits) for rank_waits in waits.values())
     share = late / max(max(moments) - min(moments), 1e-9)
     if share < LEAST_SHARE or late < LEAST_BLAME * all_late:
         return None
@@ -243,25 +247,25 @@ class Watch:
 
     def _ends_attempt(self, silence: Silence, workers: Workers, now: float) -> bool:
         """Examines silent workers; returns whether they hang or have ended."""
-        found = collect(workers, self.node)
-        states = [one.state for one in found]
+        evidence = collect(workers, self.node)
+        states = [item.state for item in evidence]
         if silence.stage is Stage.SLOW:
             self._first_look = states
-        if not found:  # they have ended and report the reason themselves
+        if not evidence:  # they have ended and report the reason themselves
             return True
         if silence.stage is Stage.QUIET:
-            self._tell_quiet(silence, found)
+            self._report_quiet(silence, evidence)
             return False
         before = self._first_look if silence.stage is Stage.STILL_SLOW else ()
         proven = None if silence.stage is Stage.HANG else proof(states, before, self._pipeline)
         if silence.stage is Stage.HANG or proven is not None:
-            failure = self._report_hang(silence, found, proven)
+            failure = self._report_hang(silence, evidence, proven)
             self._wait_for_others(workers)
             workers.fail(failure)
             return True
         if silence.stage is Stage.SLOW and not self._slow_steps_throttled(now):
             self._slow_reported_at.append(now)
-            self._report_slow_step(silence, found)
+            self._report_slow_step(silence, evidence)
         return False
 
     def _slow_steps_throttled(self, now: float) -> bool:
@@ -296,13 +300,13 @@ class Watch:
 
     def _show_stacks(self, workers: Workers, number: int) -> None:
         self._answered = number
-        text = "\n".join(one.text() for one in collect(workers, self.node))
+        text = "\n".join(item.text() for item in collect(workers, self.node))
         path = self.run.logs / "stacks" / "answers"
         self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
 
-    def _tell_quiet(self, quiet: Silence, found: Sequence[Evidence]) -> None:
+    def _report_quiet(self, quiet: Silence, evidences: Sequence[Evidence]) -> None:
         """Says in the log and the events what a rank does that has shown no progress, whether that is usual or not."""
-        evidence = next((one for one in found if one.state.rank == quiet.rank), found[0])
+        evidence = next((item for item in evidences if item.state.rank == quiet.rank), evidences[0])
         state = evidence.state
         place = stack_place(evidence.stacks)
         message = f"no step for {format_duration(quiet.seconds)}: {state.phase}, rank {state.rank}"
@@ -310,28 +314,28 @@ class Watch:
         print(f"{message}; it counts as a hang after {format_duration(quiet.bound)}", file=sys.stderr, flush=True)
         self._event("no_progress", step=state.step, rank=state.rank, phase=state.phase, message=message)
 
-    def _report_slow_step(self, slow: Silence, found: Sequence[Evidence]) -> None:
+    def _report_slow_step(self, slow: Silence, evidences: Sequence[Evidence]) -> None:
         """Reports a slow step without killing anything. The file of an attempt holds its last slow step."""
-        state = next((one.state for one in found if one.state.rank == slow.rank), found[0].state)
+        state = next((item.state for item in evidences if item.state.rank == slow.rank), evidences[0].state)
         message = (
             f"no sign of life for {slow.seconds:.1f} s in {state.phase} after step {state.step} (usually at most "
             f"{slow.bound:.1f} s); it counts as a hang after {self.hangs.bound(slow.phase):.1f} s "
             "(elastic.hang_timeout_s), or when the state of a rank proves that it is one"
         )
-        path = self._write_evidence("slow", found, collectives=False)
+        path = self._write_evidence("slow", evidences, collectives=False)
         self._event(
-            "slow_step", step=state.step, rank=culprit([one.state for one in found])[0], phase=state.phase,
+            "slow_step", step=state.step, rank=culprit([item.state for item in evidences])[0], phase=state.phase,
             seconds=round(slow.seconds, 1), message=message, stacks=str(path),
         )  # fmt: skip
 
-    def _report_hang(self, silence: Silence, found: Sequence[Evidence], proven: Proof | None) -> WorkerFailure:
-        states = [one.state for one in found]
+    def _report_hang(self, silence: Silence, evidences: Sequence[Evidence], proven: Proof | None) -> WorkerFailure:
+        states = [item.state for item in evidences]
         rank, reason = culprit(states) if proven is None else (proven.rank, proven.reason)
-        evidence = next((one for one in found if one.state.rank == rank), found[0])
+        evidence = next((item for item in evidences if item.state.rank == rank), evidences[0])
         seconds = f"{silence.seconds:.1f} s in {evidence.state.phase} after step {evidence.state.step}"
         allowed = f" (elastic.hang_timeout_s allows {silence.bound:.1f})" if proven is None else ""
         message = f"no sign of life for {seconds}{allowed}; " + (reason if rank is None else f"rank {rank} {reason}")
-        path = self._write_evidence("hang", found)
+        path = self._write_evidence("hang", evidences)
         plain = tuple(asdict(state) for state in states)
         self._event(
             "hang_detected", step=evidence.state.step, rank=rank, phase=evidence.state.phase,
@@ -342,21 +346,21 @@ class Watch:
             evidence.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None, states=plain
         )  # fmt: skip
 
-    def _report_timeout(self, late: WorkerFailure, found: Sequence[Evidence]) -> None:
+    def _report_timeout(self, late: WorkerFailure, evidences: Sequence[Evidence]) -> None:
         """Reports what the other ranks do before they are killed: one of them may not have entered the collective."""
-        path = self._write_evidence("timeout", found)
+        path = self._write_evidence("timeout", evidences)
         message = f"a collective timed out on rank {late.rank}; the stacks of the ranks that still run: {path}"
-        plain = tuple(asdict(one.state) for one in found)
+        plain = tuple(asdict(item.state) for item in evidences)
         self._event("collective_timed_out", rank=late.rank, message=message, stacks=str(path), ranks=plain)
 
-    def _write_evidence(self, what: str, found: Sequence[Evidence], collectives: bool = True) -> Path:
+    def _write_evidence(self, what: str, evidences: Sequence[Evidence], collectives: bool = True) -> Path:
         folder = self.run.logs / "stacks"
         attempt = 0 if self._events is None else self._events.attempt
         path = folder / f"{what}-{self.node}-{attempt:03d}.txt"
-        contents = {path: "\n".join(one.text() for one in found).encode()}
-        for one in found if collectives else ():
-            name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
-            contents[folder / name] = one.collectives or b""
+        contents = {path: "\n".join(item.text() for item in evidences).encode()}
+        for item in evidences if collectives else ():
+            name = f"collectives-{attempt:03d}-rank-{item.state.rank:04d}.json"
+            contents[folder / name] = item.collectives or b""
         self._write(path, lambda: _write_files(folder, contents), sum(map(len, contents.values())))
         return path
 
@@ -371,7 +375,11 @@ class Watch:
 
 def _timed_out(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
     """Returns the first failure of a collective by its timeout, in the words of gloo or NCCL."""
-    late = (one for one in failures if one.failure is Failure.COMMUNICATION and TIMED_OUT.search(one.message))
+    late = (
+        failure
+        for failure in failures
+        if failure.failure is Failure.COMMUNICATION and TIMED_OUT.search(failure.message)
+    )
     return next(late, None)
 
 

@@ -141,8 +141,8 @@ def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection, faile
 
 
 def _failure(error: BaseException, run: Path) -> dict[str, Any]:
-    own_frame = error.__traceback__
-    below = own_frame.tb_next if own_frame else None
+    frame = error.__traceback__
+    below = frame.tb_next if frame else None
     text = "".join(traceback.format_exception(type(error), error, below))
     secondary = False
     if isinstance(error, UserCodeError):

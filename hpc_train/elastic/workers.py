@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.elastic.decision import WorkerFailure, ended_without_report
-from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
+from hpc_train.elastic.logs import RETAINED_LINES, WorkerLog
 from hpc_train.elastic.script import Script, ScriptProcess, ScriptProgress
 from hpc_train.elastic.worker_process import FORKSERVER, REPORTS, died_with_warm_parent, fork_process, main
 from hpc_train.machine.kernel_counters import OomKills
@@ -214,7 +214,7 @@ class Workers:
         elif worker.end is None and not worker.ended_by_agent:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
-            output = self._log.tail(worker.rank, KEPT_LINES)
+            output = self._log.tail(worker.rank, RETAINED_LINES)
             end = class_of_end(code, OomKills.now() - self._killed_before, died_with_warm_parent(code), output)
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
@@ -228,12 +228,12 @@ class Workers:
         code = process.exitcode or 0
         if code != 0:
             process.kill_session()  # what it has started; now, since its id may soon be that of another process
-        found = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
-        if isinstance(found, Exit):
-            worker.end = {"kind": REPORTS[found]}
+        outcome = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
+        if isinstance(outcome, Exit):
+            worker.end = {"kind": REPORTS[outcome]}
             return
-        output = self._log.tail(worker.rank, KEPT_LINES)
-        end = class_of_script_end(code, found, OomKills.now() - self._killed_before, output)
+        output = self._log.tail(worker.rank, RETAINED_LINES)
+        end = class_of_script_end(code, outcome, OomKills.now() - self._killed_before, output)
         tail = self._log.tail(worker.rank)
         self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
 
@@ -248,12 +248,12 @@ class Workers:
 def _writers(pipes: Sequence[int]) -> list[int]:
     """Returns the processes of this user, other than this one, that hold an end of one of the ``pipes``."""
     names = {f"pipe:[{os.fstat(pipe).st_ino}]" for pipe in pipes}
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             held = {str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()}
-            found += [int(process.name)] if held & names and int(process.name) != os.getpid() else []
-    return found
+            pids += [int(process.name)] if held & names and int(process.name) != os.getpid() else []
+    return pids
 
 
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
@@ -313,8 +313,8 @@ def class_of_script_end(
     message = f"run.command exited with code {exit_code}: {_last_words(output)}"
     if failure is Failure.REFUSED:
         return failure, message
-    known = next(filter(None, map(classify_message, _last_traceback(output))), None)
-    return known or failure, message
+    classified = next(filter(None, map(classify_message, _last_traceback(output))), None)
+    return classified or failure, message
 
 
 def _last_words(output: Sequence[str]) -> str:
@@ -364,7 +364,7 @@ def _aborted(name: str, output: Sequence[str]) -> tuple[Failure, str]:
 
 def _is_full(path: Path) -> bool:
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return False
-    return found.f_blocks > 0 and found.f_bavail < FULL * found.f_blocks
+    return status.f_blocks > 0 and status.f_bavail < FULL * status.f_blocks

@@ -33,14 +33,18 @@ from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
 
 
-def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
+def check_gpus(facts: NodeFacts, requested: int | str) -> Iterator[Finding]:
     """Checks whether GPUs are visible and of one model."""
     models = sorted({gpu.model or "an unknown model" for gpu in facts.gpus})
     if not facts.gpus:
-        wanted = isinstance(asked, int) and asked > 0
-        text = f"cluster.gpus_per_node={asked}, but no GPU is found" if wanted else "no GPU; training runs on the CPU"
+        is_requested = isinstance(requested, int) and requested > 0
+        text = (
+            f"cluster.gpus_per_node={requested}, but no GPU is found"
+            if is_requested
+            else "no GPU; training runs on the CPU"
+        )
         fix = "check from a compute node with `doctor --submit`, or request GPUs with salloc --gpus-per-node=1"
-        yield Finding("GPUs", ERROR if wanted else OK, text, fix if wanted else "")
+        yield Finding("GPUs", ERROR if is_requested else OK, text, fix if is_requested else "")
         return
     text = f"{len(facts.gpus)} x {', '.join(models)}, {len(facts.visible)} visible"
     if not facts.visible:
@@ -155,18 +159,18 @@ def check_route(facts: NodeFacts, first: str | None) -> Iterator[Finding]:
     yield Finding("route", OK, text)
 
 
-def _gpus_of_job(facts: NodeFacts, asked: int | str, first: str | None) -> list[Finding]:
+def _gpus_of_job(facts: NodeFacts, requested: int | str, first: str | None) -> list[Finding]:
     """In a job, an agent's refusal replaces the other findings; on a single node the check of the job reports it."""
-    refused = [*check_usable(asked)] if "SLURM_JOB_ID" in os.environ else []
+    refused = [*check_usable(requested)] if "SLURM_JOB_ID" in os.environ else []
     if refused:
         return refused if first is not None else []
-    return [*check_gpus(facts, asked)]
+    return [*check_gpus(facts, requested)]
 
 
-def check_usable(asked: int | str) -> Iterator[Finding]:
+def check_usable(requested: int | str) -> Iterator[Finding]:
     """Reports GPUs that an agent on this node could not use, for which it would refuse to train."""
     try:
-        gpus_to_use(asked)
+        gpus_to_use(requested)
     except UserError as error:
         yield Finding("GPUs", ERROR, error.what, error.fix)
 
@@ -214,9 +218,11 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
         return
     amd = any(gpu.amd for gpu in facts.gpus)
     if facts.gpus and (versions["torch"].endswith("+cpu") or (amd and "+cu" in versions["torch"])):
-        wanted = "ROCm" if amd else "CUDA"
-        fix = f"install torch with {wanted}: https://pytorch.org/get-started"
-        text = f"torch {versions['torch']} is built without {wanted}, but the node has {'AMD ' if amd else ''}GPUs"
+        platform_name = "ROCm" if amd else "CUDA"
+        fix = f"install torch with {platform_name}: https://pytorch.org/get-started"
+        text = (
+            f"torch {versions['torch']} is built without {platform_name}, but the node has {'AMD ' if amd else ''}GPUs"
+        )
         yield Finding("versions", ERROR, text, fix)
     elif facts.gpus and not amd and "nccl" not in versions:  # torch with ROCm contains RCCL
         fix = "pass the version with `doctor --nccl VERSION`; torch.cuda.nccl.version() shows it"
@@ -243,13 +249,13 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
         "needs less"
     )
     try:
-        found = os.statvfs(directory)
+        status = os.statvfs(directory)
     except OSError as error:
         return Finding("shared memory", ERROR, f"{directory}: {error.strerror}", fix)
-    free, wanted = found.f_bavail * found.f_frsize, ranks * PER_RANK
+    free, needed = status.f_bavail * status.f_frsize, ranks * PER_RANK
     if not os.access(directory, os.W_OK):
         return Finding("shared memory", ERROR, f"{directory} is not writable", fix)
-    if free >= wanted:
+    if free >= needed:
         return Finding("shared memory", OK, f"{format_bytes(free)} free in {directory}")
     level = ERROR if free < ranks * FEWEST_PER_RANK else WARNING
     return Finding(

@@ -29,35 +29,35 @@ def ports_of(seed: str, name: str) -> list[int]:
     return [port for port, _ in zip(candidate_ports(f"doctor:{seed}:{name}"), range(TRIES), strict=False)]
 
 
-def peers(names: Sequence[str], own: str) -> list[str]:
-    """Returns the nodes that ``own`` connects to: the first and the next one."""
-    after = names[(names.index(own) + 1) % len(names)] if own in names else own
-    return [name for name in dict.fromkeys((names[0], after)) if name != own]
+def peers(names: Sequence[str], this_node: str) -> list[str]:
+    """Returns the nodes that ``this_node`` connects to: the first and the next one."""
+    after = names[(names.index(this_node) + 1) % len(names)] if this_node in names else this_node
+    return [name for name in dict.fromkeys((names[0], after)) if name != this_node]
 
 
-def check_reach(names: Sequence[str], own: str, seed: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
+def check_reach(names: Sequence[str], this_node: str, seed: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """Connects to peers and lets them connect, for at most ``limit_s`` seconds.
 
     Args:
         names: the nodes in the order of their number, by the names at which they are reached.
         seed: text that is equal on all nodes of this check.
     """
-    if len(names) < 2 or own not in names:
+    if len(names) < 2 or this_node not in names:
         return
     until = time.monotonic() + limit_s
-    listener = _listen(ports_of(seed, own))
+    listener = _listen(ports_of(seed, this_node))
     if listener is None:
         fix = "list listening sockets with `ss -ltn`; ask the site about a sandbox"
         yield Finding(SUBJECT, ERROR, f"cannot listen on ports of {RANGE}", fix)
         return
-    callers = sum(own in peers(names, name) for name in names)
+    callers = sum(this_node in peers(names, name) for name in names)
     answering = threading.Thread(target=_answer, args=(listener, callers, until), daemon=True)
     answering.start()
-    problems = {name: _connect(name, ports_of(seed, name), until) for name in peers(names, own)}
+    problems = {name: _connect(name, ports_of(seed, name), until) for name in peers(names, this_node)}
     answering.join()
     failed = {name: problem for name, problem in problems.items() if problem}
     for name, problem in failed.items():
-        text = f"no TCP connection from {own} to {name} on ports of {RANGE}: {problem}"
+        text = f"no TCP connection from {this_node} to {name} on ports of {RANGE}: {problem}"
         fix = (
             f"ask the site to open ports {RANGE} between compute nodes; cluster.exclude={name} if it is this node alone"
         )

@@ -30,14 +30,14 @@ def verdict(findings: Sequence[Finding], nodes: int) -> str:
     return f"{bad or 'no problem found'}; {counted(counts[OK] - unknown, 'check')} ok{skipped}{where}"
 
 
-def finding_lines(found: Sequence[Located], verbose: bool) -> Iterator[str]:
+def finding_lines(located: Sequence[Located], verbose: bool) -> Iterator[str]:
     """Yields errors before warnings, and then the important or all findings that are ok or not known.
 
     What is the same on several nodes is one finding.
     """
     for level in (ERROR, WARNING, OK):
         groups: dict[tuple[str, str, str], list[str]] = {}
-        for node, finding in found:
+        for node, finding in located:
             shown = level != OK or verbose or finding.subject in ALWAYS or finding.unknown
             if finding.level == level and shown:
                 key = (finding.subject, finding.text, _general(finding.fix, node))
@@ -78,10 +78,11 @@ def recording_lines(outcome: FabricReport, unknown: Sequence[str], verbose: bool
     yield from (f"warning {text}" for text in outcome.warnings)
     yield from (f"unknown {text}" for text in unknown)
     yield from environment_lines(FabricDecision(outcome.decision.fabric, outcome.decision.variables, (), ()), verbose)
-    for one in outcome.ports:
-        rate = "" if one.port.rate_gbps is None else f" {one.port.rate_gbps:g} Gb/s"
-        use = {True: "used", False: "left out", None: "unknown"}[one.usable]
-        yield f"port    {one.nic}:{one.port.number}{rate} {one.port.link_layer or ''}: {use}, {one.reason}"
+    for verdict in outcome.ports:
+        rate = "" if verdict.port.rate_gbps is None else f" {verdict.port.rate_gbps:g} Gb/s"
+        use = {True: "used", False: "left out", None: "unknown"}[verdict.usable]
+        layer = verdict.port.link_layer or ""
+        yield f"port    {verdict.nic}:{verdict.port.number}{rate} {layer}: {use}, {verdict.reason}"
     if outcome.facts.gpus:
         yield from gpu_lines(outcome)
     yield from environment_lines(FabricDecision("", (), outcome.decision.not_set, ()), verbose)

@@ -81,13 +81,13 @@ class AttemptSpec:
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
     """Returns the first and the last number of each run of consecutive numbers."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    return found
+            runs.append([number, number])
+    return runs
 
 
 def bind(allocation: Allocation, seed: str) -> socket.socket:

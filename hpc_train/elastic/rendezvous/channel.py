@@ -129,9 +129,9 @@ class Channel:
 
     def _complete_lines(self, data: bytes) -> list[bytes]:
         """Returns the lines that ``data`` completes; it searches only the new bytes, so slow peers cost little."""
-        known = len(self._unread)
+        searched = len(self._unread)
         self._unread += data
-        end = self._unread.rfind(b"\n", known)
+        end = self._unread.rfind(b"\n", searched)
         if len(self._unread) - end - 1 > LONGEST_LINE:
             raise BadMessage(f"line longer than {LONGEST_LINE} bytes")
         if end < 0:
@@ -201,7 +201,7 @@ class Admission:
 
     def tend(self, now: float) -> None:
         """Closes overdue connections; call it a few times per second."""
-        for pending in [one for one in self._pending if now - one.since > TOKEN_TIMEOUT_S]:
+        for pending in [connection for connection in self._pending if now - connection.since > TOKEN_TIMEOUT_S]:
             self._reject(pending)
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None

@@ -252,8 +252,8 @@ def wait_for_server(
         now = time.monotonic()
         if now >= next_look:
             next_look = now + interval_s * random.uniform(0.5, 1.5)
-            if (found := _address(run, allocation.launch_id)) is not None or has_ended():
-                return found
+            if (address := _address(run, allocation.launch_id)) is not None or has_ended():
+                return address
         if now > until:
             message = f"the agent of node 0 published no rendezvous address within {timeout:.0f} s"
             raise ServerLost(message, frozen=True)
@@ -335,9 +335,9 @@ def _ask_slurm(command: list[str]) -> None:
     """
     until, refused = time.monotonic() + PATIENCE_S, 0
     while time.monotonic() < until:
-        known = state_and_priority(own_job())
-        if known is not None:
-            state, priority = known
+        job_state = state_and_priority(own_job())
+        if job_state is not None:
+            state, priority = job_state
             if state.phase is not Phase.RUNNING or priority == 0:
                 return
             if query(command if refused < REFUSALS else ["scancel", own_job()], PATIENT_S) is not None:

@@ -157,8 +157,8 @@ class Coordinator:
         """Returns whether the attempt cannot continue and its cause is known or had time to arrive."""
         if not self._working or not self._causes:
             return False
-        known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
-        return known or now - self._causes[0].noticed > SECONDARY_WAIT_S
+        cause_known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
+        return cause_known or now - self._causes[0].noticed > SECONDARY_WAIT_S
 
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:

@@ -209,7 +209,7 @@ class RendezvousServer:
             self._members[channel.fileno()] = member
             self._selector.register(channel, selectors.EVENT_READ, lambda: self._serve_member(member))
             if len(self._members) > len(self._nodes) + self._coordinator.expected + MAX_PENDING:
-                oldest = next(one for one in self._members.values() if one.node is None)
+                oldest = next(candidate for candidate in self._members.values() if candidate.node is None)
                 self._drop(oldest, "too many agents have not introduced themselves")
 
     def _serve_member(self, member: Member) -> None:

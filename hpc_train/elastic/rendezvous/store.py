@@ -101,8 +101,8 @@ def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
     while failure is not None:  # the workers report it
         signal.pause()
     module, function = entry.split(":")
-    kept = getattr(importlib.import_module(module), function)(listener)
-    while kept is not None:
+    served = getattr(importlib.import_module(module), function)(listener)
+    while served is not None:
         signal.pause()
 
 
@@ -111,5 +111,5 @@ def serve(listener: socket.socket) -> TCPStore:
     from torch.distributed import TCPStore  # the agent imports this module and must not import torch
 
     host, port = listener.getsockname()
-    own = LOOPBACK if host == ALL_INTERFACES else host
-    return TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    address = LOOPBACK if host == ALL_INTERFACES else host
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -63,9 +63,9 @@ def _end_with(life: int) -> None:
         os._exit(1)
 
 
-def _close_others(kept: set[int]) -> None:
+def _close_others(retained: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - pathlib is not imported yet
-        if int(name) not in kept:
+        if int(name) not in retained:
             with contextlib.suppress(OSError):  # that of the listing
                 os.close(int(name))
 
@@ -96,9 +96,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> bool:
     """Gives the ``descriptors`` the ``numbers`` that they have in the agent; returns whether these were free."""
     above = max(*numbers, *descriptors) + 1
-    high = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
-    for each in descriptors:
-        os.close(each)
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
     free = not {*map(str, numbers)} & {*os.listdir("/proc/self/fd")}  # noqa: PTH208
     for source, target in zip(high, numbers, strict=True):
         os.dup2(source, target)
@@ -113,8 +113,8 @@ def _finds_the_same() -> bool:
         spec = getattr(module, "__spec__", None)
         if spec is None or "." in name or not spec.has_location:
             continue
-        found = importlib.machinery.PathFinder.find_spec(name)
-        if found is None or found.origin != spec.origin:
+        current = importlib.machinery.PathFinder.find_spec(name)
+        if current is None or current.origin != spec.origin:
             return False
     return True
 

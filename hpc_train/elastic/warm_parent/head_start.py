@@ -55,23 +55,23 @@ class HeadStart:
         python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
         environment = {THREADS: str(threads), **os.environ, **safe_path()}
         try:
-            own, channel = socket.socketpair()
+            agent_socket, channel = socket.socketpair()
             life, held = os.pipe()
         except OSError:
             return None
         with channel:
             try:
-                for each in (channel.fileno(), life):
-                    os.set_inheritable(each, True)
+                for descriptor in (channel.fileno(), life):
+                    os.set_inheritable(descriptor, True)
                 words = [*python, str(PROGRAM), str(channel.fileno()), str(life)]
                 pid = os.posix_spawn(sys.executable, words, environment, setsigmask=SIGNALS)
             except OSError:
-                own.close()
+                agent_socket.close()
                 os.close(held)
                 return None
             finally:
                 os.close(life)
-        return cls(python, environment, pid, own, held)
+        return cls(python, environment, pid, agent_socket, held)
 
     def end(self) -> None:
         """Ends the process, unless it has become the warm parent of an agent, which ends it."""
