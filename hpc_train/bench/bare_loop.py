@@ -215,7 +215,9 @@ class _StageModule(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         with autocast(self.precision, self.device):
             output = self.part(hidden, {})
-        return output.float() if self.is_last and output.dtype.itemsize < 4 else output.to(self.dtype)
+        if self.is_last and output.dtype.itemsize < 4:
+            return output.float()
+        return output.to(self.dtype)
 
 
 def _pipeline(parts: nn.Module, config: Config, mesh: Mesh, losses: list[Tensor]) -> Step:

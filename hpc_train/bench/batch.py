@@ -64,12 +64,19 @@ def main(arguments: list[str]) -> int:
             fix="train.reproducible=null",
         )
     free = int(HOST_SHARE * free_memory().size)
-    limit = None if gpus else int(GIB * options.memory) if options.memory else free // layout.world_size
+    if gpus:
+        limit = None
+    elif options.memory:
+        limit = int(GIB * options.memory)
+    else:
+        limit = free // layout.world_size
     code, trials, unit = _trials(config, layout, options, limit)
     chosen = knee(trials)
     if chosen is None:
         return code or Exit.FAILED
-    noise = _noise(_with_micro_size(config, layout, chosen.micro_size), options.noise) if options.noise else None
+    noise = None
+    if options.noise:
+        noise = _noise(_with_micro_size(config, layout, chosen.micro_size), options.noise)
     if options.plot is not None:
         write_plot(trials, unit, options.plot)
     overrides = _overrides(chosen, layout, noise)
@@ -128,7 +135,8 @@ def _trials(
         if time.monotonic() - began > options.seconds:
             trials.append(Trial(size, None, None, f"skipped, the time limit of {options.seconds:g} s is over"))
             break
-        request, sized = StepRequest(options.steps, options.pairs, WARMUP, None), _with_micro_size(config, layout, size)
+        request = StepRequest(options.steps, options.pairs, WARMUP, None)
+        sized = _with_micro_size(config, layout, size)
         try:
             validate(sized, 1, layout.world_size)
         except UserError as error:  # such as a budget of activations
@@ -156,7 +164,9 @@ def _with_micro_size(config: Config, layout: Layout, size: int) -> Config:
 
 def _noise(config: Config, estimates: int) -> NoiseScale | None:
     _, estimate = run_benchmark(config, NoiseRequest(estimates, NOISE_BATCH_RATIO), NOISE_ENTRY)
-    return None if estimate is None else noise_scale(**estimate)
+    if estimate is None:
+        return None
+    return noise_scale(**estimate)
 
 
 def _overrides(chosen: Trial, layout: Layout, noise: NoiseScale | None) -> list[str]:

@@ -47,7 +47,8 @@ _PIECE = 1 << 20  # bytes per call of the hash
 def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
-    config, request = load(run), CheckpointRequest.read(run)
+    config = load(run)
+    request = CheckpointRequest.read(run)
     mesh = join(spec, config)
     bench = _CheckpointBench(config, run, mesh, spec.local_world_size)
     rounds: list[Times] = []

@@ -95,7 +95,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     first, dash, last = text.partition("-")
     if not dash:
         return tuple(_size(word) for word in text.split(","))
-    size, most = _size(first), _size(last)
+    size = _size(first)
+    most = _size(last)
     sizes = []
     while size <= most:
         sizes.append(size)
@@ -146,7 +147,9 @@ def collectives_report(result: dict[str, Any]) -> str:
 
 
 def _nodes(result: dict[str, Any]) -> str:
-    return "1 node" if result["nodes"] == 1 else f"{result['nodes']} nodes"
+    if result["nodes"] == 1:
+        return "1 node"
+    return f"{result['nodes']} nodes"
 
 
 def _expected(result: dict[str, Any]) -> str:

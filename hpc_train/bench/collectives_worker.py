@@ -28,7 +28,8 @@ from hpc_train.train.processes import join, leave
 def measure_all(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Times each operation at each size along all axes of the layout; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
-    config, request = load(run), CollectivesRequest.read(run)
+    config = load(run)
+    request = CollectivesRequest.read(run)
     mesh = join(spec, config)
     groups = _groups(mesh)
     points = [(name, operation, size) for name in groups for operation in OPERATIONS for size in request.sizes]

@@ -44,7 +44,8 @@ def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecuto
     Raises:
         UserError: Slurm does not respond, or rejects the job.
     """
-    log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
+    log = stem.with_suffix(".log")
+    result = stem.with_suffix(".out")
     sbatch_options = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
     sbatch_options |= {
         "job-name": f"hpc_train-bench-{words[0]}",
@@ -65,7 +66,8 @@ def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecuto
 
 
 def _script(job: Job, words: Sequence[str], result: Path) -> str:
-    cluster, container = job.config.cluster, container_of(job.config, job.gpus)
+    cluster = job.config.cluster
+    container = container_of(job.config, job.gpus)
     outer = [] if container is None else container.srun_options(IN_SHELL)
     inner = [] if container is None else container.command(IN_SHELL)
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *outer, *inner, python(cluster, container)]
@@ -90,13 +92,15 @@ def _read(output: Path) -> dict[str, Any]:
 
 def wait(measurement: Measurement) -> dict[str, Any] | None:
     """Waits for the result; returns None if the job has ended and no result has appeared for a while."""
-    queried, gone = time.monotonic(), None
+    queried = time.monotonic()
+    gone = None
     while True:
         if measurement.result in set(measurement.result.parent.glob("*.out")):
             return _read(measurement.result)
         now = time.monotonic()
         if now - queried > _ASK_EVERY_S:
-            queried, state = now, client.job_state(measurement.job_id, measurement.clusters)
+            queried = now
+            state = client.job_state(measurement.job_id, measurement.clusters)
             if state is None or state.is_alive:
                 gone = None
             elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):

@@ -90,4 +90,6 @@ def _peaks(result: Mapping[str, Any], rates: Mapping[str, float], source: str) -
 
 def _not_measured(like: Machine | None) -> dict[str, Figure]:
     assumed = {name: Figure(value, "assumed", source) for name, (value, source) in _ASSUMED.items()}
-    return assumed if like is None else assumed | {name: like.figures[name] for name in (*_ASSUMED, *_FP8)}
+    if like is None:
+        return assumed
+    return assumed | {name: like.figures[name] for name in (*_ASSUMED, *_FP8)}

@@ -85,7 +85,8 @@ ON_CPU = Sizes(
 def measure_machine(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Measures what a machine file states; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
-    config, request = load(run), MachineRequest.read(run)
+    config = load(run)
+    request = MachineRequest.read(run)
     mesh = join(spec, config)
     bench = _MachineBench(config, mesh, spec, request.seconds)
     stages: Sequence[Callable[[], Mapping[str, float]]] = (
@@ -115,7 +116,10 @@ class _MachineBench:
     """The measurements of one rank. All are collective; each returns numbers by name."""
 
     def __init__(self, config: Config, mesh: Mesh, spec: WorkerSpec, seconds: float) -> None:
-        self.config, self.mesh, self.spec, self.seconds = config, mesh, spec, seconds
+        self.config = config
+        self.mesh = mesh
+        self.spec = spec
+        self.seconds = seconds
         self.device = mesh.device
         self.cuda = mesh.device.type == "cuda"
         self.sizes = ON_GPU if self.cuda else ON_CPU
@@ -123,7 +127,12 @@ class _MachineBench:
         assert world is not None, "join() has initialized it"
         self.world = Ranks(world, mesh.device)
         bf16 = self.cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        self.precision = "bf16" if bf16 else "fp16" if self.cuda else "fp32"
+        if bf16:
+            self.precision = "bf16"
+        elif self.cuda:
+            self.precision = "fp16"
+        else:
+            self.precision = "fp32"
         self.rate = self.half_flops = self.attention_rate = self.host_s = 0.0
 
     def setting(self) -> dict[str, object]:
@@ -172,7 +181,8 @@ class _MachineBench:
     def attention(self) -> dict[str, float]:
         """Returns the FLOP/s of causal attention, forward and backward, not halved for the mask."""
         batch, heads, length, width = self.sizes.attention
-        shape, dtype = (batch, heads, length, width), DTYPES[self.precision]
+        shape = (batch, heads, length, width)
+        dtype = DTYPES[self.precision]
         query, key, value = (torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3))
         gradient = torch.randn(shape, device=self.device, dtype=dtype)
 

@@ -90,7 +90,9 @@ def run_benchmark(
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
     several = allocation.nodes > 1
-    temporary = None if several else TemporaryDirectory.make(BENCH, root or Path(tempfile.gettempdir()))
+    temporary = None
+    if not several:
+        temporary = TemporaryDirectory.make(BENCH, root or Path(tempfile.gettempdir()))
     run = _run_of_step(allocation, root) if temporary is None else RunDirectory(temporary.path)
     result = None
     try:

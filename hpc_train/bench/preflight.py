@@ -52,15 +52,17 @@ def measure_nodes(config: Config, as_json: bool) -> int:
     if result is None:
         return code
     print(json.dumps(result) if as_json else "\n".join(_lines(result)), flush=True)
-    return Exit.FAILED if any(finding["level"] == "error" for finding in result["findings"]) else Exit.DONE
+    if any(finding["level"] == "error" for finding in result["findings"]):
+        return Exit.FAILED
+    return Exit.DONE
 
 
 def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
     """Runs ``python -m hpc_train WORDS`` as one task on each node of this allocation; returns the exit code."""
     container = container_of(config, 0)
-    inside = (
-        [] if container is None else [*container.srun_options(container.seen()), *container.command(container.seen())]
-    )
+    inside = []
+    if container is not None:
+        inside = [*container.srun_options(container.seen()), *container.command(container.seen())]
     gpus = gpus_of_this_job()
     options = [*gpus.srun_options(gpus.per_node), *inside, python(config.cluster, container), "-m", "hpc_train"]
     step = step_on_nodes(nodes, "--overlap", "--unbuffered", *options, *words)
@@ -74,7 +76,8 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"devices: {', '.join(result['devices'])}"
     yield from _range("matrix products", result["gemm_tflops"], "TFLOP/s per rank")
     yield from _range("host to GPU", result["copy_gb_per_s"], "GB/s per rank")
-    bus, expected = result["bus_gb_per_s"], result["expected_gb_per_s"]
+    bus = result["bus_gb_per_s"]
+    expected = result["expected_gb_per_s"]
     rates = {"in a node": [*bus["nodes"].values()], "over a rail": bus["rails"], "over all ranks": [bus["world"]]}
     for (where, measured), scope in zip(rates.items(), ("node", "rail", "world"), strict=True):
         expectation = expected[scope]

@@ -185,7 +185,8 @@ def scaling_rows(kind: str, results: Sequence[tuple[int, dict[str, Any]]]) -> li
     """Returns the rows for pairs of a size and its result of ``bench step``, smallest size first."""
     rows: list[ScalingRow] = []
     for size, result in results:
-        speed, ranks = result["samples_per_s"]["median"], result["world_size"]
+        speed = result["samples_per_s"]["median"]
+        ranks = result["world_size"]
         speed_up = speed / rows[0].samples_per_s if rows else 1.0
         memory = max(result["memory"]["device_peak_bytes"] or result["memory"]["host_peak_bytes"])
         shares = result["communication_share"]
@@ -283,7 +284,9 @@ def write_plot(rows: Sequence[ScalingRow], unit: str, path: Path) -> None:
 def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h"
 
 
 def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> list[dict[str, Any]] | None:
@@ -301,7 +304,9 @@ def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> li
         submitted.append(submit(job, ["step", *step_words], folder / f"{number}", executor))
         print(f"Slurm job {submitted[-1].job_id}: {nodes[number]} nodes, output in {submitted[-1].log}", flush=True)
     results = [wait(measurement) for measurement in submitted]
-    return None if any(result is None for result in results) else [result for result in results if result is not None]
+    if any(result is None for result in results):
+        return None
+    return [result for result in results if result is not None]
 
 
 def _job(words: Sequence[str]) -> Job:

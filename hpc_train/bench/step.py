@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 def report(result: dict[str, Any]) -> str:
     """Formats the result of the benchmark."""
     unit = "tokens/s" if result["tokens_per_s"] else "samples/s"
-    threads, blocks, samples = result["threads"], result["blocks"], result["global_batch"]
+    threads = result["threads"]
+    blocks = result["blocks"]
+    samples = result["global_batch"]
     lines = [
         f"{result['strategy']}: {result['layout']}",
         f"{result['parameters']:,} parameters, {result['precision']}{', compiled' * result['compile']}, "
@@ -85,7 +87,8 @@ def report(result: dict[str, Any]) -> str:
         f"memory         {_memory(result['memory'])}",
     ]
     if result["bubble_share"] is not None:
-        shares, ideal = _shares(result["bubble_share"]), f"{100 * result['ideal_bubble_share']:.1f} %"
+        shares = _shares(result["bubble_share"])
+        ideal = f"{100 * result['ideal_bubble_share']:.1f} %"
         lines.append(f"bubble         {shares} of forward and backward; {ideal} with equal stages")
     if result["communication_share"] is not None:
         shares = _shares(result["communication_share"])

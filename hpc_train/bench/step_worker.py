@@ -62,7 +62,8 @@ Loop = Callable[[], object]
 def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
-    config, request = load(run), StepRequest.read(run)
+    config = load(run)
+    request = StepRequest.read(run)
     mesh = join(spec, config)
     bench = StepBench(config, mesh, stop)
     result = _measure(bench, request, run)
@@ -75,7 +76,9 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if result is not None and mesh.rank == 0:
         write_result(run, result)
     leave(mesh)
-    return Exit.STOPPED if result is None else Exit.DONE
+    if result is None:
+        return Exit.STOPPED
+    return Exit.DONE
 
 
 class StepBench:
@@ -110,7 +113,9 @@ class StepBench:
         if getattr(self.config.data, "collate", None) is None:
             return self._dataset.inputs_shape()
         inputs = self.example.micro_batches[0].inputs
-        return tuple(inputs.shape[1:]) if isinstance(inputs, Tensor) else None
+        if isinstance(inputs, Tensor):
+            return tuple(inputs.shape[1:])
+        return None
 
     def step(self) -> StepOutcome:
         """Runs one iteration of the loop in ``Trainer.run``."""
@@ -143,7 +148,8 @@ class StepBench:
 
 def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
     """Measures all blocks and returns the result; None if a stop was requested before the last block."""
-    config, mesh = bench.config, bench.mesh
+    config = bench.config
+    mesh = bench.mesh
     loops: list[Loop] = [bench.step]
     _repeat(bench.step, request.warmup)
     memory = peak_host_memory(), peak_device_memory(mesh.device)
@@ -268,7 +274,8 @@ def _measurement_cost(bench: StepBench, step_s: float) -> dict[str, float]:
 
 def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | None:
     """Returns the model FLOPs utilization; None if the model does not define its operations per sample."""
-    config, mesh = bench.config, bench.mesh
+    config = bench.config
+    mesh = bench.mesh
     model = build_model(config.model, config.train.seed)
     precision = config.precision.name
     cuda = mesh.device.type == "cuda"
@@ -277,7 +284,8 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     if peak is None:
         _synchronize(mesh)
         dtype = compute_dtype(precision) or parameter_dtype(precision)
-        peak, source = measured_gemm_flops(mesh.device, dtype, 8192 if cuda else 1024), "measured matrix product"
+        peak = measured_gemm_flops(mesh.device, dtype, 8192 if cuda else 1024)
+        source = "measured matrix product"
     peaks: list[float] = _gather(peak, mesh)
     shape = bench.inputs_shape() if isinstance(model, Model) else None
     if not isinstance(model, Model) or shape is None:
@@ -314,7 +322,8 @@ def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:
     training step on the union follows, so the estimates cover the first steps of a training.
     """
     run = RunDirectory(Path(spec.run_dir))
-    config, request = load(run), NoiseRequest.read(run)
+    config = load(run)
+    request = NoiseRequest.read(run)
     config = replace(config, optim=replace(config.optim, in_backward=False))  # gradients add up over several batches
     mesh = join(spec, config)
     dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
@@ -355,4 +364,6 @@ def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:
         sizes = {"small_size": config.batch.global_size, "big_size": config.batch.global_size * request.times}
         write_result(run, {"small": small, "big": big, **sizes})
     leave(mesh)
-    return Exit.STOPPED if stopped else Exit.DONE
+    if stopped:
+        return Exit.STOPPED
+    return Exit.DONE

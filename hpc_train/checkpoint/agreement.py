@@ -37,7 +37,9 @@ def lowest(problem: Any, group: dist.ProcessGroup) -> Any:
     first = torch.tensor(ranks if problem is None else dist.get_rank(group))
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
     rank = int(first.item())
-    return None if rank == ranks else from_rank(rank, problem, group)
+    if rank == ranks:
+        return None
+    return from_rank(rank, problem, group)
 
 
 def from_rank(rank: int, value: Any, group: dist.ProcessGroup) -> Any:
@@ -61,4 +63,6 @@ def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes:
         content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if content.numel() > 0:
         dist.broadcast(content, group=group, group_src=0)
-    return content.numpy().tobytes() if dist.get_rank(group) != 0 else payload
+    if dist.get_rank(group) != 0:
+        return content.numpy().tobytes()
+    return payload

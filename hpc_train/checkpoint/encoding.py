@@ -133,7 +133,10 @@ class _Encoder:
         """Returns the opcodes of a ``torch.Size``."""
         if values not in self._sizes:
             numbers = b"".join(map(_integer, values))
-            opcodes = numbers + _TUPLES[len(values)] if len(values) < 4 else pickle.MARK + numbers + pickle.TUPLE
+            if len(values) < 4:
+                opcodes = numbers + _TUPLES[len(values)]
+            else:
+                opcodes = pickle.MARK + numbers + pickle.TUPLE
             self._sizes[values] = self.constant(torch.Size) + opcodes + pickle.TUPLE1 + pickle.REDUCE
         return self._sizes[values]
 

@@ -89,9 +89,10 @@ def export_hf(
         folder.mkdir()
         index: dict[str, str] = {}
         for number, names in enumerate(shards):
-            file = (
-                f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{prefix}{_SINGLE}"
-            )
+            if len(shards) > 1:
+                file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            else:
+                file = f"{prefix}{_SINGLE}"
             index |= {hf_name(name): file for name in names}
             save_file(dict(_named(stored, names, hf_name, dtype, advance)), folder / file, metadata={"format": "pt"})
         if len(shards) > 1:
@@ -189,7 +190,9 @@ def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype |
 
 def _tied(model: ModelConfig) -> Mapping[str, str]:
     """Returns alias -> name of tied parameters; empty for a custom model, whose code is not imported here."""
-    return {} if isinstance(model, CustomModelConfig) else getattr(build_model(model, 0), "tied", {})
+    if isinstance(model, CustomModelConfig):
+        return {}
+    return getattr(build_model(model, 0), "tied", {})
 
 
 @contextmanager
@@ -267,7 +270,10 @@ class PublishedFiles:
     def _check(self) -> None:
         expected = {hf_name(self.model, name): shape for name, shape in self.shapes.items()}
         problems = [f"missing: {name}" for name in expected if name not in self._file_of]
-        ignored = (OUTPUT, "rotary_emb.inv_freq") if self.model.tied_embeddings else ("rotary_emb.inv_freq",)
+        if self.model.tied_embeddings:
+            ignored = (OUTPUT, "rotary_emb.inv_freq")
+        else:
+            ignored = ("rotary_emb.inv_freq",)
         problems += [
             f"not part of the model: {name}"
             for name in self._file_of
@@ -275,7 +281,8 @@ class PublishedFiles:
         ]
         for name, stored_shape in self._stored_shapes().items():
             shape = expected.get(name, stored_shape)
-            problems += [f"{name}: shape {list(stored_shape)}, expected {list(shape)}"] if stored_shape != shape else []
+            if stored_shape != shape:
+                problems += [f"{name}: shape {list(stored_shape)}, expected {list(shape)}"]
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise UserError(

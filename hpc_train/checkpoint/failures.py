@@ -50,7 +50,9 @@ def best_interval(cost_s: float, durable_s: float, failures_per_gpu_hour: float,
 
 def between_failures(failures_per_gpu_hour: float, gpus: int) -> float:
     """Returns the mean time between failures of a training on ``gpus`` GPUs, in seconds."""
-    return 3600 / (failures_per_gpu_hour * gpus) if failures_per_gpu_hour else math.inf
+    if failures_per_gpu_hour:
+        return 3600 / (failures_per_gpu_hour * gpus)
+    return math.inf
 
 
 @dataclass(frozen=True)
@@ -98,5 +100,6 @@ def shares(saves: Saves, between_failures_s: float) -> Shares:
     if delay + period / between_failures_s > _LARGEST:  # practically no save is reached
         return Shares(0.0, 0.0, 1 - restarts, restarts)
     elapsed = between_failures_s * math.exp(delay) * math.expm1(period / between_failures_s)
-    useful, saved = saves.every_s / elapsed, saves.blocked_s / elapsed
+    useful = saves.every_s / elapsed
+    saved = saves.blocked_s / elapsed
     return Shares(useful, saved, 1 - useful - saved - restarts, restarts)

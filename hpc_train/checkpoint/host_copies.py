@@ -55,7 +55,9 @@ class HostArena:
 
     @property
     def size(self) -> int:
-        return 0 if self._memory is None else len(self._memory)
+        if self._memory is None:
+            return 0
+        return len(self._memory)
 
     def reserve(self, size: int) -> None:
         """Makes the arena at least ``size`` bytes large; its old content is lost if it grows.

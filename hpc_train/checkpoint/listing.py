@@ -48,7 +48,9 @@ def inspect_present(
 ) -> Listed | None:
     """Returns what ``inspect_checkpoint`` finds; None if the run has removed the checkpoint meanwhile."""
     listed = inspect_checkpoint(checkpoint, full=full, on_bytes=on_bytes)
-    return listed if listed.problem is None or was_kept(store, checkpoint) else None
+    if listed.problem is None or was_kept(store, checkpoint):
+        return listed
+    return None
 
 
 def was_kept(store: CheckpointStore, checkpoint: Checkpoint) -> bool:

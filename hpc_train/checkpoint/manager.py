@@ -128,7 +128,10 @@ class CheckpointManager:
     @property
     def store(self) -> CheckpointStore:
         commit = self.config.checkpoint.commit
-        by_marker = renames_by_copying(self.run.checkpoints) if commit == "auto" else commit == "marker"
+        if commit == "auto":
+            by_marker = renames_by_copying(self.run.checkpoints)
+        else:
+            by_marker = commit == "marker"
         return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
 
     def save(
@@ -181,10 +184,13 @@ class CheckpointManager:
             if self._has_extra:
                 self._compare_replicas(step)
         is_first = self.mesh.dp_cp_rank == 0 and self.mesh.tp_rank == 0
-        return extra_state(self.engine.parts, self.mesh) if self._has_extra and is_first else {}
+        if self._has_extra and is_first:
+            return extra_state(self.engine.parts, self.mesh)
+        return {}
 
     def _compare_replicas(self, step: int) -> None:
-        layout, mine = self.mesh.layout, digests(self.engine.parts)
+        layout = self.mesh.layout
+        mine = digests(self.engine.parts)
         first = from_rank(0, mine, self._group)
         for stage in range(1, layout.pp):
             conflicting = from_rank(stage * layout.stage_ranks, mine, self._group)
@@ -382,7 +388,9 @@ class CheckpointManager:
                 save.snapshot.complete()
                 self.copied_s = time.monotonic() - save.began
             return save.snapshot.tensors
-        return None if all(map(is_on_host, save.state.values())) else self._copies.streamed(save.state)
+        if all(map(is_on_host, save.state.values())):
+            return None
+        return self._copies.streamed(save.state)
 
     def _surface(self, final: bool) -> None:
         error = self._error

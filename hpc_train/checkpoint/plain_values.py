@@ -12,7 +12,12 @@ from hpc_train.errors import UserError
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yields the dotted path of each tensor in nested dicts, lists and tuples."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        items = ()
     for key, item in items:
         inner = f"{path}.{key}".lstrip(".")
         if isinstance(item, Tensor):
@@ -43,7 +48,9 @@ def encoded(value: Any, owner: str, where: str, path: str = "") -> Any:
         return {DICT: [[key, encoded(item, owner, where, f"{path}.{key}".lstrip("."))] for key, item in value.items()]}
     elif isinstance(value, list | tuple):
         items = [encoded(item, owner, where, f"{path}.{number}".lstrip(".")) for number, item in enumerate(value)]
-        return items if isinstance(value, list) else {TUPLE: items}
+        if isinstance(value, list):
+            return items
+        return {TUPLE: items}
     raise UserError(
         f"the state of {owner} has a {type(value).__name__}{f' at {path}' if path else ''}, which no checkpoint holds",
         where=where,

@@ -132,7 +132,9 @@ class _Group:
     @cached_property
     def only(self) -> Ints | None:
         """Returns the rank of each holding if no two ranks have the same; otherwise None."""
-        return np.concatenate(self.ranks) if all(len(ranks) == 1 for ranks in self.ranks) else None
+        if all(len(ranks) == 1 for ranks in self.ranks):
+            return np.concatenate(self.ranks)
+        return None
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,8 @@ def _by_tensor(groups: Sequence[_Group]) -> Iterator[_Held]:
 
 def _choose_writers(held: _Held, load: Ints) -> WrittenTensor:
     """Gives each part of a tensor to the rank that has the fewest bytes to write, and adds them to its ``load``."""
-    keys, sizes = held.keys(), held.bytes()
+    keys = held.keys()
+    sizes = held.bytes()
     order = np.argsort(keys, kind="stable")
     begins = np.flatnonzero(np.diff(keys[order], prepend=keys[order[0]] - 1))
     if len(begins) == len(order) and held.only is not None:  # there is nothing to choose

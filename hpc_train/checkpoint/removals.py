@@ -65,7 +65,9 @@ def best_step(checkpoints: Sequence[Kept], metric: BestMetric | None) -> int | N
         for checkpoint in checkpoints
         if metric.name in checkpoint.metrics and math.isfinite(checkpoint.metrics[metric.name])
     ]
-    return min(results)[1] if results else None
+    if results:
+        return min(results)[1]
+    return None
 
 
 _POLL_S = 0.2

@@ -105,7 +105,8 @@ def restore(
     round_to_weights(engine.named_parameters().values())
     optimizer.loaded()
     extra_state.finish()
-    step, extra = verified.checkpoint.step, verified.manifest.extra
+    step = verified.checkpoint.step
+    extra = verified.manifest.extra
     missing = tuple(lowest(extra_state.missing or None, group) or ())
     restored = RestoredState(step, extra, path, with_optimizer, forked, compression.drops, missing)
     return restored, partial(_load_hook, reader, in_checkpoint, group)

@@ -134,14 +134,18 @@ class VerifiedSearch:
             limbs += torch.tensor([value >> 32 * limb & 0xFFFFFFFF for limb in range(_LIMBS)] + [0])
         dist.all_reduce(limbs, group=self.group)
         *sums, missing = limbs.tolist()
-        return None if missing else "".join(f"{limb & 0xFFFFFFFF:08x}" for limb in sums)
+        if missing:
+            return None
+        return "".join(f"{limb & 0xFFFFFFFF:08x}" for limb in sums)
 
     def _refuse(self, checkpoint: Checkpoint, problem: str) -> None:
         self._refused[checkpoint.step] = problem
         self.on_bad(checkpoint, problem)
 
     def _visibility_s(self) -> float:
-        return self.visibility_timeout_s if on_network(self.store.root) else 0.0
+        if on_network(self.store.root):
+            return self.visibility_timeout_s
+        return 0.0
 
     def _remember(self, verified: VerifiedCheckpoint, state: str | None) -> None:
         """Records the verified checkpoint, so that a restart within this job does not read it again."""
@@ -170,7 +174,8 @@ def verify_together(candidate: VerifiedCheckpoint, group: dist.ProcessGroup, ful
     Raises:
         UserError, OSError: a rank cannot read its files, which does not prove damage.
     """
-    rank, path = dist.get_rank(group), candidate.checkpoint.path
+    rank = dist.get_rank(group)
+    path = candidate.checkpoint.path
     damage: str | None = None
     unreadable: Exception | None = None
     try:

@@ -324,7 +324,9 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
         self._host = host
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return super().lookup_object(index) if self._host is None else self._host[index.fqn]
+        if self._host is None:
+            return super().lookup_object(index)
+        return self._host[index.fqn]
 
 
 class HashingWriter(dcp.FileSystemWriter):

@@ -231,7 +231,9 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
         unfit = Unfit(error.reason, error.fix)
     except UserError as error:
         refusal = str(error)
-    number, name, address = allocation.node_rank, allocation.node_name, allocation.address
+    number = allocation.node_rank
+    name = allocation.node_name
+    address = allocation.address
     return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
 
 

@@ -50,8 +50,11 @@ LEAVE_S = 15.0  # wait at most this long for the server to release all agents
 def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
     """Writes an event about a time in which the batch host did not execute; asks Slurm whether it suspended the job."""
     by_slurm = in_job and was_suspended(pause.until - pause.seconds)
-    reason = "Slurm suspended the job" if by_slurm else "the processes of the batch host did not execute"
-    event, seconds = "suspended" if by_slurm else "paused", round(pause.seconds, 3)
+    reason = "the processes of the batch host did not execute"
+    if by_slurm:
+        reason = "Slurm suspended the job"
+    event = "suspended" if by_slurm else "paused"
+    seconds = round(pause.seconds, 3)
     until = events.clock.of_wall(pause.until)
     events.write(event, seconds=seconds, until=until, reason=f"{reason} for {seconds:.0f} s")
 
@@ -209,7 +212,9 @@ class Agent:
     @property
     def _visible_gpus(self) -> str:
         """``cluster.visible_gpus``, or ``all`` for a script, which uses its local rank as the index of its GPU."""
-        return "all" if isinstance(self.entry, Script) else self.config.cluster.visible_gpus
+        if isinstance(self.entry, Script):
+            return "all"
+        return self.config.cluster.visible_gpus
 
     def _furthest_step(self, attempt: int) -> int:
         newest = read_or(CheckpointStore(self.run.checkpoints).newest, None)

@@ -82,7 +82,10 @@ class Session:
             return self._work(tracking)
 
     def _work(self, tracking: TrackingProcess | None) -> int:
-        run, config, allocation, end = self.run, self.config, self.allocation, self.end
+        run = self.run
+        config = self.config
+        allocation = self.allocation
+        end = self.end
         server = stores = coordinator = None
         address: ServerAddress | None
         try:
@@ -128,7 +131,9 @@ class Session:
     def _agent(
         self, node: Node, address: ServerAddress, stores: Stores | None, coordinator: Coordinator | None
     ) -> Agent:
-        run, config, allocation = self.run, self.config, self.allocation
+        run = self.run
+        config = self.config
+        allocation = self.allocation
         facts = this_node(allocation.node_name, _server_host(allocation, address), self.users)
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         return Agent(
@@ -164,8 +169,10 @@ def _summary(run: RunDirectory, now: float) -> str:
     total = read_or(lambda: read_ledger(run, now).total, Account())
     mfu = read_or(lambda: run.newest_metrics(run.newest_attempt()).get("mfu"), None)
     parts = [f"goodput={total.useful_share:.2f}"]
-    parts += [] if mfu is None else [f"mfu={mfu:.2f}"]
-    parts += [f"gpu_hours={total.gpu_hours:.1f}"] if total.gpu_s else []
+    if mfu is not None:
+        parts += [f"mfu={mfu:.2f}"]
+    if total.gpu_s:
+        parts += [f"gpu_hours={total.gpu_hours:.1f}"]
     return " ".join(parts)
 
 
@@ -185,11 +192,14 @@ def _examined(node: Node, config: Config, allocation: Allocation) -> Node:
 def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:
     if allocation.nodes == 1:
         return None
-    return allocation.address if allocation.node_rank == 0 else server.host
+    if allocation.node_rank == 0:
+        return allocation.address
+    return server.host
 
 
 def _coordinator(run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts) -> Coordinator:
-    elastic, newest = config.elastic, CheckpointStore(run.checkpoints).newest()
+    elastic = config.elastic
+    newest = CheckpointStore(run.checkpoints).newest()
     return Coordinator(
         config,
         expected=allocation.nodes,

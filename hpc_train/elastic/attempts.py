@@ -114,19 +114,25 @@ class Attempts:
             succeeded = end is not None and in_time(end.has_successor)
         except OSError:
             return None
-        return "another agent has taken over the job" if succeeded else None
+        if succeeded:
+            return "another agent has taken over the job"
+        return None
 
     def replaced_by_slurm(self) -> str | None:
         """Returns why this server must not decide any more: its node was frozen until Slurm gave it up."""
         current = None if self.end is None else is_current_start(self.end.restart)
-        return REPLACED if current is False else None
+        if current is False:
+            return REPLACED
+        return None
 
     def _ask_for_requeue(self, leave: Leave, events: EventLog) -> tuple[Leave, Exit]:
         """Returns ``leave`` and the exit code.
 
         The decision in ``leave`` changes to a failure if the job cannot request the requeue.
         """
-        action, reason, end = leave.decision.action, leave.decision.reason, self.end
+        action = leave.decision.action
+        reason = leave.decision.reason
+        end = self.end
         if action is not Action.REQUEUE or end is None:
             return leave, EXITS[action]
         if not reason and leave.stop == ANNOUNCEMENT:
@@ -150,7 +156,9 @@ class Attempts:
         return self.events.of(max(0, newest or 0))
 
     def _attempt_spec(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> AttemptSpec:
-        run, launch, names = self.run, self.allocation.launch_id, [node.name for node in start.nodes]
+        run = self.run
+        launch = self.allocation.launch_id
+        names = [node.name for node in start.nodes]
         return AttemptSpec(
             attempt=attempt,
             launch_id=launch,
@@ -207,7 +215,9 @@ class Attempts:
         """Returns the details of a requeue that the job did not ask for: the nodes that Slurm has lost, if any."""
         started = [event for event in self.run.read_events() if event["event"] == "started"]
         before = [event for event in started if event["attempt"] < attempt]
-        lost = unavailable_nodes(max(before, key=lambda event: event["attempt"])["nodes"]) if before else {}
+        lost = {}
+        if before:
+            lost = unavailable_nodes(max(before, key=lambda event: event["attempt"])["nodes"])
         if not lost:
             return {"reason": "requeued by a person (scontrol requeue) or by Slurm (a preemption)"}
         words = ", ".join(f"node {node} is {state}" for node, state in lost.items())
@@ -217,7 +227,9 @@ class Attempts:
     def _report_change(self, start: Start, events: EventLog) -> None:
         assert start.cause is not None
         seconds = round(time.monotonic() - start.cause.noticed, 3)
-        reason, before, now = start.cause.failure.failure, set(start.before), set(start.nodes)
+        reason = start.cause.failure.failure
+        before = set(start.before)
+        now = set(start.nodes)
         added, gone = [[node.name for node in nodes] for nodes in (now - before, before - now)]
         if added:
             events.write("spare_used", nodes=added, instead_of=gone)
@@ -239,7 +251,8 @@ class Attempts:
         )
 
     def _report_end(self, leave: Leave, code: Exit, events: EventLog) -> None:
-        action, reason = leave.decision.action, leave.decision.reason
+        action = leave.decision.action
+        reason = leave.decision.reason
         details = {} if leave.cause is None else _details(leave.cause)
         if action is Action.GIVE_UP:
             events.write("stopped_retrying", exit_code=int(code), **details | {"message": reason})
@@ -271,7 +284,9 @@ def report_placement(start: Start, switches: str | None, events: EventLog) -> No
     if len(addresses) < len(names) or network_of(addresses, {}) is None:
         return
     network = network_of(addresses, parse_switch_sizes(show_topology()))
-    judgment = [] if network is None else judge(network, start.layout, workers, blocks=has_blocks(), switches=switches)
+    judgment = []
+    if network is not None:
+        judgment = judge(network, start.layout, workers, blocks=has_blocks(), switches=switches)
     if judgment:
         events.write("warning", message="; ".join(judgment))
         *problems, fix = judgment
@@ -385,7 +400,9 @@ def _grace(failures: Sequence[WorkerFailure]) -> float:
     causes = [failure for failure in failures if not is_secondary(failure)]
     if not causes:
         return SECONDARY_GRACE_S
-    return REPORT_GRACE_S if all(failure.exit_code is None for failure in causes) else 0.0
+    if all(failure.exit_code is None for failure in causes):
+        return REPORT_GRACE_S
+    return 0.0
 
 
 def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:

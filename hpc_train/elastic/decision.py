@@ -82,7 +82,8 @@ def decide(history: History, ended: Ended) -> RestartDecision:
     if ended.failure is None or (while_starting and ended.failure in OF_CODE):
         stopped = Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.STOP
         return RestartDecision(Action.FINISH if ended.exit is Exit.DONE else stopped)
-    after, advice = history.after(ended.step), advice_for(ended.failure, ended.message, ended.saved)
+    after = history.after(ended.step)
+    advice = advice_for(ended.failure, ended.message, ended.saved)
     action = RESPONSES[ended.failure].action
     if action is Action.RESTART_IF_FURTHER:
         action = Action.FAIL if after.without_progress and not ended.first else Action.RESTART
@@ -90,7 +91,8 @@ def decide(history: History, ended: Ended) -> RestartDecision:
         action = Action.RESTART if _may_come_free(history, ended) else Action.FAIL
     exhausted = Action.GIVE_UP
     if action is Action.RESTART_OR_REQUEUE:
-        action, exhausted = Action.RESTART, Action.REQUEUE
+        action = Action.RESTART
+        exhausted = Action.REQUEUE
     if action not in (Action.RESTART, Action.REPLACE):
         return RestartDecision(action, advice)
     if ended.stop is not None:
@@ -148,7 +150,9 @@ def _secondary_level(failure: WorkerFailure) -> int:
     """
     if failure.failure is Failure.COMMUNICATION or failure.waits:
         return 2
-    return 1 if failure.exit_code == -signal.SIGABRT and failure.failure is Failure.KILLED else 0
+    if failure.exit_code == -signal.SIGABRT and failure.failure is Failure.KILLED:
+        return 1
+    return 0
 
 
 def ended_without_report(
@@ -181,7 +185,8 @@ class Budget:
     def hold(self, gpus: int) -> None:
         """Sets the number of GPUs that the job holds from now on."""
         if gpus != self.gpus:
-            self.gpus, self._next = gpus, 0.0
+            self.gpus = gpus
+            self._next = 0.0
 
     @property
     def is_used_up(self) -> bool:

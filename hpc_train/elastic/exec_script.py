@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> int:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"run.command: cannot execute {command[0]}: {error.strerror}", file=sys.stderr)
-        return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        if isinstance(error, FileNotFoundError):
+            return NOT_FOUND
+        return NOT_EXECUTABLE
 
 
 if __name__ == "__main__":

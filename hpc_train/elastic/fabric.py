@@ -67,7 +67,9 @@ class Fabric:
             self._write(start, gpus, decision, messages, settings, events)
             self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
         variables = {variable.name: variable.value for variable in decision.variables}
-        return variables | self._dump_file(events.attempt) if gpus and DUMP_FILES.isdisjoint(settings) else variables
+        if gpus and DUMP_FILES.isdisjoint(settings):
+            return variables | self._dump_file(events.attempt)
+        return variables
 
     def _dump_file(self, attempt: int) -> dict[str, str]:
         """Returns the variable with the beginning of the file names to which torch writes NCCL's flight recorder when a

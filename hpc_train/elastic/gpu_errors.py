@@ -133,4 +133,6 @@ def _concerns(defect: Defect, addresses: Sequence[str]) -> bool:
 def _with_foreign_memory(failure: WorkerFailure, gpu: GpuState | None) -> WorkerFailure:
     """Returns ``failure`` with the memory that other processes use; the ranks' own are gone."""
     used = [finding.text for finding in judge_processes([gpu] if gpu else [], frozenset()) if finding.level != OK]
-    return replace(failure, message="; ".join([failure.message, *used])) if used else failure
+    if used:
+        return replace(failure, message="; ".join([failure.message, *used]))
+    return failure

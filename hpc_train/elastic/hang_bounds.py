@@ -99,10 +99,14 @@ class Starvation:
             workers: what each worker does, by rank; empty if it does not matter.
             now: time on the monotonic clock.
         """
-        passed, before = now - self._at, self._before
-        self._at, self._before = now, {rank: activity.cpu_s for rank, activity in workers.items()}
+        passed = now - self._at
+        before = self._before
+        self._at = now
+        self._before = {rank: activity.cpu_s for rank, activity in workers.items()}
         got = [found.cpu_s - before[rank] for rank, found in workers.items() if found.ready and rank in before]
-        return min([1.0, *(used / passed for used in got)]) if passed > 0 else 1.0
+        if passed > 0:
+            return min([1.0, *(used / passed for used in got)])
+        return 1.0
 
 
 @dataclass
@@ -180,10 +184,12 @@ class HangWatch:
         bound = max(self.bound(beat.phase) for beat in beats.values())
         usual = max(self._slow_bound(beat.phase) for beat in beats.values())
         rank = max(beats, key=lambda rank: self._silent[rank])
-        phase, silent = beats[rank].phase, self._silent[rank]
+        phase = beats[rank].phase
+        silent = self._silent[rank]
         if silent > bound:
             return Silence(rank, phase, silent, bound, Stage.HANG)
-        before, self._looks = self._looks, self._looks_due(silent, usual)
+        before = self._looks
+        self._looks = self._looks_due(silent, usual)
         if self._looks > before:
             return Silence(rank, phase, silent, usual, Stage.SLOW if before == 0 else Stage.STILL_SLOW)
         if silent < QUIET_S:
@@ -197,7 +203,9 @@ class HangWatch:
         if self.patience_s == 0 or silent <= usual:
             return 0
         second = self.timeout_s is None and silent > max(SECOND_LOOK_S, 2 * usual)
-        return 2 if second and self._looks > 0 else 1
+        if second and self._looks > 0:
+            return 2
+        return 1
 
     def bound(self, phase: Phase) -> float:
         """Returns the seconds that ``phase`` may take without a heartbeat."""
@@ -206,8 +214,12 @@ class HangWatch:
         if phase is Phase.STEP:
             return self.timeout_s
         if phase is Phase.FIRST_STEP:
-            return max(self.timeout_s, COMPILATION_S) if self.compiles else self.timeout_s
-        return self.start_s if phase is Phase.STARTING else max(self._slow_bound(phase), self.timeout_s)
+            if self.compiles:
+                return max(self.timeout_s, COMPILATION_S)
+            return self.timeout_s
+        if phase is Phase.STARTING:
+            return self.start_s
+        return max(self._slow_bound(phase), self.timeout_s)
 
     def _slow_bound(self, phase: Phase) -> float:
         """Returns the seconds after which ``phase`` counts as slow."""
@@ -215,8 +227,12 @@ class HangWatch:
             return self._step_bound()
         longest = self._longest.get(phase)
         if phase in (Phase.EVALUATION, Phase.CHECKPOINT):
-            return UNSEEN_S if longest is None else max(COLD_S, FACTOR * longest)
-        return START_S if phase is Phase.STOPPING else self.start_s
+            if longest is None:
+                return UNSEEN_S
+            return max(COLD_S, FACTOR * longest)
+        if phase is Phase.STOPPING:
+            return START_S
+        return self.start_s
 
     def _step_bound(self) -> float:
         if len(self._steps) < MIN_STEP_TIMES:

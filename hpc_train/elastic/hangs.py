@@ -101,11 +101,9 @@ def _group_state(collectives: Sequence[Collective]) -> GroupState:
     operation = f"{last.operation} {last.shapes}"
     inside = not all(collective.is_finished for collective in collectives)
     records_starts = any(collective.duration_s is not None for collective in collectives)
-    reached = (
-        max((collective.number for collective in collectives if collective.has_started), default=None)
-        if records_starts
-        else None
-    )
+    reached = None
+    if records_starts:
+        reached = max((collective.number for collective in collectives if collective.has_started), default=None)
     return GroupState(last.number, inside, operation, operations.count(operation) - 1, reached)
 
 
@@ -148,7 +146,9 @@ def find_culprit(hangs: Sequence[WorkerFailure]) -> WorkerFailure:
     rank, reason = culprit(states)
     for hang in hangs:
         if rank is not None and rank in (state["rank"] for state in hang.states):
-            return hang if hang.rank == rank and not hang.waits else _named(hang, rank, reason)
+            if hang.rank == rank and not hang.waits:
+                return hang
+            return _named(hang, rank, reason)
     return min(hangs, key=lambda hang: (hang.waits, hang.noticed))
 
 
@@ -158,7 +158,9 @@ def _named(hang: WorkerFailure, rank: int, reason: str) -> WorkerFailure:
 
 
 def _minority(states: Sequence[RankState], suspects: list[RankState]) -> list[RankState]:
-    return suspects if len(suspects) < len(states) else []
+    if len(suspects) < len(states):
+        return suspects
+    return []
 
 
 def _behind(states: Sequence[RankState]) -> list[RankState]:
@@ -349,14 +351,17 @@ def _wait(workers: Workers, questions: Sequence[_Question], until: float) -> Non
         waited = [
             question for question in questions if not question.worker.gone and process_state(question.worker.pid) != "T"
         ]
-        before, sizes = sizes, [len(question.worker.block.stacks()) for question in waited]
+        before = sizes
+        sizes = [len(question.worker.block.stacks()) for question in waited]
         if sizes == before and all(question.answered for question in waited):
             return
 
 
 def _evidence(question: _Question, node: str) -> Evidence:
-    worker, beat = question.worker, question.beat
-    answer, pid = worker.block.answer_to(question.number), worker.pid
+    worker = question.worker
+    beat = question.beat
+    answer = worker.block.answer_to(question.number)
+    pid = worker.pid
     collectives = read_collectives(answer or b"")
     state = RankState(
         rank=worker.rank,

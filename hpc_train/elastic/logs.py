@@ -38,7 +38,8 @@ class WorkerLog:
     def write(self, rank: int, data: bytes) -> None:
         *lines, rest = (self._partial.get(rank, b"") + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
+            lines = [*lines, rest]
+            rest = b""
         self._partial[rank] = rest
         if lines:
             self._tails.setdefault(rank, deque(maxlen=RETAINED_LINES)).extend(lines)
@@ -96,7 +97,8 @@ class WorkerLog:
             raise
 
     def _close_file(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 

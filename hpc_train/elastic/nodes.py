@@ -51,7 +51,8 @@ def check_health(cluster: ClusterConfig) -> Unfit | None:
     Raises:
         UserError: the command does not exist or cannot be executed.
     """
-    command, limit = cluster.health_check, cluster.health_check_timeout_s
+    command = cluster.health_check
+    limit = cluster.health_check_timeout_s
     if command is None:
         return None
     fix = f"run `{command}` on the node, or cluster.exclude=NODE"
@@ -121,7 +122,8 @@ class Node:
         Raises:
             TypeError, ValueError, KeyError, AttributeError: it does not describe a node.
         """
-        facts, unfit = NodeFacts.from_json(value["facts"]), value.get("unfit")
+        facts = NodeFacts.from_json(value["facts"])
+        unfit = value.get("unfit")
         node = cls(**value | {"facts": facts, "unfit": None if unfit is None else Unfit(**unfit)})
         check_fields(node)
         if not 0 <= node.gpus <= node.workers <= MOST_WORKERS or (node.can_train and node.workers == 0):

@@ -54,7 +54,8 @@ MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting
 
 def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (returns 75), or reports why the job is given up (returns 93)."""
-    step, before = progress_of(end.run, config), end.requeues()
+    step = progress_of(end.run, config)
+    before = end.requeues()
     is_script = config.run.command is not None  # how much of its time was useful is not known
     useless = None if is_script else _useless(end.run, events.now())
     spent = over_budget(end.run, config, events.now())
@@ -105,7 +106,9 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
         requeue = ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
     elif not may_requeue(end.job_id):
         return f"Slurm may not requeue job {end.job_id} (Requeue=0)"
-    return "Slurm refuses to requeue it" if query(requeue, PATIENT_S) is None else None
+    if query(requeue, PATIENT_S) is None:
+        return "Slurm refuses to requeue it"
+    return None
 
 
 def progress_of(run: RunDirectory, config: Config) -> int:
@@ -113,7 +116,9 @@ def progress_of(run: RunDirectory, config: Config) -> int:
     if config.run.command is not None:
         return max((line["step"] for line in run.read_all_metrics()), default=0)
     newest = CheckpointStore(run.checkpoints).newest()
-    return 0 if newest is None else newest.step
+    if newest is None:
+        return 0
+    return newest.step
 
 
 def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str | None:
@@ -122,7 +127,9 @@ def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str
     if config.run.command is not None and step == 0:
         return None  # it does not tell its progress
     if before and step <= before[-1]["step"]:
-        missing = "no checkpoint was saved" if config.run.command is None else "no further step was taken"
+        missing = "no further step was taken"
+        if config.run.command is None:
+            missing = "no checkpoint was saved"
         return f"{missing} since the previous requeue, at step {before[-1]['step']}: no progress"
     return None
 
@@ -166,7 +173,9 @@ def _has_enough_without(failing: Collection[str], cluster: ClusterConfig) -> boo
     (BadConstraints).
     """
     required = set(expand(cluster.nodelist)) if cluster.nodelist else set()
-    usable = usable_nodes(os.environ["SLURM_JOB_PARTITION"]) if "SLURM_JOB_PARTITION" in os.environ else None
+    usable = None
+    if "SLURM_JOB_PARTITION" in os.environ:
+        usable = usable_nodes(os.environ["SLURM_JOB_PARTITION"])
     if usable is None:
         return not required & set(failing)
     fewest, most = node_range(cluster)

@@ -76,7 +76,8 @@ class Script:
     @classmethod
     def of(cls, run: RunDirectory, config: Config, folder: Path) -> Script:
         """Returns the script of ``run``, and prints what does not apply to it."""
-        code, words = frozen_code(run), command_words(config)
+        code = frozen_code(run)
+        words = command_words(config)
         if words[0] in PYTHONS:
             words[0] = sys.executable
         for note in own_code_notes(config):
@@ -108,7 +109,8 @@ class Script:
 
 def torchrun_variables(spec: WorkerSpec, run_id: str) -> dict[str, str]:
     """Returns the variables that torchrun documents, for a script that starts its own store at the master's port."""
-    world, local = spec.layout.world_size, spec.local_world_size
+    world = spec.layout.world_size
+    local = spec.local_world_size
     return {
         "RANK": str(spec.rank),
         "LOCAL_RANK": str(spec.local_rank),
@@ -173,7 +175,9 @@ class FolderLooks:
         """Returns the looks into ``run.progress_dir``; None without one."""
         bound_s = parse_hang_timeout(config.elastic.hang_timeout_s) or START_S
         directory = config.run.progress_dir
-        return None if directory is None else cls(Path(directory), nodes, bound_s)
+        if directory is None:
+            return None
+        return cls(Path(directory), nodes, bound_s)
 
     def new(self, now: float) -> int | None:
         """Returns the time of a new change, in nanoseconds since 1970; None if there is none or it is too early.
@@ -201,7 +205,9 @@ def look_pause_s(walk_s: float, nodes: int, bound_s: float) -> float:
 
 def _newest_change(path: Path) -> tuple[int, float]:
     """Returns the time of the newest change, in nanoseconds since 1970, and the seconds that it took to find it."""
-    began, newest, left = time.monotonic(), 0, MOST_ENTRIES
+    began = time.monotonic()
+    newest = 0
+    left = MOST_ENTRIES
     for folder, _, files in os.walk(path):
         for name in files[:left]:
             with suppress(OSError):
@@ -237,7 +243,9 @@ class StepLog:
     def _write(self) -> None:
         if self._unwritten is None:
             return
-        now, step, self._unwritten = self._clock.now(), self._unwritten, None
+        now = self._clock.now()
+        step = self._unwritten
+        self._unwritten = None
         line: dict[str, Any] = {"time": now, "step": step} | self._head
         if self._last is not None and step > self._last[1]:
             line["step_s"] = (now - self._last[0]) / (step - self._last[1])

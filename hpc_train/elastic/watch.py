@@ -74,7 +74,9 @@ class StragglerWatch:
     def begin(self, pipeline: bool) -> None:
         """Begins a new attempt, with or without pipeline stages."""
         self._pipeline = pipeline
-        self._next, self._pause, self._since = None, FIRST_S, 0.0
+        self._next = None
+        self._pause = FIRST_S
+        self._since = 0.0
         self._ranks = Streak(IN_A_ROW)
         self._asked.clear()
 
@@ -100,7 +102,9 @@ class StragglerWatch:
         self._since = max((max(times.values()) for times in arrivals.values()), default=self._since)
         straggler = find_straggler(arrivals)
         confirmed = self._ranks.confirms(None if straggler is None else straggler.rank)
-        return [straggler] if confirmed and straggler is not None else []
+        if confirmed and straggler is not None:
+            return [straggler]
+        return []
 
 
 def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool = True) -> Arrivals:
@@ -152,7 +156,8 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
         waits.setdefault(last, []).append(times[last] - median(others))
     moments = [time for times in arrivals.values() for time in times.values()]
     rank = max(waits, key=lambda rank: sum(waits[rank]))
-    late, all_late = sum(waits[rank]), sum(sum(rank_waits) for rank_waits in waits.values())
+    late = sum(waits[rank])
+    all_late = sum(sum(rank_waits) for rank_waits in waits.values())
     share = late / max(max(moments) - min(moments), 1e-9)
     if share < LEAST_SHARE or late < LEAST_BLAME * all_late:
         return None
@@ -225,15 +230,19 @@ class Watch:
         self._pipeline = layout.pp > 1
         self.stragglers.begin(self._pipeline)
         self._timeout_reported = self._hang_saved = False
-        self._workers, self._others = None, others
+        self._workers = None
+        self._others = others
 
     def check(self, workers: Workers) -> None:
         """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
-        now, self._workers = time.monotonic(), workers
+        now = time.monotonic()
+        self._workers = workers
         if not workers.failures:
             beats = {worker.rank: beat for worker in workers.alive if (beat := worker.block.beat()) is not None}
             stopped = [worker.rank for worker in workers.alive if process_state(worker.pid) == "T"]
-            running = {worker.rank: activity(worker.pid) for worker in workers.alive} if self.hangs.doubtful else {}
+            running = {}
+            if self.hangs.doubtful:
+                running = {worker.rank: activity(worker.pid) for worker in workers.alive}
             silence = self.hangs.check(beats, now, stopped, self._starvation.share(running, now))
             if silence is not None and self._ends_attempt(silence, workers, now):
                 return
@@ -310,7 +319,8 @@ class Watch:
         state = evidence.state
         place = stack_place(evidence.stacks)
         message = f"no step for {format_duration(quiet.seconds)}: {state.phase}, rank {state.rank}"
-        message += f", {place}" if place else ""
+        if place:
+            message += f", {place}"
         print(f"{message}; it counts as a hang after {format_duration(quiet.bound)}", file=sys.stderr, flush=True)
         self._event("no_progress", step=state.step, rank=state.rank, phase=state.phase, message=message)
 

@@ -137,7 +137,9 @@ def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection, faile
         failure = _failure(error, Path(spec.run_dir))
         report.send(failure)
         traceback.print_exc()
-        return Exit.REFUSED if failure["class"] is Failure.REFUSED else Exit.FAILED
+        if failure["class"] is Failure.REFUSED:
+            return Exit.REFUSED
+        return Exit.FAILED
 
 
 def _failure(error: BaseException, run: Path) -> dict[str, Any]:
@@ -150,7 +152,10 @@ def _failure(error: BaseException, run: Path) -> dict[str, Any]:
     if isinstance(error, CollectiveFailure):
         text = str(error) if error.__cause__ is None else text
         secondary = error.secondary
-    message = f"the code called exit({error})" if isinstance(error, SystemExit) else str(error) or type(error).__name__
+    if isinstance(error, SystemExit):
+        message = f"the code called exit({error})"
+    else:
+        message = str(error) or type(error).__name__
     return {
         "kind": "failed",
         "class": classify(error, run),
@@ -258,7 +263,9 @@ def crash_of(warm_parent: int) -> signal.Signals | None:
             return None
         if end is not None:
             killed = end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            return signal.Signals(end.si_status) if killed and end.si_status in CRASHES else None
+            if killed and end.si_status in CRASHES:
+                return signal.Signals(end.si_status)
+            return None
         time.sleep(0.02)
     return None
 

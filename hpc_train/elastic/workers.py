@@ -252,7 +252,8 @@ def _writers(pipes: Sequence[int]) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             held = {str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()}
-            pids += [int(process.name)] if held & names and int(process.name) != os.getpid() else []
+            if held & names and int(process.name) != os.getpid():
+                pids += [int(process.name)]
     return pids
 
 
@@ -297,7 +298,9 @@ def class_of_end(
 def cpu_limit() -> str:
     """Returns what to add to a message about a killed process if the kernel limits its CPU time; empty without."""
     seconds = resource.getrlimit(resource.RLIMIT_CPU)[0]
-    return "" if seconds == resource.RLIM_INFINITY else f"; a process may use {seconds} s of CPU time (ulimit -t)"
+    if seconds == resource.RLIM_INFINITY:
+        return ""
+    return f"; a process may use {seconds} s of CPU time (ulimit -t)"
 
 
 def class_of_script_end(

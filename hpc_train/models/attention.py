@@ -92,21 +92,29 @@ class Attention(nn.Module):
             cosine, sine = (self._from(context, name) for name in ("rotary_cosine", "rotary_sine"))
             query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         attend = partial(self._attend, context)
-        mixed = attend(query, key, value) if self.exchange is None else self.exchange(attend, query, key, value)
+        if self.exchange is None:
+            mixed = attend(query, key, value)
+        else:
+            mixed = self.exchange(attend, query, key, value)
         return self.wo(mixed.flatten(2))
 
     def _from(self, context: Mapping[str, Tensor], name: str) -> Any:
         """Returns the tensor ``name``, that of layers with a sliding window if this is one; None if there is none."""
         local = context.get(LOCAL + name) if self.scores.window is not None else None
-        return context.get(name) if local is None else local
+        if local is None:
+            return context.get(name)
+        return local
 
     def _scores_within(self, length: int) -> Scores:
         """Returns how the scores of ``length`` tokens are computed: a window that holds all of them is none."""
-        return self.scores if packed.is_narrow(self.scores, length) else self._without_window
+        if packed.is_narrow(self.scores, length):
+            return self.scores
+        return self._without_window
 
     def _attend(self, context: Mapping[str, Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns ``[micro, seq, heads, head_dim]``, the shape of ``query``."""
-        mask, boundaries = self._from(context, "attention_mask"), self._from(context, packed.BOUNDARIES)
+        mask = self._from(context, "attention_mask")
+        boundaries = self._from(context, packed.BOUNDARIES)
         scores = self._scores_within(query.shape[1])
         if mask is None and boundaries is not None:
             kernel = packed.kernel_of_scores(query.device, query.dtype, self.head_dim, scores)
@@ -196,7 +204,9 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 def soft_cap(values: Tensor, cap: float | None) -> Tensor:
     """Returns ``cap * tanh(values / cap)``, or ``values`` without a cap."""
-    return values if cap is None else cap * torch.tanh(values / cap)
+    if cap is None:
+        return values
+    return cap * torch.tanh(values / cap)
 
 
 def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dtype, device: torch.device) -> str | None:

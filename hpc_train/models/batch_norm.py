@@ -100,8 +100,10 @@ def convert(module: nn.Module) -> nn.Module:
 
 def _converted(norm: _BatchNorm) -> SyncBatchNorm:
     new = SyncBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    new.weight, new.bias = norm.weight, norm.bias
-    new.running_mean, new.running_var = norm.running_mean, norm.running_var
+    new.weight = norm.weight
+    new.bias = norm.bias
+    new.running_mean = norm.running_mean
+    new.running_var = norm.running_var
     new.num_batches_tracked = norm.num_batches_tracked
     new.train(norm.training)
     return new

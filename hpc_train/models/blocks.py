@@ -72,7 +72,8 @@ def _longest_list(module: nn.Module) -> list[str]:
             continue
         size = sum(parameter.numel() for parameter in part.parameters())
         if size > most:
-            most, best = size, [f"{path}.{index}" if path else str(index) for index in range(len(part))]
+            most = size
+            best = [f"{path}.{index}" if path else str(index) for index in range(len(part))]
     return best
 
 

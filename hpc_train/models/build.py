@@ -60,7 +60,8 @@ def build_model(config: ModelConfig, seed: int, values: bool = True) -> Model | 
             fix="a class derived from hpc_train.models.model.Model, or a function that returns one",
         )
     check_parts(model, family_of(config).builder)
-    model.family, model.config = config.kind, config
+    model.family = config.kind
+    model.config = config
     return model
 
 
@@ -133,7 +134,9 @@ def _without_values(target: Callable[..., Any], config: CustomModelConfig) -> nn
         return None
     registered = {id(value) for value in (*built.modules(), *built.parameters(), *built.buffers())}
     held = (value for value in held_by(built.modules()) if isinstance(value, torch.Tensor | nn.Module))
-    return built if all(id(value) in registered for value in held) else None
+    if all(id(value) in registered for value in held):
+        return built
+    return None
 
 
 def _in_parts(target: Callable[..., Any], config: CustomModelConfig) -> Model:

@@ -27,7 +27,8 @@ def disagreement(model_config: Any, data_config: Any) -> str:
     Raises:
         UserError: the model cannot be built.
     """
-    family, model = load_family(model_config.kind), build_model(model_config, 0)
+    family = load_family(model_config.kind)
+    model = build_model(model_config, 0)
     assert isinstance(model, Model)
     names = dict(model.named_parameters())
     count = sum(parameter.numel() for parameter in names.values())
@@ -96,7 +97,8 @@ def _shape(samples: str | None, data: Any) -> tuple[int, ...] | None:
 
 def main() -> None:
     given = json.load(sys.stdin)
-    model, data = given["model"], given["data"]
+    model = given["model"]
+    data = given["data"]
     try:
         print(disagreement(load_family(model["kind"]).schema(**model), load_source(data["kind"]).schema(**data)))
     except UserError as error:

@@ -142,7 +142,8 @@ class _Trace:
     ) -> None:
         self.names = block_names(model)
         self.blocks = {name: _Block() for name in (STEM, *self.names, HEAD)}
-        self.current, self.backward = STEM, False
+        self.current = STEM
+        self.backward = False
         self.alive: list[Any] = []  # keeps storages, so that no address is used twice
         self.known = {self._address(tensor) for tensor in (*model.parameters(), *model.buffers())}
         if isinstance(model, Model):
@@ -168,7 +169,8 @@ class _Trace:
             given = next((value for value in inputs if isinstance(value, Tensor)), None)
             if given is not None:
                 block = self.blocks[name]
-                block.input_bytes, block.hidden = given.nbytes, given.numel()
+                block.input_bytes = given.nbytes
+                block.hidden = given.numel()
 
         def end(*_: Any) -> None:
             self.current = HEAD
@@ -222,7 +224,9 @@ def _flops(operation: Any, arguments: Sequence[Any], results: Any) -> int:
             pairs *= size
         return 2 * _FUSED[operation] * pairs * (width + value.shape[-1])
     count = flop_registry.get(operation)
-    return 0 if count is None else int(count(*arguments, out_val=results))
+    if count is None:
+        return 0
+    return int(count(*arguments, out_val=results))
 
 
 class _Operations(TorchDispatchMode):
@@ -320,7 +324,9 @@ def _is_half(value: Any) -> bool:
 
 def block_names(model: Model | WrappedModel) -> tuple[str, ...]:
     """Returns the names of the layers, or of the blocks that are sharded and recomputed one by one."""
-    return tuple(f"layers.{key}" for key in model.layers) if isinstance(model, Model) else model.block_names
+    if isinstance(model, Model):
+        return tuple(f"layers.{key}" for key in model.layers)
+    return model.block_names
 
 
 def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Trace) -> Counts:
@@ -337,12 +343,16 @@ def _counts(model: Model | WrappedModel, batch: Batch, wide: _Trace, narrow: _Tr
 
 def _owned_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Parameter]]:
     """Returns the parameters of each block; a shared one belongs to the first, and those outside to stem or head."""
-    is_model, seen = isinstance(model, Model), set[int]()
+    is_model = isinstance(model, Model)
+    seen = set[int]()
     owned: dict[str, list[nn.Parameter]] = {STEM: [], **{name: [] for name in names}, HEAD: []}
     outside = STEM
     for path, parameter in model.named_parameters():
         inside = next((name for name in names if path.startswith(f"{name}.")), None)
-        outside = (HEAD if path.startswith("head.") else STEM) if is_model else HEAD if inside else outside
+        if is_model:
+            outside = HEAD if path.startswith("head.") else STEM
+        elif inside:
+            outside = HEAD
         if id(parameter) not in seen:
             owned[inside or outside].append(parameter)
         seen.add(id(parameter))

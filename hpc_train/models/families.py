@@ -122,7 +122,8 @@ def check_vit(model: ViTConfig, data: Any) -> None:
     check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
     check_divides(model.patch_size, model.image_size, "model.patch_size", "model.image_size")
     for name in ("image_size", "channels"):
-        given, taken = getattr(data, name, None), getattr(model, name)
+        given = getattr(data, name, None)
+        taken = getattr(model, name)
         if given is not None and given != taken:
             raise UserError(
                 f"data.{name} is {given}, but model.{name} is {taken}",

@@ -141,7 +141,8 @@ class GPT(Model):
         ``[micro, seq]`` limits attention to tokens of the same document.
         """
         local_length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
-        length, first = local_length * self.context_shards, local_length * self.context_rank
+        length = local_length * self.context_shards
+        first = local_length * self.context_rank
         added: dict[str, Tensor] = {}
         for name, rotary in self._rotary.items():
             if "positions" in context:
@@ -184,13 +185,15 @@ class GPT(Model):
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
         """Returns the terms; a tied table is already counted as the output projection."""
-        config, length = self.config, inputs.shape[-1]
+        config = self.config
+        length = inputs.shape[-1]
         table = 0.0 if config.tied_embeddings else 6.0 * length * config.vocab_size * config.dim
         return FlopTerms(gpt_sizes.gpt_masked_flops(config, length), embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
         """Splits ``flops_per_sample``; the stem is a look-up and counts 0, the head counts the output projection."""
-        config, length = self.config, inputs.shape[-1]
+        config = self.config
+        length = inputs.shape[-1]
         head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
         return (0.0, *gpt_sizes.gpt_layer_flops(config, length), head)
 

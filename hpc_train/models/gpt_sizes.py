@@ -18,7 +18,9 @@ _SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
 
 def head_width(model: GPTConfig) -> int:
     """Returns the width of a head."""
-    return model.dim // model.n_heads if model.head_dim is None else model.head_dim
+    if model.head_dim is None:
+        return model.dim // model.n_heads
+    return model.head_dim
 
 
 def query_width(model: GPTConfig) -> int:
@@ -43,7 +45,8 @@ def keys_per_query(model: GPTConfig, length: int) -> list[int]:
 
 
 def _gpt_layer_parameters(model: GPTConfig) -> int:
-    queries, key_values = query_width(model), key_value_width(model)
+    queries = query_width(model)
+    key_values = key_value_width(model)
     attention = 2 * model.dim * (queries + key_values)
     biases = queries + 2 * key_values if model.qkv_bias else 0
     norms = (4 if model.post_norms else 2) * model.dim + (2 * head_width(model) if model.qk_norm else 0)
@@ -52,7 +55,10 @@ def _gpt_layer_parameters(model: GPTConfig) -> int:
 
 def gpt_linear_layers(model: GPTConfig) -> tuple[LinearLayers, ...]:
     """Returns the linear layers of a layer."""
-    dim, queries, key_values, ffn = model.dim, query_width(model), key_value_width(model), model.ffn_dim
+    dim = model.dim
+    queries = query_width(model)
+    key_values = key_value_width(model)
+    ffn = model.ffn_dim
     return (
         LinearLayers(("attention.wq", "attention.wk", "attention.wv"), dim, (queries, key_values, key_values)),
         LinearLayers(("attention.wo",), queries, (dim,)),
@@ -79,7 +85,9 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
     of the logits keeps the result of tanh, a third of what their loss keeps. Compiled code computes the activation
     function again, and keeps its product with the other projection.
     """
-    dim, queries, key_values = model.dim, query_width(model), key_value_width(model)
+    dim = model.dim
+    queries = query_width(model)
+    key_values = key_value_width(model)
     capped = model.attention_softcap is not None
     tokens = int(getattr(data, "sequence_length", None) or _SEQUENCE)
     normed = queries + key_values if model.qk_norm else 0
@@ -114,7 +122,8 @@ def gpt_flops_per_sample(model: GPTConfig, shape: tuple[int, ...]) -> float:
 
 def gpt_layer_flops(model: GPTConfig, length: int) -> tuple[float, ...]:
     """Returns the part of ``gpt_flops_per_sample`` in each layer."""
-    products, attention = 6 * _gpt_layer_parameters(model), 12 * query_width(model)
+    products = 6 * _gpt_layer_parameters(model)
+    attention = 12 * query_width(model)
     return tuple(float(length * (products + attention * keys)) for keys in keys_per_query(model, length))
 
 

@@ -39,7 +39,9 @@ def elements(value: Any) -> list[Any]:
     for kind in _SEQUENCES:
         if isinstance(value, kind):
             return [*kind.__iter__(value)]
-    return [vars(value)] if is_object(value) else []
+    if is_object(value):
+        return [vars(value)]
+    return []
 
 
 def is_object(value: Any) -> bool:

@@ -231,7 +231,8 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     values = {**family.defaults, **values}
     _refuse_unsupported(values, family, where)
     try:
-        heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
+        heads = int(values["num_attention_heads"])
+        dim = int(values["hidden_size"])
         head_dim = int(values.get("head_dim") or dim // heads)
         model = GPTConfig(
             vocab_size=int(values["vocab_size"]),
@@ -276,13 +277,13 @@ def _options(values: Mapping[str, Any], family: HFFamily, head_dim: int, where: 
 
 def _windows(values: Mapping[str, Any], family: HFFamily, where: str) -> dict[str, int | None]:
     """Returns ``sliding_window`` and ``global_every``."""
-    window, layers = values.get("sliding_window"), int(values["num_hidden_layers"])
+    window = values.get("sliding_window")
+    layers = int(values["num_hidden_layers"])
     types = values.get("layer_types") if "global_every" in family.may else None
-    local = (
-        [is_local_type == _LOCAL for is_local_type in types]
-        if types
-        else [family.local(values, is_local_type) for is_local_type in range(layers)]
-    )
+    if types:
+        local = [is_local_type == _LOCAL for is_local_type in types]
+    else:
+        local = [family.local(values, is_local_type) for is_local_type in range(layers)]
     if window is None or not any(local):
         return {"sliding_window": None}
     for every in range(layers + 1):
@@ -313,7 +314,9 @@ def _rotary(values: Mapping[str, Any], layers: str) -> tuple[str, Mapping[str, A
 
 def _theta(values: Mapping[str, Any], layers: str) -> float:
     key, default = ("rope_theta", 10000.0) if layers == _GLOBAL else ("rope_local_base_freq", None)
-    of_parameters = _rotary(values, layers)[1] if values.get("rope_parameters") or layers == _GLOBAL else {}
+    of_parameters = {}
+    if values.get("rope_parameters") or layers == _GLOBAL:
+        of_parameters = _rotary(values, layers)[1]
     return float(of_parameters.get("rope_theta", values.get(key, default)))
 
 

@@ -65,7 +65,8 @@ class LinearHead(CrossEntropyHead):
         super().__init__()
         self.norm = norm
         self._modules[name] = output
-        self._name, self._cap = name, cap
+        self._name = name
+        self._cap = cap
 
     @property
     def output(self) -> nn.Linear:
@@ -74,7 +75,9 @@ class LinearHead(CrossEntropyHead):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.output(self.norm(hidden))
-        return logits if self._cap is None else soft_cap(widened(logits), self._cap)
+        if self._cap is None:
+            return logits
+        return soft_cap(widened(logits), self._cap)
 
     @property
     def _fuses(self) -> bool:
@@ -114,7 +117,8 @@ class LinearHead(CrossEntropyHead):
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
         """Returns the normed hidden states of all tokens and the matrix, or this rank's shard of it."""
-        normed, weight = self._normed(hidden), cast_weight(self.output)
+        normed = self._normed(hidden)
+        weight = cast_weight(self.output)
         if not isinstance(weight, DTensor):
             return normed, weight, None
         return normed, weight.to_local(), shard_of(weight)
@@ -122,7 +126,9 @@ class LinearHead(CrossEntropyHead):
     def _normed(self, hidden: Tensor) -> Tensor:
         """Returns the normed hidden states of all tokens; the norm of tensor-parallel ranks returns shards."""
         normed = in_compute_dtype(self.norm(hidden))
-        return gather_sequence(normed) if isinstance(normed, DTensor) else normed
+        if isinstance(normed, DTensor):
+            return gather_sequence(normed)
+        return normed
 
 
 @torch._disable_dynamo
@@ -180,11 +186,15 @@ def _sum_chunks(
     chunk_loss: ChunkLoss,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss and its gradients with respect to ``hidden`` and ``weight``, None for what requires none."""
-    losses, first = [], 0
+    losses = []
+    first = 0
     of_hidden = hidden.new_empty(hidden.shape) if hidden.requires_grad else None
     of_weight: Tensor | None = None
     # the product of a single chunk is not added to another one; in fp16 it might exceed the range
-    dtype = hidden.dtype if len(parts) == 1 and hidden.dtype != torch.float16 else widened(hidden[:0]).dtype
+    if len(parts) == 1 and hidden.dtype != torch.float16:
+        dtype = hidden.dtype
+    else:
+        dtype = widened(hidden[:0]).dtype
     for rows, chunk_targets in parts:
         loss, of_logits = chunk_loss(rows @ weight.t(), chunk_targets, kind)
         losses.append(loss)
@@ -293,7 +303,9 @@ def _plus_product(total: Tensor | None, of_logits: Tensor, rows: Tensor, dtype: 
     """Returns ``total + of_logits.T @ rows`` in ``dtype``, in place."""
     left = of_logits.t()
     if dtype == of_logits.dtype:
-        return left @ rows if total is None else total.addmm_(left, rows)
+        if total is None:
+            return left @ rows
+        return total.addmm_(left, rows)
     if of_logits.is_cuda and torch.version.hip is None:  # the kernel adds its product without rounding it
         if total is None:
             return torch.mm(left, rows, out_dtype=dtype)
@@ -311,7 +323,8 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient, ctx.dtype = gradient, source.dtype
+        ctx.gradient = gradient
+        ctx.dtype = source.dtype
         return value.clone()
 
     @staticmethod

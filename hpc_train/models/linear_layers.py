@@ -36,7 +36,9 @@ def _why_not(module: nn.Linear, inside: bool, plain: Sequence[type]) -> str:
         return "not in a layer"
     if type(module) not in plain:
         return f"a {type(module).__name__}"
-    return "" if module.weight.requires_grad else "frozen"
+    if module.weight.requires_grad:
+        return ""
+    return "frozen"
 
 
 @dataclass(frozen=True)

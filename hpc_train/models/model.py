@@ -143,7 +143,9 @@ class Model(nn.Module):
         if not self.training and not self.mixes_samples:
             return head.evaluate(hidden, targets)
         sums = call_loss(head.loss, self.mixes_samples, hidden, targets, self.gather)
-        return sums if self.training else (*sums, None)
+        if self.training:
+            return sums
+        return (*sums, None)
 
     def _begin_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the stem's output in ``hidden_dtype``; a stem may also return integers, or several tensors."""
@@ -198,7 +200,9 @@ class Model(nn.Module):
     def forward_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
         """Returns the operations of the forward pass in the parts of ``block_flops``; a third if all of them train."""
         blocks = self.block_flops(inputs)
-        return None if blocks is None else tuple(flops / 3 for flops in blocks)
+        if blocks is None:
+            return None
+        return tuple(flops / 3 for flops in blocks)
 
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
         """Returns window (None without one) -> which implementation computes the attention of ``batch``, for the log.

@@ -119,7 +119,9 @@ def _wrong(loss: Loss, what: str) -> UserError:
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}" if value.ndim else "a single scalar tensor"
+        if value.ndim:
+            return f"a tensor of shape {tuple(value.shape)}"
+        return "a single scalar tensor"
     if isinstance(value, tuple | list):
         return f"{len(value)} values"
     return f"a {type(value).__name__}"

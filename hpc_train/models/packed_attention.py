@@ -128,13 +128,17 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     recent = torch.cuda.get_device_capability(device) >= (8, 0)
     if dtype in _HALF and recent and head_dim <= 256:
         return VARLEN
-    return EFFICIENT if recent or dtype is not torch.bfloat16 else MASK
+    if recent or dtype is not torch.bfloat16:
+        return EFFICIENT
+    return MASK
 
 
 def kernel_of_scores(device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores) -> str:
     """Returns what ``kernel_for`` does, but ``MASK`` where that kernel lacks the window or the soft cap."""
     kernel = MASK if scores.cap is not None else kernel_for(device, dtype, head_dim)
-    return MASK if kernel == EFFICIENT and scores.window is not None else kernel
+    if kernel == EFFICIENT and scores.window is not None:
+        return MASK
+    return kernel
 
 
 def attend_inside_documents(
@@ -166,7 +170,9 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     times = query.shape[1] // key.shape[1]
     heads = (query, key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1))
     query, key, value = (tensor.unsqueeze(0) for tensor in heads)
-    causal, with_logsumexp, dropout = 1, True, 0.0
+    causal = 1
+    with_logsumexp = True
+    dropout = 0.0
     tensors = (query, key, value, None, boundaries, boundaries)
     mixed: Tensor = torch.ops.aten._efficient_attention_forward(
         *tensors, longest, longest, dropout, causal, with_logsumexp, scale=scores.scale

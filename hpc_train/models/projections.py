@@ -55,13 +55,17 @@ def cast_weight(module: nn.Linear) -> Tensor:
     """Returns the weight of ``module`` in the dtype of products: the cast that the step keeps, if there is one."""
     cast: tuple[Tensor, Tensor | None] | None = getattr(module, CASTS, None)
     dtype = product_dtype(module.weight)
-    return cast[0] if cast is not None and cast[0].dtype == dtype else module.weight.to(dtype)
+    if cast is not None and cast[0].dtype == dtype:
+        return cast[0]
+    return module.weight.to(dtype)
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
     """Returns the dtype of matrix products with ``values``, which autocast may choose."""
     kind = values.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return values.dtype
 
 
 def can_join(projections: Sequence[nn.Module]) -> bool:

@@ -67,7 +67,9 @@ def _normalized(
 def in_compute_dtype(values: Tensor) -> Tensor:
     """Returns ``values`` in the dtype of matrix products under autocast, and unchanged without it."""
     dtype = _autocast_dtype(values.device)
-    return values if dtype is None else values.to(dtype)
+    if dtype is None:
+        return values
+    return values.to(dtype)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -109,7 +111,9 @@ class PreNormLayer(nn.Module):
     def _finished(self, branch: Tensor, post_norm: nn.Module | None) -> Tensor:
         """Returns ``branch`` as it is added. What a model lacks is None, since calling a module costs the host time."""
         normed = branch if post_norm is None else post_norm(branch)
-        return normed if self.dropout is None else self.dropout(normed)
+        if self.dropout is None:
+            return normed
+        return self.dropout(normed)
 
 
 class CrossEntropyHead(Head):
@@ -171,7 +175,9 @@ class CrossEntropyHead(Head):
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self(hidden)
-        return cross_entropy_with_z(logits, targets, self.z_loss) if self.z_loss else cross_entropy(logits, targets)
+        if self.z_loss:
+            return cross_entropy_with_z(logits, targets, self.z_loss)
+        return cross_entropy(logits, targets)
 
     def _evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self(hidden)
@@ -259,4 +265,6 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
 
 def widened(values: Tensor) -> Tensor:
     """Returns half precision as float32, and other dtypes unchanged."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    if values.dtype in (torch.float16, torch.bfloat16):
+        return values.float()
+    return values

@@ -136,7 +136,8 @@ class ViT(Model):
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
         """Splits ``flops_per_sample``; the stem counts the patch projection, the head counts the classifier."""
-        config, dim = self.config, self.config.dim
+        config = self.config
+        dim = self.config.dim
         stem = 6.0 * (self.tokens - 1) * dim * (config.channels * config.patch_size**2 + 1)
         head = 6.0 * config.n_classes * (dim + 1)
         layer = (self.flops_per_sample(inputs) - stem - head) / config.n_layers

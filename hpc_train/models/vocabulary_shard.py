@@ -102,7 +102,8 @@ class WordEmbedding(nn.Embedding):
 
 def shard_of(weight: DTensor) -> VocabularyShard:
     """Returns the words of this rank in ``weight`` ``[vocab, dim]``, whose rows are spread over a mesh of one dim."""
-    mesh, vocabulary = weight.device_mesh, weight.shape[0]
+    mesh = weight.device_mesh
+    vocabulary = weight.shape[0]
     share = ceil(vocabulary / mesh.size())  # of all ranks but the last ones
     first = min(mesh.get_local_rank() * share, vocabulary)
     return VocabularyShard(mesh.get_group(), first, min(share, vocabulary - first), vocabulary)

@@ -56,7 +56,9 @@ class WrappedModel(nn.Module):
         _check_not_lazy(module)
         if loss not in _LOSSES:
             raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         self._block_names = find_blocks(module, wrap)
@@ -120,7 +122,8 @@ class WrappedModel(nn.Module):
             return outputs
         total, count = call_loss(self.loss, self.mixes_samples, outputs, batch.targets, self.gather)
         if batch.items == 0:  # all ranks run the same passes, so this one ran on an item of another rank
-            total, count = 0 * total, 0 * count
+            total = 0 * total
+            count = 0 * count
         if self.training:
             return total, count
         if self.observe is not None and batch.items:
@@ -206,7 +209,9 @@ def _classes_last(outputs: Tensor, targets: Tensor, class_dim: str) -> Tensor:
             fix="model.class_dim=last if the model returns [micro, ..., classes], as language models do; "
             "model.class_dim=second if it returns [micro, classes, ...]",
         )
-    return outputs.movedim(1, -1) if chosen == ["second"] else outputs
+    if chosen == ["second"]:
+        return outputs.movedim(1, -1)
+    return outputs
 
 
 def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +228,9 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """Returns the layers of a ``Model`` or the blocks of a ``WrappedModel``, in order."""
     if isinstance(model, WrappedModel):
         return [model.get_submodule(name) for name in model.block_names]
-    return [*model.layers.values()] if isinstance(model, Model) else []
+    if isinstance(model, Model):
+        return [*model.layers.values()]
+    return []
 
 
 _LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": _mse}

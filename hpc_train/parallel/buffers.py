@@ -25,7 +25,8 @@ class SharedBuffers:
     """
 
     def __init__(self, parts: Iterable[nn.Module], policy: str, group: dist.ProcessGroup) -> None:
-        self._policy, self._group = policy, group
+        self._policy = policy
+        self._group = group
         shares = policy != REFUSE and dist.get_world_size(group) > 1
         modules = [module for part in parts for module in part.modules()] if shares else []
         self._modules = [module for module in modules if not isinstance(module, _NormBase)]

@@ -78,7 +78,9 @@ def _check_z_loss(model: Model | WrappedModel) -> None:
     head = model.head if isinstance(model, Model) else None
     if isinstance(head, CrossEntropyHead) and not model.own_count:
         return
-    behavior = "computes its own loss" if model.own_count else "has no head that returns the logits of each token"
+    behavior = "has no head that returns the logits of each token"
+    if model.own_count:
+        behavior = "computes its own loss"
     raise UserError(
         f"train.z_loss is set, but the model {behavior}",
         where="train.z_loss, model",

@@ -161,7 +161,9 @@ def _written_apart() -> dict[str, int]:
     """
     from torch._inductor import config as inductor_config
 
-    return dict.fromkeys(CONCATENATION, 0) if all(hasattr(inductor_config, name) for name in CONCATENATION) else {}
+    if all(hasattr(inductor_config, name) for name in CONCATENATION):
+        return dict.fromkeys(CONCATENATION, 0)
+    return {}
 
 
 def _attention(inputs: Sequence[Any]) -> AbstractContextManager[None]:
@@ -171,7 +173,9 @@ def _attention(inputs: Sequence[Any]) -> AbstractContextManager[None]:
     """
     in_fp64 = any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in inputs)
     on_cpu = _device(inputs).type == "cpu"
-    return sdpa_kernel(SDPBackend.MATH) if in_fp64 and on_cpu and not FUSES_FP64 else nullcontext()
+    if in_fp64 and on_cpu and not FUSES_FP64:
+        return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()
 
 
 BACKENDS: dict[CompilerMode, Callable[..., Any]] = {
@@ -320,7 +324,9 @@ def _part(mesh: Mesh) -> str:
     """
     if mesh.layout.tp > 1:
         return f"rank {mesh.rank}"
-    return f"ranks from {mesh.rank - mesh.cp_rank}" if mesh.layout.cp > 1 else f"stage {mesh.pp_rank}"
+    if mesh.layout.cp > 1:
+        return f"ranks from {mesh.rank - mesh.cp_rank}"
+    return f"stage {mesh.pp_rank}"
 
 
 def artifacts_name(config: Config, device: torch.device, part: str) -> str:

@@ -45,7 +45,8 @@ def apply_context_parallel(model: Model, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.exchange = exchange
-    model.context_shards, model.context_rank = mesh.layout.cp, mesh.cp_rank
+    model.context_shards = mesh.layout.cp
+    model.context_rank = mesh.cp_rank
 
 
 class HeadExchange:
@@ -56,7 +57,8 @@ class HeadExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = group, dist.get_world_size(group)
+        self._group = group
+        self._ranks = dist.get_world_size(group)
 
     def __call__(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns ``attend`` of the whole sequence, for this rank's tokens and all heads. Collective, differentiable.
@@ -78,7 +80,9 @@ class HeadExchange:
     def _for_all_ranks(self, heads: Tensor) -> Tensor:
         """Returns keys or values with at least one head for each rank; equal ones are adjacent, as their queries."""
         times = self._ranks // heads.shape[2]
-        return heads.repeat_interleave(times, dim=2) if times > 1 else heads
+        if times > 1:
+            return heads.repeat_interleave(times, dim=2)
+        return heads
 
     def _by_rank(self, heads: Tensor) -> Tensor:
         """Returns ``[micro, seq, heads, head_dim]`` as ``[receiver, micro, seq, heads / cp, head_dim]``."""

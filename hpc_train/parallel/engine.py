@@ -160,7 +160,8 @@ class WrappedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.check_loss = engine.check_loss
-        self.updates, self.aliases = engine.updates, engine.aliases
+        self.updates = engine.updates
+        self.aliases = engine.aliases
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -256,8 +257,10 @@ def seed_step(seed: int, step: int, mesh: Mesh, sequence_shards: bool = False) -
     same elements of replicated tensors.
     """
     parts: list[object] = [mesh.dp_rank, mesh.pp_rank]
-    parts += [mesh.cp_rank] if mesh.layout.cp > 1 else []
-    parts += [f"tp{mesh.tp_rank}"] if sequence_shards else []
+    if mesh.layout.cp > 1:
+        parts += [mesh.cp_rank]
+    if sequence_shards:
+        parts += [f"tp{mesh.tp_rank}"]
     _seed_all(stream_seed("step", seed, step, *parts), mesh.device)
 
 

@@ -72,7 +72,8 @@ class Dense(Stateless):
     """Sums a bucket with one all-reduce of a flat copy, in ``dtype`` if given."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
-        self._group, self._dtype = group, dtype
+        self._group = group
+        self._dtype = dtype
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
@@ -146,7 +147,9 @@ class TopK:
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
-        values, indices, start = [], [], 0
+        values = []
+        indices = []
+        start = 0
         for parameter, gradient in zip(parameters, gradients, strict=True):
             value, index = self._choose(parameter, gradient.reshape(-1))
             values.append(value)
@@ -235,10 +238,14 @@ class PowerSGD:
         self._basis.commit(finite)
 
     def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return {"residual": self._residual[parameter]} if parameter in self._residual else {}
+        if parameter in self._residual:
+            return {"residual": self._residual[parameter]}
+        return {}
 
     def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return {"basis": self._basis[parameter]} if parameter in self._basis else {}
+        if parameter in self._basis:
+            return {"basis": self._basis[parameter]}
+        return {}
 
 
 def pays(shape: Sequence[int], rank: int) -> bool:

@@ -59,7 +59,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.rows, ctx.group = rows, group
+        ctx.rows = rows
+        ctx.group = group
         sent = _padded(tensor.detach(), max(rows)).contiguous()
         received = sent.new_empty(len(rows) * max(rows), *tensor.shape[1:])
         all_gather_tensor(received, sent, group=group)
@@ -69,7 +70,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        rows, rank = ctx.rows, dist.get_rank(ctx.group)
+        rows = ctx.rows
+        rank = dist.get_rank(ctx.group)
         wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # a sum over many ranks
         sent = torch.cat([_padded(block, max(rows)) for block in wide.split(rows)])
         summed = sent.new_empty(max(rows), *gradient.shape[1:])
@@ -79,4 +81,6 @@ class _Gather(torch.autograd.Function):
 
 def _padded(rows: Tensor, size: int) -> Tensor:
     missing = size - len(rows)
-    return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
+    if missing:
+        return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing])
+    return rows

@@ -109,7 +109,9 @@ def norm_of(gradient_norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _sum_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return torch.float64
+    return torch.float32
 
 
 _CHUNK = 1 << 16  # elements
@@ -139,7 +141,9 @@ def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tens
     if max_norm <= 0:
         return inverse_scale
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return factor if inverse_scale is None else factor * inverse_scale
+    if inverse_scale is None:
+        return factor
+    return factor * inverse_scale
 
 
 def multiply_(gradients: Iterable[Tensor], factor: Tensor | None) -> None:

@@ -28,7 +28,8 @@ class UpdatesInBackward:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        self._parameters, self._device = list(parameters), device
+        self._parameters = list(parameters)
+        self._device = device
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._square = torch.zeros((), device=device)  # of the norm of all gradients so far
         self._update: Update | None = None

@@ -107,7 +107,8 @@ def _axis_groups(
     Args:
         ranks: the global ranks, of the shape of the mesh.
     """
-    rank, world = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    world = dist.group.WORLD
     assert world is not None, "init_process_group was called"
     apart = ranks.view(layout.pp, layout.dp, layout.cp, layout.tp)
     partitions = {"dp": _lines(apart, 1), "dp_cp": _lines(apart.flatten(1, 2), 1), "cp": _lines(apart, 2)}

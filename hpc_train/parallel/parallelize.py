@@ -51,9 +51,11 @@ def parallelize(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         model: a model on ``meta`` that initializes itself, or a user's module. Of such a module the values of the first
             rank are used, so the other ranks may have it on ``meta`` if it is sharded.
     """
-    dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
+    dtype = parameter_dtype(config.precision.name)
+    offload = config.strategy.offload == "all"
     home = torch.device("cpu") if offload else mesh.device
-    sharder, values = sharder_of(mesh.layout), dict[str, Tensor]()
+    sharder = sharder_of(mesh.layout)
+    values = dict[str, Tensor]()
     initializes = isinstance(model, Model | HFWhole) and is_meta(model)
     check_no_complex(model)
     check_no_sparse(model)
@@ -89,7 +91,9 @@ def _has_compact_moments(optim: OptimConfig) -> bool:
 
 def sharder_of(layout: Layout) -> str | None:
     """Returns the import path of the function that shards a model; None if every rank holds all parameters."""
-    return layout.kind.sharder if layout.dp_cp > 1 else None
+    if layout.dp_cp > 1:
+        return layout.kind.sharder
+    return None
 
 
 def _put_aside(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -109,7 +113,8 @@ def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: tor
     """
     with keep_shared(model):
         model.to_empty(device=home)
-    group, first = mesh.group("dp_cp"), mesh.dp_cp_rank == 0
+    group = mesh.group("dp_cp")
+    first = mesh.dp_cp_rank == 0
     source = dist.get_global_rank(group, 0)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
@@ -291,6 +296,8 @@ def apply_loss_form(model: nn.Module, form: LossForm) -> None:
     head = model.head if isinstance(model, Model) else None
     if not isinstance(model, Model) or not isinstance(head, CrossEntropyHead):
         return
-    head.chunks, head.sequence_shards, head.z_loss = form.chunks, model.sequence_shards, form.z_loss
+    head.chunks = form.chunks
+    head.sequence_shards = model.sequence_shards
+    head.z_loss = form.z_loss
     if isinstance(head, LinearHead):
         head.fused = form.fused

@@ -176,7 +176,9 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if isinstance(gradient, DTensor):
+        return gradient.to_local()
+    return gradient
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -211,7 +213,8 @@ def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Paramet
         size = _largest_shard(parameter) * parameter.element_size()
         bucket, filled = open_buckets.get(parameter.dtype, ([], 0))
         if not bucket or filled + size > capacity:
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
             buckets.append(bucket)
         bucket.append(parameter)
         open_buckets[parameter.dtype] = (bucket, filled + size)

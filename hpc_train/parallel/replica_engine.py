@@ -87,7 +87,9 @@ class ReplicaEngine:
         return named_buffers(self.parts)
 
     def compressions(self) -> tuple[Compression, ...]:
-        return () if self._replicas.compression is None else (self._replicas.compression,)
+        if self._replicas.compression is None:
+            return ()
+        return (self._replicas.compression,)
 
     def read_anew(self, written: Collection[str]) -> None:
         """See ``Engine.read_anew``."""

@@ -49,7 +49,8 @@ class LocalReplicas:
         updates: UpdatesInBackward | None = None,
         **_: object,
     ) -> None:
-        self.module, self._updates = module, updates
+        self.module = module
+        self._updates = updates
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if updates is not None:
             self._watch(updates)
@@ -90,7 +91,8 @@ class AllReduceReplicas(LocalReplicas):
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        group, compresses = mesh.group("dp_cp"), strategy.compression != "none"
+        group = mesh.group("dp_cp")
+        compresses = strategy.compression != "none"
         waits = compresses and own_count  # the division by the count precedes the compression
         order, reduced = None if waits else send_order, None if updates is None else updates.use
         self.reduction = GradientReduction(named.values(), group, strategy.bucket_cap_mb, order, reduced)

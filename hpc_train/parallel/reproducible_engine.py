@@ -91,7 +91,9 @@ class ReproducibleEngine(ReplicaEngine):
         1 for each parameter that has a gradient."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        before = {} if self._checked else {name: value.clone() for name, value in self.named_buffers().items()}
+        before = {}
+        if not self._checked:
+            before = {name: value.clone() for name, value in self.named_buffers().items()}
         loss_sum, count, *_ = self._forward(self._model, micro)
         self._check_buffers(before)
         loss = loss_sum * scale
@@ -140,7 +142,9 @@ _all_to_all = dist.all_to_all_single
 def _with_strides_of(parameter: Tensor, values: Tensor) -> Tensor:
     """Returns the flat ``values`` in the shape and memory format of ``parameter``, which fused optimizers expect."""
     shaped = values.view_as(parameter)
-    return shaped if parameter.is_contiguous() else torch.empty_like(parameter).copy_(shaped)
+    if parameter.is_contiguous():
+        return shaped
+    return torch.empty_like(parameter).copy_(shaped)
 
 
 def halves(node: range) -> tuple[range, range]:
@@ -191,7 +195,8 @@ class TreeReduction:
         Returns:
             The sum ``[size]``, with the same bits on every rank and for every number of ranks.
         """
-        ranks, size = len(self._rank_nodes), sums[0].numel()
+        ranks = len(self._rank_nodes)
+        size = sums[0].numel()
         if ranks == 1:
             return sums[0]
         share = math.ceil(size / ranks)

@@ -104,7 +104,8 @@ class SharedGroups:
                 parameter.sharded_param.grad = None
         self._used.clear()
         self._steady = self._steady + 1 if self._done == self._last else 0
-        self._last, self._done = self._done, []
+        self._last = self._done
+        self._done = []
 
     def evaluated(self) -> None:
         """Ends forward passes without a backward pass. Collective."""

@@ -72,7 +72,9 @@ def check_sequence(model: Model, inputs: Tensor) -> None:
 
 def _complete(_: nn.Module, __: Any, hidden: Any) -> Any:
     """Waits for the collective that ends a stem, since compiled layers return no gradient for what is not complete."""
-    return _Completed.apply(hidden) if isinstance(hidden, AsyncCollectiveTensor) else hidden
+    if isinstance(hidden, AsyncCollectiveTensor):
+        return _Completed.apply(hidden)
+    return hidden
 
 
 class _Completed(torch.autograd.Function):

@@ -61,7 +61,9 @@ def _watch(module: nn.Module, prefix: str, written: set[str], hooks: ExitStack) 
 def _state(tensor: Tensor) -> tuple[int, int] | None:
     """Returns what a write changes; None if FSDP has freed the memory of ``tensor``."""
     is_freed = tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-    return None if is_freed else (tensor._version, checksum(tensor))
+    if is_freed:
+        return None
+    return tensor._version, checksum(tensor)
 
 
 def checksum(tensor: Tensor) -> int:

@@ -62,8 +62,12 @@ def _outside(classes: int | None) -> IsWrong | None:
 def _classes(model: nn.Module) -> int | None:
     """Returns the outputs of the last matrix of the head; None if the model has no head, or one without matrices."""
     head = model.head if isinstance(model, Model) else None
-    widths = [] if head is None else [part.out_features for part in head.modules() if isinstance(part, nn.Linear)]
-    return widths[-1] if widths else None
+    widths = []
+    if head is not None:
+        widths = [part.out_features for part in head.modules() if isinstance(part, nn.Linear)]
+    if widths:
+        return widths[-1]
+    return None
 
 
 _NO_LABELS = re.compile(r"expected (target dtype to be|scalar type) Long\b")
@@ -81,15 +85,17 @@ def _refuse_dtypes(error: BaseException, micro: Batch) -> None:
     message = str(error).partition("\n")[0]
     inputs, targets = ({value.dtype for value in leaves(part)} for part in (micro.inputs, micro.targets))
     if _NO_LABELS.search(message) and any(dtype.is_floating_point for dtype in targets):
-        part, dtypes, fix = (
-            "targets",
-            targets,
-            "return integers as class labels, or use model.loss=mse for other targets",
-        )
+        part = "targets"
+        dtypes = targets
+        fix = "return integers as class labels, or use model.loss=mse for other targets"
     elif _NO_INDICES.search(message) and any(dtype.is_floating_point for dtype in inputs):
-        part, dtypes, fix = "inputs", inputs, "return integers as token ids"
+        part = "inputs"
+        dtypes = inputs
+        fix = "return integers as token ids"
     elif inputs and not any(dtype.is_floating_point for dtype in inputs) and _is_about_integers(message):
-        part, dtypes, fix = "inputs", inputs, "return floating-point inputs, such as pixels divided by 255"
+        part = "inputs"
+        dtypes = inputs
+        fix = "return floating-point inputs, such as pixels divided by 255"
     else:
         return
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -108,7 +114,10 @@ def _refuse(error: BaseException, micro: Batch, is_wrong: IsWrong) -> None:
             continue
         place = positions[0].tolist()
         fix = f"number the classes from 0, set a target that does not count to {IGNORED}, or add outputs to the model"
-        sample = f"sample {micro.samples[place[0]]}" if micro.samples else f"row {place[0]} of a micro-batch"
+        if micro.samples:
+            sample = f"sample {micro.samples[place[0]]}"
+        else:
+            sample = f"row {place[0]} of a micro-batch"
         raise UserError(
             f"the target of {sample} is {int(targets[tuple(place)])}, which is not one of the model's classes",
             where="data, model",

@@ -31,7 +31,9 @@ def check_root(root: Path) -> Iterator[Finding]:
     except OSError as error:
         text = f"cannot use {root}: {error.strerror}"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = "remove files that are no longer needed, or set another run.root" if full else "set another run.root"
+        fix = "set another run.root"
+        if full:
+            fix = "remove files that are no longer needed, or set another run.root"
         yield Finding("run directory", ERROR, text, fix)
         return
     system = file_system_of(root)
@@ -70,7 +72,8 @@ def probe(root: Path) -> tuple[float, float]:
     root.mkdir(parents=True, exist_ok=True)
     path = root / f".doctor-{secrets.token_hex(4)}"
     try:
-        began, clock = time.monotonic(), time.time()
+        began = time.monotonic()
+        clock = time.time()
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
             os.write(descriptor, b"x" * 4096)
@@ -92,7 +95,9 @@ def _skew_of_stamp(stamp: float, first: float, last: float) -> float:
     """Returns how far ``stamp`` is outside the interval in which it was made, allowing for the kernel's tick
     resolution.
     """
-    return stamp - last if stamp > last else min(0.0, stamp - first + 0.02)
+    if stamp > last:
+        return stamp - last
+    return min(0.0, stamp - first + 0.02)
 
 
 def check_room(root: Path) -> Finding:

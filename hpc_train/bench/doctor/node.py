@@ -38,11 +38,9 @@ def check_gpus(facts: NodeFacts, requested: int | str) -> Iterator[Finding]:
     models = sorted({gpu.model or "an unknown model" for gpu in facts.gpus})
     if not facts.gpus:
         is_requested = isinstance(requested, int) and requested > 0
-        text = (
-            f"cluster.gpus_per_node={requested}, but no GPU is found"
-            if is_requested
-            else "no GPU; training runs on the CPU"
-        )
+        text = "no GPU; training runs on the CPU"
+        if is_requested:
+            text = f"cluster.gpus_per_node={requested}, but no GPU is found"
         fix = "check from a compute node with `doctor --submit`, or request GPUs with salloc --gpus-per-node=1"
         yield Finding("GPUs", ERROR if is_requested else OK, text, fix if is_requested else "")
         return
@@ -163,7 +161,9 @@ def _gpus_of_job(facts: NodeFacts, requested: int | str, first: str | None) -> l
     """In a job, an agent's refusal replaces the other findings; on a single node the check of the job reports it."""
     refused = [*check_usable(requested)] if "SLURM_JOB_ID" in os.environ else []
     if refused:
-        return refused if first is not None else []
+        if first is not None:
+            return refused
+        return []
     return [*check_gpus(facts, requested)]
 
 
@@ -252,7 +252,8 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
         status = os.statvfs(directory)
     except OSError as error:
         return Finding("shared memory", ERROR, f"{directory}: {error.strerror}", fix)
-    free, needed = status.f_bavail * status.f_frsize, ranks * PER_RANK
+    free = status.f_bavail * status.f_frsize
+    needed = ranks * PER_RANK
     if not os.access(directory, os.W_OK):
         return Finding("shared memory", ERROR, f"{directory} is not writable", fix)
     if free >= needed:
@@ -281,7 +282,8 @@ def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
 
 def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
     """Checks the limit of open files per process; the agent holds some for each rank of its node."""
-    files, most = limits.open_files, limits.most_open_files or 0
+    files = limits.open_files
+    most = limits.most_open_files or 0
     if files is None:
         return _unknown("open files", "-n")
     if files == UNLIMITED or files >= FILES_PER_RANK:

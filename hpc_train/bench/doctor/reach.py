@@ -93,7 +93,8 @@ def _answer(listener: socket.socket, callers: int, until: float) -> None:
 
 def _connect(name: str, ports: Sequence[int], until: float) -> str | None:
     """Connects to one of ``ports``; returns the reason if none accepts in time. The other node may start later."""
-    problem, silent = "it does not respond", 0
+    problem = "it does not respond"
+    silent = 0
     while time.monotonic() < until and silent < SILENT:
         for port in ports:
             try:
@@ -101,7 +102,8 @@ def _connect(name: str, ports: Sequence[int], until: float) -> str | None:
                     connection.sendall(f"{socket.gethostname()}:{os.getpid()}:{port}".encode())
                     return None
             except TimeoutError:
-                problem, silent = f"port {port} does not respond, as behind a firewall", silent + 1
+                problem = f"port {port} does not respond, as behind a firewall"
+                silent = silent + 1
             except OSError as error:
                 problem = error.strerror or str(error)
         time.sleep(0.1)

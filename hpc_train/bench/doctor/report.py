@@ -17,7 +17,9 @@ Located = tuple[str, Finding]  # the node, or "" for what concerns no single nod
 
 
 def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def verdict(findings: Sequence[Finding], nodes: int) -> str:
@@ -54,7 +56,9 @@ NODES = "\0"
 
 
 def _general(fix: str, node: str) -> str:
-    return fix.replace(f"cluster.exclude={node}", f"cluster.exclude={NODES}") if node else fix
+    if node:
+        return fix.replace(f"cluster.exclude={node}", f"cluster.exclude={NODES}")
+    return fix
 
 
 def environment_lines(decision: FabricDecision, verbose: bool) -> Iterator[str]:

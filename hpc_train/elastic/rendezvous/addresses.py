@@ -143,7 +143,9 @@ class ServerAddress:
         """Returns the address, or None if the server has not published it yet."""
         # list the directory: a network file system caches for long that a name does not exist
         path = _address_file(run, launch_id)
-        return cls(**run.json(path)) if path in set(run.attempts.glob("server-*.json")) else None
+        if path in set(run.attempts.glob("server-*.json")):
+            return cls(**run.json(path))
+        return None
 
 
 def withdraw(run: RunDirectory, launch_id: str) -> None:

@@ -246,7 +246,8 @@ def wait_for_server(
     Raises:
         ServerLost: no address was published within ``timeout`` seconds.
     """
-    interval_s, next_look = lookup_interval_s(allocation.nodes), 0.0
+    interval_s = lookup_interval_s(allocation.nodes)
+    next_look = 0.0
     until = time.monotonic() + timeout
     while not stop_requested():
         now = time.monotonic()
@@ -333,7 +334,8 @@ def _ask_slurm(command: list[str]) -> None:
 
     After ``REFUSALS`` refusals the job is cancelled instead.
     """
-    until, refused = time.monotonic() + PATIENCE_S, 0
+    until = time.monotonic() + PATIENCE_S
+    refused = 0
     while time.monotonic() < until:
         job_state = state_and_priority(own_job())
         if job_state is not None:

@@ -222,7 +222,8 @@ class Coordinator:
         seen_on = self._seen_on(failure)
         decision = self._decide(cause, seen_on)
         if decision.action is Action.STOP:
-            decision, cause = self._stopped(), None
+            decision = self._stopped()
+            cause = None
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
@@ -233,7 +234,8 @@ class Coordinator:
         try:
             start = self._choose(only_sound=unfit)
         except UserError as error:
-            start, why = None, str(error)
+            start = None
+            why = str(error)
         else:
             why = "too few nodes are fit" if unfit else self._nodes_left(cause)
         if start is None:
@@ -243,7 +245,12 @@ class Coordinator:
     def _decide(self, cause: FailureReport | None, seen_on: set[str]) -> RestartDecision:
         """Returns the decision on the attempt that ended, which becomes part of the history."""
         stopped = any(report.exit is Exit.STOPPED for report in self._reports)
-        exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
+        if cause:
+            exit_code = Exit.FAILED
+        elif stopped:
+            exit_code = Exit.STOPPED
+        else:
+            exit_code = Exit.DONE
         step = max((report.step for report in self._reports), default=0)
         failure = cause.failure.failure if cause else None
         first = failure is Failure.KERNEL and not seen_on
@@ -251,10 +258,13 @@ class Coordinator:
         message = "" if cause is None else cause.failure.message
         saved = self.saved() if failure in OF_DISKS else None
         ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory, message, saved)
-        decision, before = decide(self.history, ended), self.history
+        decision = decide(self.history, ended)
+        before = self.history
         self.history = before.after(step, gpu_memory)
         self._has_stepped |= self.history.furthest > before.furthest
-        return decision if cause is None else self._blame(cause, decision, sorted(seen_on - {cause.node}))
+        if cause is None:
+            return decision
+        return self._blame(cause, decision, sorted(seen_on - {cause.node}))
 
     def _seen_on(self, failure: Failure | None) -> set[str]:
         """Returns the nodes on which a GPU error of this class recently ended an attempt of the run."""
@@ -269,8 +279,9 @@ class Coordinator:
         has one. ``elsewhere`` are the other nodes that failed alike.
         """
         failure = cause.failure.failure
-        if failure is Failure.KERNEL and decision.action is Action.FAIL and not elsewhere and self.stop is None:
-            decision = RestartDecision(Action.REPLACE) if self._has_sound_nodes_without(cause.node) else decision
+        is_first = failure is Failure.KERNEL and decision.action is Action.FAIL and not elsewhere
+        if is_first and self.stop is None and self._has_sound_nodes_without(cause.node):
+            decision = RestartDecision(Action.REPLACE)
         is_codes = failure is Failure.KERNEL and (bool(elsewhere) or decision.action is Action.FAIL)
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
             frozen = failure is Failure.NODE_LOST and cause.node in self._frozen
@@ -351,4 +362,6 @@ class Coordinator:
 
 def _smaller(bytes_: float | None, other: float | None) -> float | None:
     """Returns the smaller of two sizes; None if one is unknown."""
-    return None if bytes_ is None or other is None else min(bytes_, other)
+    if bytes_ is None or other is None:
+        return None
+    return min(bytes_, other)

@@ -49,7 +49,9 @@ def report_of(message: Message) -> NodeReport:
 def _failure(value: dict[str, Any]) -> WorkerFailure:
     for state in value["states"]:
         check_fields(RankState.parse(state))
-    failure, states, gpus = Failure(value["failure"]), tuple(value["states"]), tuple(value["gpus"])
+    failure = Failure(value["failure"])
+    states = tuple(value["states"])
+    gpus = tuple(value["gpus"])
     return WorkerFailure(**value | {"failure": failure, "states": states, "gpus": gpus})
 
 
@@ -80,4 +82,6 @@ def _shortened(failure: WorkerFailure) -> WorkerFailure:
 
 def _head_and_tail(text: str) -> str:
     half = LONGEST_TEXT // 2
-    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}\n… (shortened)\n{text[-half:]}"
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:half]}\n… (shortened)\n{text[-half:]}"

@@ -61,12 +61,16 @@ class Member:
 
     @property
     def name(self) -> str:
-        return "an agent" if self.node is None else f"node {self.node.name}"
+        if self.node is None:
+            return "an agent"
+        return f"node {self.node.name}"
 
     @property
     def alive(self) -> float:
         """Returns until when it has both sent and received."""
-        return min(self.heard, self.channel.received) if self.channel.has_unsent else self.heard
+        if self.channel.has_unsent:
+            return min(self.heard, self.channel.received)
+        return self.heard
 
 
 class SuspendedQuery:
@@ -83,7 +87,9 @@ class SuspendedQuery:
 
     def answer(self, now: float) -> bool | None:
         """Returns the answer; None while it is unknown. No answer in time counts as no."""
-        return False if self._answer is None and now - self._asked > ASK_S else self._answer
+        if self._answer is None and now - self._asked > ASK_S:
+            return False
+        return self._answer
 
 
 class Preparation:
@@ -182,7 +188,9 @@ class RendezvousServer:
             self._broadcast({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
 
     def _coordinate(self) -> None:
-        next_beat, next_look, looked = 0.0, 0.0, time.monotonic()
+        next_beat = 0.0
+        next_look = 0.0
+        looked = time.monotonic()
         while not self._over:
             for key, _ in self._selector.select(TICK_S if self._preparation is None else PREPARING_TICK_S):
                 key.data()
@@ -269,7 +277,8 @@ class RendezvousServer:
     def _register(self, member: Member, message: Message) -> None:
         if message["kind"] != "hello":
             raise BadMessage("the first message is not hello")
-        node, process = Node.from_json(message["node"]), message.get("process")
+        node = Node.from_json(message["node"])
+        process = message.get("process")
         if not 0 <= node.number < self._coordinator.expected:
             raise BadMessage(f"there is no node {node.number} among {self._coordinator.expected}")
         other = self._nodes.get(node.number)
@@ -277,7 +286,8 @@ class RendezvousServer:
             if process is None or process != other.process:
                 raise BadMessage(f"another agent has joined as node {node.number}: does a second one run there?")
             self._drop(other, "its agent reconnected")
-        member.node, member.process = node, process
+        member.node = node
+        member.process = process
         self._nodes[node.number] = member
         self._coordinator.joined(node)
 
@@ -329,7 +339,8 @@ class RendezvousServer:
         """Starts the attempt if it is prepared. Orders that end it wait until then."""
         message = None if self._preparation is None else self._preparation.message()
         if message is not None:
-            self._preparation, self._attempt = None, message["attempt"]
+            self._preparation = None
+            self._attempt = message["attempt"]
             self._broadcast({"kind": "start", "spec": message})
 
     def _beat(self) -> None:
@@ -343,7 +354,8 @@ class RendezvousServer:
         Raises:
             TimeoutError: it has not returned after ``FILES_S``. It is an OSError.
         """
-        call, until = BackgroundCall(action), time.monotonic() + FILES_S
+        call = BackgroundCall(action)
+        until = time.monotonic() + FILES_S
         while True:
             try:
                 return call.result(beat_s(self._silent_node_s, self._coordinator.expected))

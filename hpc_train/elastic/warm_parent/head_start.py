@@ -126,7 +126,8 @@ class HeadStart:
         except OSError:  # it was killed
             self.end()
             return None
-        pid, self._pid = self._pid, None
+        pid = self._pid
+        self._pid = None
         return pid
 
 

@@ -50,7 +50,8 @@ class LaterImports:
             signal.setitimer(signal.ITIMER_REAL, self.pause_s)
 
     def _import(self, number: int, frame: object) -> None:
-        modules, self.modules = self.modules, ""
+        modules = self.modules
+        self.modules = ""
         import_modules(modules)  # if it fails, the workers report it
 
     def _forget(self) -> None:

@@ -56,7 +56,9 @@ class _Layer(nn.Module):
             position_ids=shared["position_ids"],
             position_embeddings=shared["position_embeddings"],
         )
-        return outputs[0] if isinstance(outputs, tuple) else outputs
+        if isinstance(outputs, tuple):
+            return outputs[0]
+        return outputs
 
 
 class HFDecoder(Model):
@@ -73,7 +75,9 @@ class HFDecoder(Model):
     def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
         super().__init__()
         check_loss(module.config.to_dict(), "causal_lm")
-        self.config, self._hf, self._values = config, module.config, values
+        self.config = config
+        self._hf = module.config
+        self._values = values
         self.saves_frozen = config.lora.rank is None
         body = module.model
         self.stem = _Stem(body.embed_tokens)
@@ -121,7 +125,9 @@ class HFDecoder(Model):
         return {"attention_mask": self._mask(kind, example, context.get("attention_mask"), positions)}
 
     def _window(self, kind: str) -> int | None:
-        return None if kind == _FULL else int(self._hf.sliding_window)
+        if kind == _FULL:
+            return None
+        return int(self._hf.sliding_window)
 
     def _mask(self, kind: str, example: Tensor, attention_mask: Tensor | None, positions: Tensor | None) -> Any:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -172,7 +178,8 @@ class HFDecoder(Model):
         return sizes.flops_per_sample(self.config, tuple(inputs.shape[1:])) or 0.0
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms | None:
-        decoder_sizes, length = sizes.sizes(self.config), inputs.shape[-1]
+        decoder_sizes = sizes.sizes(self.config)
+        length = inputs.shape[-1]
         if decoder_sizes is None:
             return None
         table = 0.0 if self.tied else 6.0 * length * decoder_sizes.stem

@@ -70,7 +70,8 @@ def backend(
     Args:
         config: that of a model for which ``use_kernels`` was called.
     """
-    context, length = batch.context, batch.inputs.shape[1]
+    context = batch.context
+    length = batch.inputs.shape[1]
     scores = Scores(window=window if packed.is_narrow(Scores(window=window), length) else None)
     given = _GIVEN & context.keys()
     if not given and scores.window is None:
@@ -111,7 +112,8 @@ def _attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    boundaries, ids = options.pop(packed.BOUNDARIES, None), options.pop(_IDS, None)
+    boundaries = options.pop(packed.BOUNDARIES, None)
+    ids = options.pop(_IDS, None)
     if boundaries is not None:
         length = query.shape[2]
         # under autocast, norms and rotations may return fp32; autocast casts the arguments of sdpa, but of no kernel

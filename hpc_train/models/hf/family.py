@@ -81,7 +81,10 @@ def _check_lora(model: HFModelConfig) -> None:
 
 
 def _check_samples(model: HFModelConfig, data: Any) -> None:
-    images = getattr(data, "task", None) == IMAGES if data.kind == "synthetic" else hasattr(data, "image_size")
+    if data.kind == "synthetic":
+        images = getattr(data, "task", None) == IMAGES
+    else:
+        images = hasattr(data, "image_size")
     takes_images = model.task == "image_classification"
     if data.kind != "custom" and images != takes_images:
         raise UserError(
@@ -114,7 +117,9 @@ def hf_name(name: str) -> str:
         if name.startswith(part_name):
             return theirs + name.removeprefix(part_name)
     part, index, block, *rest = name.split(".", 3) if name.count(".") > 2 else (name, "", "")
-    return f"model.layers.{index}.{rest[0]}" if (part, block) == ("layers", "block") else name
+    if (part, block) == ("layers", "block"):
+        return f"model.layers.{index}.{rest[0]}"
+    return name
 
 
 def _exported_name(model: HFModelConfig, name: str) -> str:
@@ -139,7 +144,9 @@ def exported_config(model: HFModelConfig, positions: int, dtype: str) -> Mapping
 
 def exported_prefix(model: HFModelConfig) -> str:
     """Returns the prefix of the names of exported files."""
-    return "" if model.lora.rank is None else "adapter_"
+    if model.lora.rank is None:
+        return ""
+    return "adapter_"
 
 
 def other_files(model: HFModelConfig) -> list[Path]:

@@ -35,7 +35,9 @@ class AdapterValues(FirstValues):
         return not _is_adapter(name) and super().is_stored(name.replace(_BASE, "."))
 
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
-        return None if _is_adapter(name) else super().read(name.replace(_BASE, "."), begin, size)
+        if _is_adapter(name):
+            return None
+        return super().read(name.replace(_BASE, "."), begin, size)
 
     def fill(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         if not _is_adapter(name):
@@ -87,7 +89,9 @@ def _saved_modules(module: Any, config: HFModelConfig) -> list[str]:
     if named is None:
         body = module.base_model_prefix
         head = {name.partition(".")[0] for name, _ in module.named_parameters()} - {body}
-        return sorted(head) if config.task.endswith("_classification") else []
+        if config.task.endswith("_classification"):
+            return sorted(head)
+        return []
     names = [name for name, _ in module.named_modules() if name]
     unknown = [name for name in named if name not in names]
     if unknown:
@@ -180,7 +184,8 @@ def check_base(model: Any, extra: Mapping[str, Any], where: str) -> None:
     Raises:
         UserError: its files have changed since the checkpoint was saved.
     """
-    current, expected = base_identity(model), extra.get(BASE)
+    current = base_identity(model)
+    expected = extra.get(BASE)
     if current is None or expected is None or current == expected:
         return
     changed = sorted(name for name in {*current, *expected} if current.get(name) != expected.get(name))

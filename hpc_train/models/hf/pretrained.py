@@ -74,7 +74,9 @@ def architecture(config: HFModelConfig) -> str:
 
     names = getattr(modeling_auto, f"MODEL_FOR_{config.task.upper()}_MAPPING_NAMES")
     name = names.get(hf_config(config).model_type)
-    return name if isinstance(name, str) else type(skeleton(config)).__name__
+    if isinstance(name, str):
+        return name
+    return type(skeleton(config)).__name__
 
 
 def skeleton(config: HFModelConfig) -> Any:
@@ -86,7 +88,9 @@ def skeleton(config: HFModelConfig) -> Any:
 def weights_folder(config: HFModelConfig) -> Path:
     """Returns the directory with the weights, which are downloaded if they are on the hub."""
     folder = Path(config.name_or_path).expanduser()
-    return folder if folder.is_dir() else _downloaded(config.name_or_path, config.revision)
+    if folder.is_dir():
+        return folder
+    return _downloaded(config.name_or_path, config.revision)
 
 
 @cache

@@ -81,16 +81,23 @@ def _decoder(values: Mapping[str, Any], task: str) -> Sizes | None:
         values[key] for key in ("model_type", "hidden_size", "intermediate_size", "vocab_size")
     )
     heads = values["num_attention_heads"]
-    head = values["head_dim"] if kind in _EXPLICIT_HEAD_WIDTH else values.get("head_dim") or width // heads
+    if kind in _EXPLICIT_HEAD_WIDTH:
+        head = values["head_dim"]
+    else:
+        head = values.get("head_dim") or width // heads
     groups = values.get("num_key_value_heads") or (heads if kind == "llama" else values["num_key_value_heads"])
-    query, key_value = heads * head, groups * head
+    query = heads * head
+    key_value = groups * head
     everywhere = bool(values.get("attention_bias")) and kind != "mistral"
     layer = 2 * width * (query + key_value) + 3 * width * ffn
     layer += (query + 2 * key_value) * (everywhere or kind == "qwen2") + width * everywhere
     layer += (2 * ffn + width) * bool(values.get("mlp_bias") and kind == "llama")
     layer += (4 if kind in _FOUR_NORMS else 2) * width + 2 * head * (kind == "qwen3")
     table = vocabulary * width
-    output = table if task == "causal_lm" else width * values.get("num_labels", len(values.get("id2label", "12")))
+    if task == "causal_lm":
+        output = table
+    else:
+        output = width * values.get("num_labels", len(values.get("id2label", "12")))
     untied_output = 0 if task == "causal_lm" and ties(values) else output
     logits = vocabulary if task == "causal_lm" else 0
     return Sizes(
@@ -104,7 +111,9 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def linear_layers(model: HFModelConfig) -> tuple[str, ...]:
     """Returns the names of the linear layers of a decoder of the table; empty for other models."""
-    return _LINEAR if (values_of(model) or {}).get("model_type") in DECODERS else ()
+    if (values_of(model) or {}).get("model_type") in DECODERS:
+        return _LINEAR
+    return ()
 
 
 def products(model: HFModelConfig) -> tuple[LinearLayers, ...] | None:
@@ -112,7 +121,10 @@ def products(model: HFModelConfig) -> tuple[LinearLayers, ...] | None:
     counts = sizes(model)
     if counts is None or model.lora.rank is not None:
         return None
-    width, query, key_value, ffn = counts.width, counts.query, counts.key_value, counts.ffn
+    width = counts.width
+    query = counts.query
+    key_value = counts.key_value
+    ffn = counts.ffn
     shapes = (
         (width, (query, key_value, key_value)),
         (query, (width,)),
@@ -152,7 +164,10 @@ def _with_adapters(counts: Sizes | None, model: HFModelConfig) -> Sizes | None:
         return counts
     if lora.modules_to_save is not None or any("." in name for name in lora.targets or ()):
         return None  # full names may be those of some layers
-    width, query, key_value, ffn = counts.width, counts.query, counts.key_value, counts.ffn
+    width = counts.width
+    query = counts.query
+    key_value = counts.key_value
+    ffn = counts.ffn
     sums = (width + query, width + key_value, width + key_value, query + width, *[width + ffn] * 3)
     chosen = _LINEAR if lora.targets is None else lora.targets
     adapter = sum(lora.rank * size for name, size in zip(_LINEAR, sums, strict=True) if name in chosen)
@@ -193,7 +208,9 @@ def _bert(values: Mapping[str, Any]) -> Sizes:
 def parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters; a tied table counts once."""
     counts = sizes(model)
-    return None if counts is None else counts.stem + counts.layers * (counts.layer + counts.adapter) + counts.head
+    if counts is None:
+        return None
+    return counts.stem + counts.layers * (counts.layer + counts.adapter) + counts.head
 
 
 def trained_parameters(model: HFModelConfig) -> int | None:
@@ -207,13 +224,17 @@ def trained_parameters(model: HFModelConfig) -> int | None:
 def layer_parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters of one layer."""
     counts = sizes(model)
-    return None if counts is None else counts.layer + counts.adapter
+    if counts is None:
+        return None
+    return counts.layer + counts.adapter
 
 
 def stem_parameters(model: HFModelConfig) -> int | None:
     """Returns the number of parameters before the layers; a tied table counts here."""
     counts = sizes(model)
-    return None if counts is None else counts.stem
+    if counts is None:
+        return None
+    return counts.stem
 
 
 def activations(model: HFModelConfig, data: Any) -> Activations:
@@ -225,7 +246,10 @@ def activations(model: HFModelConfig, data: Any) -> Activations:
     counts = sizes(model)
     if counts is None:
         raise ValueError(f"the sizes of {model.name_or_path} are unknown")
-    width, query, key_value, ffn = counts.width, counts.query, counts.key_value, counts.ffn
+    width = counts.width
+    query = counts.query
+    key_value = counts.key_value
+    ffn = counts.ffn
     return Activations(
         tokens=counts.tokens or int(getattr(data, "sequence_length", None) or _SEQUENCE),
         norm_inputs=2 * width,
@@ -256,12 +280,15 @@ def flops_per_sample(model: HFModelConfig, shape: tuple[int, ...]) -> float | No
 
 def _operations(model: HFModelConfig) -> int:
     """Returns the operations of forward and backward pass per token and parameter of the base model."""
-    return 6 if model.lora.rank is None else 4
+    if model.lora.rank is None:
+        return 6
+    return 4
 
 
 def block_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, ...] | None:
     """Returns the parts of ``flops_per_sample`` in the stem, each layer and the head; None if they are unknown."""
-    counts, total = sizes(model), flops_per_sample(model, shape)
+    counts = sizes(model)
+    total = flops_per_sample(model, shape)
     if counts is None or total is None:
         return None
     head = float(_operations(model)) * (counts.tokens or shape[-1]) * counts.multiplied
@@ -273,7 +300,8 @@ def forward_flops(model: HFModelConfig, shape: tuple[int, ...]) -> tuple[float, 
 
     They are a third, but half of those with frozen parameters.
     """
-    counts, blocks = sizes(model), block_flops(model, shape)
+    counts = sizes(model)
+    blocks = block_flops(model, shape)
     if counts is None or blocks is None:
         return None
     frozen = 0 if model.lora.rank is None else _operations(model) * (counts.tokens or shape[-1])

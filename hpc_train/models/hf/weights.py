@@ -78,7 +78,9 @@ class WeightFiles:
             return ()
         joined = list(shapes[0])
         joined[source.dim] = sum(shape[source.dim] for shape in shapes) // source.parts
-        return (len(source.grid), *joined) if source.stacked else tuple(joined)
+        if source.stacked:
+            return (len(source.grid), *joined)
+        return tuple(joined)
 
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """Returns a box of the tensor in its stored dtype; only these bytes are read if it is a range of rows."""
@@ -94,7 +96,8 @@ class WeightFiles:
         """Returns a box of the concatenation of ``row``."""
         if not begin:
             return self._open(row[0]).get_tensor(row[0])
-        dim, pieces = source.dim, []
+        dim = source.dim
+        pieces = []
         first = begin[dim] + source.part * self._shape(row[0])[0] // source.parts
         last = first + size[dim]
         for stored in row:
@@ -105,7 +108,9 @@ class WeightFiles:
                 box[dim] = slice(low, high)
                 pieces.append(self._slice(stored)[tuple(box)])
             first, last = first - length, last - length
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, dim)
 
     def _shape(self, stored: str) -> tuple[int, ...]:
         return tuple(self._slice(stored).get_shape())

@@ -28,7 +28,8 @@ class HFWhole(WrappedModel):
         self.own_count = False
         self._configured = ConfiguredLoss(module, config.task)
         self.balances_experts = self._configured.balance > 0
-        self.config, self._values = config, values
+        self.config = config
+        self._values = values
         self.saves_frozen = config.lora.rank is None
         self.tied = values.tied
 

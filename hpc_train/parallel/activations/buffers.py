@@ -49,7 +49,8 @@ class ChangedBuffers:
 
 class _Forward:
     def __init__(self, changed: ChangedBuffers, before: dict[str, Tensor]) -> None:
-        self._changed, self._before = changed, before
+        self._changed = changed
+        self._before = before
         self._earlier: dict[str, tuple[Tensor, int]] = {}
 
     def __enter__(self) -> None:
@@ -69,12 +70,14 @@ class _Forward:
 
 class _Recomputation:
     def __init__(self, layer: nn.Module, before: dict[str, Tensor]) -> None:
-        self._layer, self._before = layer, before
+        self._layer = layer
+        self._before = before
         self._present: dict[str, Tensor | None] = {}
 
     def __enter__(self) -> None:
         for name, value in self._before.items():
-            holder, attribute = self._layer.get_submodule(_owner(name)), name.rpartition(".")[2]
+            holder = self._layer.get_submodule(_owner(name))
+            attribute = name.rpartition(".")[2]
             self._present[name] = holder._buffers[attribute]
             holder._buffers[attribute] = value.clone()  # the backward pass may recompute once more
 
@@ -88,7 +91,8 @@ class _Both:
     """Enters two contexts."""
 
     def __init__(self, *contexts: AbstractContextManager[object]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
+        self._contexts = contexts
+        self._stack = ExitStack()
 
     def __enter__(self) -> None:
         for context in self._contexts:

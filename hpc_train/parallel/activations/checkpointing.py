@@ -46,7 +46,10 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
     """
     if not recomputation.recomputes:
         return
-    names = [f"layers.{key}" for key in model.layers] if isinstance(model, Model) else getattr(model, "block_names", ())
+    if isinstance(model, Model):
+        names = [f"layers.{key}" for key in model.layers]
+    else:
+        names = getattr(model, "block_names", ())
     if not names and not isinstance(model, Model):  # of which a stage may have no layer
         raise UserError(
             "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",
@@ -67,7 +70,9 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator.name() in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    if operator.name() in PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _save_products = partial(create_selective_checkpoint_contexts, _policy)

@@ -107,7 +107,9 @@ class _Transfers:
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after all copies that have begun; None if they are complete."""
-        return self._side.record_event() if self._side is not None else None
+        if self._side is not None:
+            return self._side.record_event()
+        return None
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Makes the current stream wait for ``event``; the host goes on."""
@@ -191,7 +193,8 @@ class _SavedLayer:
         flats = self._transfers.to_device([copy.host for copy in away if copy.host is not None])
         arrival = self._transfers.mark()
         for copy, flat in zip(away, flats, strict=True):
-            copy.flat, copy.arrival = flat, arrival
+            copy.flat = flat
+            copy.arrival = arrival
             copy.host = None  # torch does not use pinned memory again before the copy is complete
 
 
@@ -225,7 +228,9 @@ class _View:
         assert flat is not None
         local = torch.empty(0, dtype=self.dtype, device=flat.device)
         local.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
-        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
+        if self.spec is None:
+            return local
+        return DTensor(local, self.spec, requires_grad=False)
 
 
 class _Weights:
@@ -254,7 +259,8 @@ class _Offload:
     """
 
     def __init__(self, least_bytes: int, device: torch.device) -> None:
-        self._least, self._device = least_bytes, device
+        self._least = least_bytes
+        self._device = device
         self._transfers = _Transfers(device)
         self._layer: _SavedLayer | None = None  # the newest one
         self._copied: torch.cuda.Event | None = None  # after its copies
@@ -273,7 +279,8 @@ class _Offload:
         if before is not None and before.sources:
             self._transfers.wait_for(self._copied)
             before.sources.clear()  # what the current stream begins after the wait may use the memory again
-        self._layer, self._copied = saved, self._transfers.mark()
+        self._layer = saved
+        self._copied = self._transfers.mark()
 
     @torch.no_grad()
     def _pack(self, saved: _SavedLayer, weights: _Weights, tensor: Tensor) -> _Kept | _View:
@@ -312,7 +319,9 @@ def _unpack(packed: _Kept | _View) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     """Returns the part of a DTensor that this rank holds, complete; other tensors unchanged."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if isinstance(local, AsyncCollectiveTensor):
+        return local.trigger_wait()
+    return local
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:

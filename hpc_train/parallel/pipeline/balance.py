@@ -108,7 +108,10 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
         return _plan(how, earlier[0], earlier[1], mesh.layout, reused=True)
     example = example_micro_batch(dataset, mesh.layout, mesh.device)
     refuse_ragged(example)
-    blocks = _measured(config, mesh, model, example) if how == "measured" else _counted(model, example)
+    if how == "measured":
+        blocks = _measured(config, mesh, model, example)
+    else:
+        blocks = _counted(model, example)
     plan = _plan(how, _partition(config, mesh, blocks), blocks, mesh.layout)
     if run is not None and mesh.rank == 0:
         try:
@@ -141,7 +144,8 @@ def _measured(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple
 
 
 def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple[range, ...]:
-    layout, cap = mesh.layout, _memory_cap(mesh)
+    layout = mesh.layout
+    cap = _memory_cap(mesh)
 
     def fits(stage: int, held: range) -> bool:
         held_blocks = [blocks[block] for block in held]
@@ -166,7 +170,8 @@ def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[Blo
     shards = layout.kind.shards if layout.shards_state else frozenset()
     state = sum(int(values * number) // (layout.shard if part in shards else 1) for part, number in copies.items())
     cast = kept_dtype(config.precision, layout)
-    state += sum(block.parameters for block in blocks) * cast.itemsize if cast is not None else 0
+    if cast is not None:
+        state += sum(block.parameters for block in blocks) * cast.itemsize
     return state + layout.in_flight(stage) * sum(block.activation_bytes for block in blocks)
 
 
@@ -199,7 +204,8 @@ def _read(
     record: dict[str, Any] | None = None
     if run is not None and mesh.rank == 0 and (run.path / PIPELINE_SPLIT).exists():
         record = run.json(run.path / PIPELINE_SPLIT)
-    plan, expected = broadcast_plain(record, mesh.control), (config.strategy.pp_split, mesh.layout.stages, n_layers)
+    plan = broadcast_plain(record, mesh.control)
+    expected = (config.strategy.pp_split, mesh.layout.stages, n_layers)
     if plan is None or (plan["how"], plan["stages"], sum(plan["layers"])) != expected:
         return None
     layers = split_layers(n_layers, mesh.layout.stages, plan["layers"])
@@ -253,7 +259,8 @@ def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> 
         example: a micro-batch on the device, with the shapes of a training step.
     """
     together = mesh.layout.cp * mesh.layout.tp  # ranks that communicate inside a block
-    blocks, columns = len(model.layers) + 2, mesh.layout.world_size // together
+    blocks = len(model.layers) + 2
+    columns = mesh.layout.world_size // together
     visits = []
     for number in range(math.ceil(VISITS * blocks / columns)):
         dist.barrier(group=mesh.control)
@@ -280,7 +287,8 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
         shape = (micro, tokens // part.sequence_shards, *rest)
         dtype = hidden_dtype(config.precision)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-    seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time
+    seconds = []
+    clock = time.perf_counter if mesh.device.type == "cuda" else time.process_time
     with KeptCasts([part], kept_dtype(config.precision, mesh.layout)).step():
         saved_size = _pass(
             part, hidden, example, config.precision.name
@@ -317,7 +325,11 @@ def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
 
 def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, measure: bool = True) -> int:
     """Runs forward and backward pass; returns the bytes that the forward pass keeps if ``measure``, else 0."""
-    saved: AbstractContextManager[dict[int, int]] = _saved_bytes(part, hidden) if measure else nullcontext({})
+    saved: AbstractContextManager[dict[int, int]]
+    if measure:
+        saved = _saved_bytes(part, hidden)
+    else:
+        saved = nullcontext({})
     with saved as saved_sizes, autocast(precision, hidden.device):
         output = part(hidden, example.context, example.targets)
     result = output if isinstance(output, Tensor) else output[0]
@@ -350,4 +362,6 @@ def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
 
 
 def _local(value: Tensor) -> Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value
+    if hasattr(value, "to_local"):
+        return value.to_local()
+    return value

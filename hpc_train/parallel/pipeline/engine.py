@@ -55,7 +55,8 @@ class _Loss:
     counts: list[Tensor] = field(default_factory=list)
 
     def begin(self, scale: float, loss_scale: Tensor | None) -> None:
-        self.scale, self.loss_scale = scale, loss_scale
+        self.scale = scale
+        self.loss_scale = loss_scale
         self.sums.clear()
         self.counts.clear()
 
@@ -65,7 +66,9 @@ class _Loss:
         self.counts.append(count.detach())
         # in this order, because torch detaches the loss in place, which views do not allow
         loss = total.squeeze(0) * self.scale
-        return loss if self.loss_scale is None else loss * self.loss_scale
+        if self.loss_scale is None:
+            return loss
+        return loss * self.loss_scale
 
 
 class PipelineEngine:
@@ -90,13 +93,16 @@ class PipelineEngine:
     ) -> None:
         layout = mesh.layout
         check_extension(layout)
-        self._mesh, self._precision, self._whole = mesh, config.precision.name, model
+        self._mesh = mesh
+        self._precision = config.precision.name
+        self._whole = model
         layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
         placement = layout.placement
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
         models = {stage: parallelize(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
-        self._parameters, self.aliases = named_parameters(models.values(), model.tied), model.tied
+        self._parameters = named_parameters(models.values(), model.tied)
+        self.aliases = model.tied
         self._own_count = self.check_loss = model.own_count
         self._copies = [parameter for part in models.values() for parameter in part.parameters()]
         send_order: SendOrder = []
@@ -301,7 +307,8 @@ class ForwardPass:
         sending: deque[tuple[Tensor, dist.Work]] = deque()
         results: list[Sums] = []
         for action, stage, micro in forward_order(list(self._parts), self._placement, len(micro_batches)):
-            batch, part = micro_batches[micro], self._parts[stage]
+            batch = micro_batches[micro]
+            part = self._parts[stage]
             if action == "receive":
                 arriving[stage, micro] = self._receive(part, batch)
                 continue

@@ -66,7 +66,9 @@ class Part:
 
     def cast_output(self, output: Any) -> Any:
         """Casts hidden states to the type that the next stage expects, and returns sums unchanged."""
-        return output.to(self.dtype).contiguous() if isinstance(output, Tensor) else output
+        if isinstance(output, Tensor):
+            return output.to(self.dtype).contiguous()
+        return output
 
 
 class _Stage(PipelineStage):
@@ -157,10 +159,13 @@ class Schedule:
     """
 
     def __init__(self, mesh: Mesh, parts: Sequence[Part], micro_batches: int, example: Batch, loss: Loss) -> None:
-        layout, group = mesh.layout, mesh.group("pp")
+        layout = mesh.layout
+        group = mesh.group("pp")
         kind = schedule_class(layout)
         # other classes of a user's may send to both neighbors in one batch, which must have one group
-        links = mesh.links if issubclass(kind, PipelineScheduleSingle | _PipelineScheduleRuntime) else {}
+        links = {}
+        if issubclass(kind, PipelineScheduleSingle | _PipelineScheduleRuntime):
+            links = mesh.links
         built = [_Stage(part, layout.stages, example, group, links) for part in parts]
         # the gradients are those of the mean over the global batch, so they must not be scaled again
         held = built[0] if issubclass(kind, PipelineScheduleSingle) else built
@@ -177,7 +182,9 @@ class Schedule:
 
 
 def _join(values: list[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.cat(values)
+    if len(values) == 1:
+        return values[0]
+    return torch.cat(values)
 
 
 def _join_context(contexts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -191,7 +198,8 @@ def schedule_class(layout: Layout) -> Any:
     Raises:
         UserError: the class cannot be imported or is not a schedule of torch.
     """
-    path, where = layout.pipeline.torch_class, f"strategy.schedule={layout.schedule}"
+    path = layout.pipeline.torch_class
+    where = f"strategy.schedule={layout.schedule}"
     imported = locate(path, where)
     if isinstance(imported, type) and issubclass(imported, PipelineScheduleSingle | PipelineScheduleMulti):
         return imported
@@ -252,7 +260,8 @@ def count_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> set[tup
 
     A micro-batch is in flight from its forward pass until the gradients of the weights are computed.
     """
-    in_flight, counts = dict.fromkeys(stages, 0), set()
+    in_flight = dict.fromkeys(stages, 0)
+    counts = set()
     for action, stage in actions:
         in_flight[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(action, -1)
         counts.add(tuple(in_flight.values()))
@@ -268,7 +277,8 @@ def check_extension(layout: Layout) -> None:
     """
     if not is_import_path(layout.schedule):
         return
-    row, where = layout.pipeline, f"strategy.schedule={layout.schedule}"
+    row = layout.pipeline
+    where = f"strategy.schedule={layout.schedule}"
     try:
         ranks = recorded_actions(layout)
     except (ValueError, RuntimeError) as error:

@@ -56,7 +56,9 @@ def stage_of(name: str, layers: Sequence[range]) -> int:
     """Returns the stage of the parameter with the global ``name``."""
     part, *rest = name.split(".")
     if part != "layers":
-        return 0 if part == "stem" else len(layers) - 1
+        if part == "stem":
+            return 0
+        return len(layers) - 1
     return next(stage for stage, held in enumerate(layers) if int(rest[0]) in held)
 
 
@@ -137,7 +139,9 @@ def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | 
         members = [pipeline[pp_rank] for pp_rank in pp_ranks]
         partition += [members, [rank for rank in pipeline if rank not in members]]
     group = split_world(partition, mesh.device, mesh.timeout, "tied_weights")
-    return group if mesh.pp_rank in pp_ranks else None
+    if mesh.pp_rank in pp_ranks:
+        return group
+    return None
 
 
 def _find(part: nn.Module, name: str) -> nn.Parameter:
@@ -146,4 +150,6 @@ def _find(part: nn.Module, name: str) -> nn.Parameter:
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter

@@ -31,7 +31,9 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def parameter_dtype(name: str) -> torch.dtype:
     """Returns the type of parameters, gradients and optimizer state under precision ``name``."""
-    return torch.float64 if name == "fp64" else torch.float32
+    if name == "fp64":
+        return torch.float64
+    return torch.float32
 
 
 def compute_dtype(name: str) -> torch.dtype | None:
@@ -42,7 +44,9 @@ def compute_dtype(name: str) -> torch.dtype | None:
 def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     """Returns the context of a forward pass under precision ``name``."""
     dtype = compute_dtype(name)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def choose_tf32(precision: PrecisionConfig, device: torch.device) -> None:
@@ -77,7 +81,9 @@ def set_hidden_dtype(model: nn.Module, precision: PrecisionConfig) -> None:
 
 def kept_dtype(precision: PrecisionConfig, layout: Layout) -> torch.dtype | None:
     """Returns the dtype of the casts that a step keeps (``kept_casts.py``); None if weights are in it already."""
-    return None if layout.shards_state or precision.weights == "bf16" else compute_dtype(precision.name)
+    if layout.shards_state or precision.weights == "bf16":
+        return None
+    return compute_dtype(precision.name)
 
 
 def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:

@@ -54,12 +54,15 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if product_dtype(input) is not OPERANDS:
             return F.linear(input, self.weight, self.bias)
-        weight, operand = cast_weight(self), input.to(OPERANDS)
+        weight = cast_weight(self)
+        operand = input.to(OPERANDS)
         bias = None if self.bias is None else self._cast_bias()
         if isinstance(weight, DTensor):
             return linear_of_shards(self._product, operand, weight, bias)
         result = self._product(operand, weight)
-        return result if bias is None else result + bias
+        if bias is None:
+            return result
+        return result + bias
 
     def _product(self, input: Tensor, weight: Tensor) -> Tensor:
         rows = input.reshape(-1, weight.shape[1])
@@ -90,7 +93,8 @@ class Matrices:
 
 def matrices(model: nn.Module, precision: PrecisionConfig) -> Matrices:
     """Returns which linear layers of ``model`` (whole or a stage) compute in fp8."""
-    chosen, skipped = list[str](), dict[str, str]()
+    chosen = list[str]()
+    skipped = dict[str, str]()
     for name, module, unfit in linear_layers(model, plain=(nn.Linear, Float8Linear)):
         reason = unfit or why_not_float8(name, module.in_features, module.out_features, precision)
         if reason:
@@ -119,7 +123,9 @@ def use_float8(
     for name in matrices(model, precision).chosen:
         module: Any = model.get_submodule(name)
         module.__class__ = Float8Linear  # which keeps parameters, hooks and the references of the owner
-        shards = shards_of(name, module.weight, precision.fp8) if isinstance(module.weight, DTensor) else None
+        shards = None
+        if isinstance(module.weight, DTensor):
+            shards = shards_of(name, module.weight, precision.fp8)
         module.multiply = _multiply(precision.fp8, emulate, splits_backward, shards)
 
 
@@ -150,8 +156,12 @@ def check_use(model: nn.Module, precision: PrecisionConfig, device: torch.device
             )
     check_device(precision.fp8, device)
     _try_product(precision.fp8, device)
-    slow = "" if compiled or device.type == "cpu" else "; train.compile=true fuses the casts, which are slow alone"
-    note = "; emulated, as CPUs have no fp8: slower than bf16, with the same rounding" if device.type == "cpu" else slow
+    slow = "; train.compile=true fuses the casts, which are slow alone"
+    if compiled or device.type == "cpu":
+        slow = ""
+    note = "; emulated, as CPUs have no fp8: slower than bf16, with the same rounding"
+    if device.type != "cpu":
+        note = slow
     total = len(selection.chosen) + len(selection.skipped)
     shown = f"fp8 ({precision.fp8}): {len(selection.chosen)} of {total} matrices, {shortened([*selection.chosen])}"
     return f"{shown}{f'; bf16: {_reasons(selection)}' if selection.skipped else ''}{note}"

@@ -56,6 +56,7 @@ class BlockProducts:
         """Returns the transposed values, with blocks in the columns of ``values``."""
         if self.emulate:
             return self._by_row(values.t().contiguous())
-        choice, kernels = MXFP8Dim1CastKernelChoice.CUDA, KernelPreference.AUTO
+        choice = MXFP8Dim1CastKernelChoice.CUDA
+        kernels = KernelPreference.AUTO
         result: Tensor = _to_mxfp8_dim1_kernel_wrapper(values, BLOCK, FORMAT, values.dtype, kernels, choice, SCALES)
         return result

@@ -55,7 +55,9 @@ def _join(result: Tensor, nothing: Tensor) -> Tensor:
     Torch before 2.13 frees a Python function's node that only a schedule still refers to. Adding zeros has a node in
     C++, and costs one pass over the result.
     """
-    return _apply(_Joined, result, nothing) if KEEPS_NODES else result.add_(nothing)
+    if KEEPS_NODES:
+        return _apply(_Joined, result, nothing)
+    return result.add_(nothing)
 
 
 def _apply(function: Any, *args: Any) -> Tensor:

@@ -96,7 +96,9 @@ class ScaledProducts:
         """Returns whether ranks hold parts of what shares a scale: of the operand, or of the dimension summed over."""
         assert self.shards is not None
         of_tensor = self.granularity is ScalingGranularity.TENSORWISE
-        return self.shards.dim in _DIMENSIONS[role] if of_tensor else self.shards.dim == summed
+        if of_tensor:
+            return self.shards.dim in _DIMENSIONS[role]
+        return self.shards.dim == summed
 
     def _in_fp8(self, values: Tensor, role: GemmInputRole, largest: Tensor, dim: int | None) -> Tensor:
         dtype = self.formats[(INPUT, WEIGHT, GRADIENT).index(role)]

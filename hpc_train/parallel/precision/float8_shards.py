@@ -47,7 +47,8 @@ def shards_of(name: str, weight: DTensor, recipe: str) -> Shards:
             where=f"{WHERE}, strategy.tp",
             fix=f"precision.fp8_skip=['{re.escape(name)}'], or {OFF}",
         )
-    mesh, size = weight.device_mesh, weight.shape[placement.dim]
+    mesh = weight.device_mesh
+    size = weight.shape[placement.dim]
     if size % (MULTIPLES[recipe] * mesh.size()):
         raise refused_shard(recipe, f"{name}.weight", size, mesh.size())
     return Shards(placement.dim, mesh.get_group().group_name)
@@ -67,4 +68,6 @@ def linear_of_shards(product: Callable[[Tensor, Tensor], Tensor], input: Any, we
     result = DTensor.from_local(
         local_result, weight.device_mesh, [Shard(local_result.ndim - 1) if by_output else Partial()]
     )
-    return result if bias is None else result + bias
+    if bias is None:
+        return result
+    return result + bias

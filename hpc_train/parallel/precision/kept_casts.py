@@ -44,7 +44,9 @@ def _convolution(module: Any, input: Tensor) -> Tensor:
 def _operands(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns the casts of weight and bias, or the parameters if the caller has left autocast."""
     casts: tuple[Tensor, Tensor | None] = module.kept_casts
-    return casts if casts[0].dtype == product_dtype(input) else (module.weight, module.bias)
+    if casts[0].dtype == product_dtype(input):
+        return casts
+    return module.weight, module.bias
 
 
 # by the forward of the class, since a subclass that overrides it may read its weight as it likes
@@ -118,7 +120,9 @@ class KeptCasts:
     def _cast_together(self, projections: Iterable[nn.Module], name: str) -> Tensor | None:
         parameters = (projection._parameters[name] for projection in projections)
         casts = [self._cast(parameter) for parameter in parameters if parameter is not None]
-        return _first(torch.cat(casts)) if casts else None
+        if casts:
+            return _first(torch.cat(casts))
+        return None
 
     def _cast(self, parameter: Tensor) -> Tensor:
         return _first(parameter.to(self._dtype))

@@ -27,7 +27,9 @@ _MASTER = "fp32_master"  # the attribute of a parameter
 
 def local_part(tensor: Tensor) -> Tensor:
     """Returns the shard of this rank, or a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def like_shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -65,7 +67,9 @@ def narrow_weights(model: nn.Module) -> None:
 
 
 def _narrow(value: Tensor) -> Tensor:
-    return value.to(torch.bfloat16) if isinstance(value, nn.Parameter) else value
+    if isinstance(value, nn.Parameter):
+        return value.to(torch.bfloat16)
+    return value
 
 
 def keep_master(parameter: nn.Parameter, local: Tensor) -> None:
@@ -82,7 +86,9 @@ def master_of(parameter: Tensor) -> Tensor | None:
 def saved_value(parameter: Tensor) -> Tensor:
     """Returns what a checkpoint contains for ``parameter``: its master, or the parameter itself if it has none."""
     master = master_of(parameter)
-    return parameter.detach() if master is None else master
+    if master is None:
+        return parameter.detach()
+    return master
 
 
 @torch.no_grad()
