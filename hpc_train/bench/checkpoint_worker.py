@@ -80,7 +80,7 @@ class _CheckpointBench:
         self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events, ranks_of_node)
         self.state = training_state(engine, optimizer) | compression_state(engine)
         self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
-        self.group = dist.new_group(backend="gloo")  # async_save needs a group of its own
+        self.group = dist.new_group(backend="gloo")  # async_save needs a separate group
         self.step = 0
         self.bytes = 0  # size of a checkpoint over all ranks
 

@@ -114,7 +114,7 @@ def run_benchmark(
 
 
 def _untracked(config: Config) -> Config:
-    """Returns ``config`` without trackers, whose process would run beside the workers that are measured."""
+    """Returns ``config`` without trackers, whose process would run next to the workers that are measured."""
     off: dict[str, Any] = {
         "wandb": WandbConfig(mode="disabled"),
         "mlflow": MlflowConfig(),

@@ -22,7 +22,7 @@ VISIBILITY_TIMEOUT_S = 75.0
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """Searches on rank 0 and tells the others. All ranks call the methods collectively.
+    """Searches on rank 0 and broadcasts the result. All ranks call the methods collectively.
 
     Args:
         store: the run's own checkpoints.

@@ -174,7 +174,7 @@ def _named(
 
 
 def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype | None, advance: Advance) -> Tensor:
-    """Returns the tensor, mapped into memory from a file of its own."""
+    """Returns the tensor, mapped into memory from a separate file."""
     shape = stored.shapes[MODEL + name]
     kind = dtype if dtype is not None and shape.dtype.is_floating_point else shape.dtype
     mapped = torch.from_file(

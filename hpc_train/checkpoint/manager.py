@@ -423,7 +423,7 @@ class CheckpointManager:
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
         retention = Retention(settings.keep, settings.keep_every, best_metric(settings.keep_best, settings.best_mode))
-        self._whole[committed] = manifest  # each rank has told the size of its files
+        self._whole[committed] = manifest  # each rank has reported the size of its files
         self.store.prune(retention, self.events.attempt, self._whole)
 
     def _remove_hidden(self) -> None:

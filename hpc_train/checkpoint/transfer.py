@@ -55,7 +55,7 @@ def export(
 
     Args:
         step: the step of the checkpoint; None selects the newest.
-        format: ``hf`` or ``pt``; None takes ``hf`` if ``transformers`` has the model, and no loop of its own trains it.
+        format: ``hf`` or ``pt``; None takes ``hf`` if ``transformers`` has the model, and run.entry is not set.
         dtype: torch's name for the dtype of the written tensors; None keeps the stored one.
         weights: the name of a hook whose tensors to write instead of the parameters, such as ema.
 

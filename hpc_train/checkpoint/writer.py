@@ -69,7 +69,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Written:
-    """Holds what a rank tells the others after its write.
+    """Holds what a rank sends to the others after its write.
 
     Attributes:
         files: its files by name.
@@ -193,7 +193,7 @@ class Coordinator:
                 self._places[rank] = answer.places
                 self._metadata = None
         places = [place for place in self._places if place is not None]
-        assert len(places) == self._ranks, "a rank has not told where its parts are"
+        assert len(places) == self._ranks, "a rank has not sent where its parts are"
         files = {name: entry for answer in written for name, entry in answer.files.items()}
         for rank, place in enumerate(places):
             _check_ends(rank, place, files)

@@ -78,7 +78,7 @@ def sole_builder(out: Path) -> Iterator[Builder]:
         ) from None
     except OSError as error:
         raise UserError(
-            f"{out} cannot be written: {error.strerror}", where="--out", fix="--out with a directory of your own"
+            f"{out} cannot be written: {error.strerror}", where="--out", fix="--out with a directory that you may write"
         ) from error
     builder = Builder(out, lock)
     try:

@@ -70,7 +70,7 @@ def call_target(config: OwnConfig, **given: Any) -> Any:
             raise UserError(
                 f"{config._target_} cannot be called with {call_text}: {error}",
                 where="data._target_, data.args",
-                fix=f"declare the parameters: {_declaration(target.func, arguments)}; data.args has those of your own",
+                fix=f"declare the parameters: {_declaration(target.func, arguments)}; data.args holds the others",
             ) from error
         raise UserCodeError.of(f"{config._target_}({call_text}) failed", error) from None
 

@@ -117,7 +117,7 @@ class MicroBatchReader:
             prefetch_factor=max(2, -(-ahead // workers)) if workers else None,
             worker_init_fn=partial(_init_loader_process, os.getpid()) if workers else None,
             multiprocessing_context="fork" if workers else None,
-            generator=torch.Generator(),  # a generator of its own keeps the process's random state unchanged
+            generator=torch.Generator(),  # a separate generator keeps the process's random state unchanged
         )
         before = set(multiprocessing.active_children())
         with _on_exit_of_a_child(signal.SIG_DFL):  # without the handler that torch installs

@@ -138,7 +138,7 @@ def _check_mixture(data: MixtureDataConfig) -> None:
     _check_weights(data.weights, list(sources))
     for name, source in sources.items():
         if isinstance(source, MixtureDataConfig | StreamDataConfig) or source.collate is not None:
-            problem = "has a collate of its own"
+            problem = "has its own collate"
             if source.collate is None:
                 problem = f"is a {source.kind}"
             raise UserError(

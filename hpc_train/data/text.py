@@ -89,7 +89,7 @@ def _fixed_parts(path: Path) -> list[str]:
 
 
 def _matches(root: Path, pattern: str) -> list[Path]:
-    """Returns the result of ``root.glob(pattern)`` without the packages installed beside the standard library."""
+    """Returns the result of ``root.glob(pattern)`` without the packages installed next to the standard library."""
     regex = re.compile(_as_regex(pattern))
     deepest = None if "**" in pattern else pattern.count("/")
     paths = []

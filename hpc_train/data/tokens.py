@@ -306,7 +306,7 @@ class PackedDataset(Dataset):
             positions[place] = np.arange(size)
             documents[place] = number
             at += size
-        documents[at:] = -1  # padding is a document of its own, whose targets are ignored
+        documents[at:] = -1  # padding is a separate document, whose targets are ignored
         return Sample(inputs, targets, {"positions": positions, "document_ids": documents})
 
     def piece(self, start: int, size: int) -> Sample:

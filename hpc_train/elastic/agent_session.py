@@ -116,15 +116,15 @@ class Session:
                 extend_comment(_summary(run, self.events.now()), SUMMARY)
 
     def _idle_gpus(self, gpus: GpuErrors) -> IdleGpus:
-        """Returns what tells of idle GPUs of this node, and starts it."""
+        """Starts and returns the watch for idle GPUs of this node."""
 
-        def tell(minutes: float, names: list[str]) -> None:
+        def report(minutes: float, names: list[str]) -> None:
             message = f"idle for {minutes:g} minutes on {self.allocation.node_name}: {', '.join(names)}"
             self.events.of(max(0, read_or(self.run.newest_attempt, 0))).write("gpu_idle", gpus=names, message=message)
             print(f"warning: {message}; the site may end jobs whose GPUs are idle", file=sys.stderr, flush=True)
 
         addresses = [address for address in gpus.addresses() if address is not None]
-        idle_gpus = IdleGpus(addresses, 60 * self.config.telemetry.gpu_idle_minutes, tell)
+        idle_gpus = IdleGpus(addresses, 60 * self.config.telemetry.gpu_idle_minutes, report)
         idle_gpus.start()
         return idle_gpus
 

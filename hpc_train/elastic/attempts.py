@@ -140,7 +140,7 @@ class Attempts:
         try:
             return leave, in_time(lambda: request(end, self.config, events, reason))
         except OSError as error:
-            reason = f"{reason}; the batch script cannot be told to requeue the job: {error}"
+            reason = f"{reason}; the batch script cannot be asked to requeue the job: {error}"
         refusal = request_from_slurm(end, self.config)
         if refusal is None:
             events.write("requeued", reason=reason)

@@ -2,7 +2,7 @@
 
 An error message of CUDA or HIP rarely shows whether the program or the GPU is at fault. The driver knows more: NVML
 counts memory errors, remapped rows and lost GPUs, and the kernel log, where it may be read, has Xid errors (AMD: the
-counters and the log of amdgpu). The agent reads both when the workers have ended, so that no process of its own uses a
+counters and the log of amdgpu). The agent reads both when the workers have ended, so that no additional process uses a
 GPU any more.
 """
 

@@ -31,7 +31,7 @@ COLD_S = 30.0  # minimum bound of a step before enough step times are known
 UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one has ended
 START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
 COMPILATION_S = 600.0  # of the first step, if the config sets a bound of a step
-QUIET_S = 60.0  # a silence of this length is told in any phase, and again each time it has doubled
+QUIET_S = 60.0  # a silence of this length is reported in any phase, and again each time it has doubled
 FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
 RETAINED = 256  # step times
 MIN_STEP_TIMES = 5  # with fewer no bound is learned from them
@@ -62,7 +62,7 @@ def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> flo
 class Stage(Enum):
     """Lists the responses to a silence."""
 
-    QUIET = "quiet"  # told, whether the phase may take that long or not
+    QUIET = "quiet"  # reported, whether the phase may take that long or not
     SLOW = "slow"  # the first look at the ranks
     STILL_SLOW = "still slow"  # the second look
     STOPPED = "stopped"  # a worker is stopped by a signal
@@ -133,7 +133,7 @@ class HangWatch:
     _stopped: dict[int, float] = field(default_factory=dict, init=False)
     _checked_at: float | None = field(default=None, init=False)
     _looks: int = field(default=0, init=False)  # at the current silence
-    _told_at: float = field(default=0.0, init=False)  # the length at which the current silence was told last
+    _reported_at: float = field(default=0.0, init=False)  # the length at which the current silence was reported last
 
     def begin(self) -> None:
         """Begins a new attempt: forgets the workers, keeps the step times."""
@@ -193,9 +193,9 @@ class HangWatch:
         if self._looks > before:
             return Silence(rank, phase, silent, usual, Stage.SLOW if before == 0 else Stage.STILL_SLOW)
         if silent < QUIET_S:
-            self._told_at = 0.0
-        elif silent >= max(QUIET_S, 2 * self._told_at):
-            self._told_at = silent
+            self._reported_at = 0.0
+        elif silent >= max(QUIET_S, 2 * self._reported_at):
+            self._reported_at = silent
             return Silence(rank, phase, silent, bound, Stage.QUIET)
         return None
 

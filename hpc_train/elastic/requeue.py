@@ -112,7 +112,7 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
 
 
 def progress_of(run: RunDirectory, config: Config) -> int:
-    """Returns the step of the newest checkpoint; of a script, which saves its own, the furthest step that it told."""
+    """Returns the step of the newest checkpoint; of a script, which saves by itself, the last step that it reported."""
     if config.run.command is not None:
         return max((line["step"] for line in run.read_all_metrics()), default=0)
     newest = CheckpointStore(run.checkpoints).newest()
@@ -125,7 +125,7 @@ def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str
     if len(before) >= config.elastic.max_requeues:
         return _requeued_enough(len(before))
     if config.run.command is not None and step == 0:
-        return None  # it does not tell its progress
+        return None  # it does not report its progress
     if before and step <= before[-1]["step"]:
         missing = "no further step was taken"
         if config.run.command is None:

@@ -6,7 +6,7 @@ that all processes that it has started can be killed with it. A stop request rea
 
 Its sign of life is the file ``$HPC_TRAIN_PROGRESS`` of its rank, which it touches or into which it writes the number of
 its step, or a newer file in ``run.progress_dir``, which counts for all ranks. Only the agent of node 0 looks there, and
-the rendezvous server tells the others, because thousands of nodes that look at thousands of files keep a shared file
+the rendezvous server notifies the others, because thousands of nodes that look at thousands of files keep a shared file
 system busy. A rank without either is not watched.
 """
 
@@ -41,7 +41,7 @@ PROGRESS = "HPC_TRAIN_PROGRESS"
 LOOK_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
 LOOK_S = 0.2  # wait at most this long for such a look, which goes on in its thread
 LOOK_SHARE = 0.05  # of the time, at most, that is spent on looks
-NOTIFIED_PER_S = 500  # agents that are told of newer files
+NOTIFIED_PER_S = 500  # agents that are notified of newer files
 MOST_ENTRIES = 20_000  # of run.progress_dir and the directories below it
 
 
@@ -139,7 +139,7 @@ def _frozen_words(words: Sequence[str], code: FrozenCode | None) -> list[str]:
 
 
 def _search_path(words: Sequence[str], code: FrozenCode | None) -> dict[str, str]:
-    """Returns the variables with which Python finds the modules beside a frozen script in the frozen code.
+    """Returns the variables with which Python finds the modules next to a frozen script in the frozen code.
 
     Python puts the current directory or that of the script first, which PYTHONSAFEPATH prevents.
     """
@@ -156,7 +156,7 @@ class FolderLooks:
     """Looks for newer files in a directory and the directories below it; used by the agent of node 0 only.
 
     Attributes:
-        nodes: the number of agents that are told.
+        nodes: the number of agents that are notified.
         bound_s: the time after which workers without progress count as hung.
     """
 
@@ -222,7 +222,7 @@ LOG_EVERY_S = 5.0
 
 
 class StepLog:
-    """Writes the steps that rank 0 of a script tells as metrics of the run, at most one line per ``LOG_EVERY_S``."""
+    """Writes the steps that rank 0 of a script reports as metrics of the run, at most one line per ``LOG_EVERY_S``."""
 
     def __init__(self, run: RunDirectory, attempt: int, world_size: int, clock: Clock) -> None:
         self._clock = clock

@@ -169,7 +169,7 @@ class OtherNodes:
     """Reaches the agents of the other nodes of an attempt.
 
     Attributes:
-        tell_saved: tells them that this node has saved the stacks of its ranks, so that they save those of theirs.
+        tell_saved: informs them that this node has saved the stacks of its ranks, so that they save those of theirs.
         have_saved: returns whether they have saved them, or nothing is gained by waiting.
     """
 
@@ -212,7 +212,7 @@ class Watch:
         if config.run.entry is not None:
             least = UNSEEN_S  # a step of an own loop may contain anything
         if config.run.command is not None:
-            least = START_S  # a script does not tell what it does: it may evaluate, save or compile
+            least = START_S  # a script does not report what it does: it may evaluate, save or compile
         start_s = config.elastic.start_timeout_s
         return cls(run, node, HangWatch(timeout, least, start_s=start_s, compiles=config.train.compile))
 

@@ -73,7 +73,7 @@ class Worker:
 
     def warn_of_failure(self) -> None:
         """Asks the worker to stop because of another rank's failure. A script is only killed, after the primary cause
-        had time to arrive: its end by a signal would look like a failure of its own.
+        had time to arrive: its end by a signal would look like a separate failure.
         """
         if not self.is_script:
             self.signal(signal.SIGTERM)

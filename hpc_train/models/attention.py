@@ -3,7 +3,7 @@
 It has grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and reads the number of heads from the projected tensors,
 so the same code runs on the heads of a tensor-parallel rank. As options it has a sliding window (Beltagy et al. 2020,
 arXiv:2004.05150), norms of queries and keys (Henry et al. 2020, arXiv:2010.04245) and a soft cap of the scores (Gemma
-2, arXiv:2408.00118). ``packed_attention`` tells which kernels compute them.
+2, arXiv:2408.00118). ``packed_attention`` selects the kernels that compute them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Looks into what a module holds beside parameters, buffers and modules: containers, and objects of users' classes."""
+"""Looks into what a module holds besides parameters, buffers and modules: containers, and objects of users' classes."""
 
 from __future__ import annotations
 

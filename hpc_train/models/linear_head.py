@@ -203,7 +203,7 @@ def _sum_chunks(
         if weight.requires_grad:
             of_weight = _plus_product(of_weight, of_logits, rows, dtype)
         first += len(rows)
-        del of_logits  # or the next chunk's logits would be computed beside it
+        del of_logits  # or it would exist together with the next chunk's logits
     return torch.stack(losses).sum(), of_hidden, of_weight
 
 

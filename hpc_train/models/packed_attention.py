@@ -181,7 +181,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
 
 
 def description(kernel: str, scores: Scores) -> str:
-    """Returns what is told of ``VARLEN`` or ``EFFICIENT`` in the log."""
+    """Describes ``VARLEN`` or ``EFFICIENT`` for the log."""
     if kernel == VARLEN:
         window = "" if scores.window is None else f" and a window of {scores.window} tokens"
         return f"varlen_attn (flash attention) inside each document{window}, without a mask"

@@ -5,7 +5,7 @@ parameters, so the axes dp_replicate and dp_shard together arrange all ranks of 
 
 A gloo group connects each of its ranks with all others, and an NCCL group takes memory of the GPU and time to start.
 Each rank therefore joins as few groups as possible: the default group also serves an axis of all ranks, axes of the
-same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` has a group of its own:
+same ranks share a group, and axes of one rank share a group that does not communicate. ``cp`` has a separate group:
 layers wait for its exchanges, which would otherwise queue behind the parameters and gradients of other layers. So has
 each pair of neighbors in a pipeline of more than two ranks: NCCL runs the messages of a group one after the other, and
 one that waits for its sender would hold up those of the other neighbor (pytorch#172668).

@@ -127,7 +127,7 @@ def _hand_out(model: nn.Module, mesh: Mesh, values: dict[str, Tensor], home: tor
                 held.to_local().copy_(_shard_of(full, held))
             elif held.device == mesh.device:
                 held.copy_(full)
-            else:  # a buffer, or a parameter that is not sharded, beside shards in host memory
+            else:  # a buffer, or a parameter that is not sharded, while shards are in host memory
                 owner, _, attribute = name.rpartition(".")
                 part = model.get_submodule(owner)
                 if isinstance(held, nn.Parameter):

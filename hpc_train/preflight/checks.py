@@ -31,7 +31,7 @@ class RankFacts:
     """Facts reported by one rank.
 
     Attributes:
-        versions: versions of python, torch, nccl, driver and hpc_train, as far as present.
+        versions: versions of python, torch, nccl, driver and hpc_train, if present.
         device: the model of its GPU or CPU.
         gpu: the UUID of its GPU; None on the CPU.
         gemm: FLOP/s of a matrix product.

@@ -243,7 +243,7 @@ def _gemm(crew: Crew, effort: Effort) -> float:
     threads = torch.get_num_threads()
     if device.type == "cuda":
         return measured_gemm_flops(device, torch.bfloat16, effort.gemm_size, effort.gemm_s)
-    torch.set_num_threads(1)  # several would wait for each other beside other processes
+    torch.set_num_threads(1)  # several would wait for each other while other processes run
     flops = measured_gemm_flops(device, torch.float32, effort.gemm_size, effort.gemm_s)
     torch.set_num_threads(threads)
     return flops

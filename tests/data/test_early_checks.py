@@ -172,7 +172,7 @@ def test_a_mixture_takes_defaults_paths_and_sizes_from_its_sources() -> None:
         ((*MIXTURE, "+data.weights.one=0"), "the weight of one is 0.0, but must be positive", "data.weights.one"),
         ((*MIXTURE, "data.sources.one.path=gone"), "gone does not exist", "data.sources.one.path"),
         ((*MIXTURE, "data.sources.one.sequence_length=0"), "sequence_length is 0", "data.sources.one.sequence_length"),
-        ((*MIXTURE, "data.sources.one.collate=ownlab.collate"), "has a collate of its own", "data.sources.one"),
+        ((*MIXTURE, "data.sources.one.collate=ownlab.collate"), "has its own collate", "data.sources.one"),
         ((*MIXTURE, "+data.sources.two.kind=texts"), "data.sources.two.kind is 'texts'", "data.sources.two"),
         ((*MIXTURE, "+data@data.sources.two=stream", "data.sources.two.shards=2",
           "data.sources.two._target_=ownlab.Stream"), "the source two is a stream", "data.sources.two"),

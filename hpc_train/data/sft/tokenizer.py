@@ -115,7 +115,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(tokenizer: str, template: str | None) -> str:
-    """Returns a hash of everything that the token ids depend on beside the text."""
+    """Returns a hash of everything besides the text that the token ids depend on."""
     file = tokenizer_file(tokenizer)
     files = sorted(file.parent.iterdir()) if (file.parent / SETTINGS).is_file() else [file]
     digest = hashlib.blake2b((template or "").encode(), digest_size=16)

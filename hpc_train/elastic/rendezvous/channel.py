@@ -82,7 +82,7 @@ class Channel:
                 self._unsent.clear()
 
     def flush(self) -> None:
-        """Sends what has waited, as far as the peer receives it now."""
+        """Sends as much of the waiting data as the peer accepts now."""
         with self._sending:
             self._flush()
 

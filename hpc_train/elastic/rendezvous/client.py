@@ -150,11 +150,11 @@ class RendezvousClient:
         self._channel.send({"kind": "quit", "message": message})
 
     def send_stacks_request(self, number: int) -> None:
-        """Reports a request for stacks, about which the server tells all agents."""
+        """Reports a request for stacks, which the server passes on to all agents."""
         self._channel.send({"kind": "stacks", "number": number})
 
     def send_progress(self, changed: int) -> None:
-        """Reports a change in ``run.progress_dir``, about which the server tells all agents."""
+        """Reports a change in ``run.progress_dir``, which the server passes on to all agents."""
         self._channel.send({"kind": "progress", "number": changed})
 
     def send_store_lost(self, attempt: int) -> None:
@@ -302,7 +302,7 @@ def requeue_after_server_loss(
 
 
 def _is_decided(end: JobEnd, lost: ServerLost) -> bool:
-    """Returns whether another agent has decided how the job ends; False if the file system does not tell."""
+    """Returns whether another agent has decided how the job ends; False if the file system does not respond."""
     try:
         if in_time(end.is_recorded):  # node 0 has decided and considers this node lost
             return True

@@ -142,7 +142,7 @@ class HFDecoder(Model):
         )
 
     def attention_backends(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> dict[int | None, str]:
-        """Returns what is told where documents or windows limit attention; see ``Model.attention_backends``."""
+        """Describes attention limited by documents or windows; see ``Model.attention_backends``."""
         if not self.layers:
             return {}
         head_dim = getattr(self._hf, "head_dim", None) or self._hf.hidden_size // self._hf.num_attention_heads

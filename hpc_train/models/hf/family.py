@@ -112,7 +112,7 @@ _PARTS = {"stem.embed_tokens.": "model.embed_tokens.", "head.norm.": "model.norm
 
 
 def hf_name(name: str) -> str:
-    """Returns transformers' name of a parameter; only decoders that can be cut into stages have names of our own."""
+    """Returns transformers' name of a parameter; only decoders that can be cut into stages have other names here."""
     for part_name, theirs in _PARTS.items():
         if name.startswith(part_name):
             return theirs + name.removeprefix(part_name)

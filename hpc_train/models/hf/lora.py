@@ -1,4 +1,4 @@
-"""Trains low-rank adapters beside the frozen weights of a transformers model, with the layers of ``peft``.
+"""Trains low-rank adapters next to the frozen weights of a transformers model, with the layers of ``peft``.
 
 LoRA (Hu et al. 2021, arXiv:2106.09685) adds ``alpha / rank * B A x`` to the output of a linear layer. ``A`` is drawn at
 random and ``B`` is zero, so that training begins with the function of the base model. Checkpoints contain only the
@@ -24,7 +24,7 @@ from hpc_train.models.hf.pretrained import skeleton, weights_folder
 from hpc_train.models.hf.values import FirstValues
 
 _ADAPTER = (".lora_A.default.", ".lora_B.default.")
-_BASE = ".base_layer."  # peft's name of the layer that an adapter stands beside
+_BASE = ".base_layer."  # peft's name of the layer to which an adapter is added
 _TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}  # of peft; others have no name there
 
 
@@ -112,7 +112,7 @@ def _check_trained(module: nn.Module, tied: set[str]) -> None:
         else:
             continue
         raise UserError(
-            f"{what}, and adapters are supported beside linear layers that own their weight",
+            f"{what}, and adapters are supported for linear layers that own their weight",
             where="model.lora.targets, model.lora.modules_to_save",
             fix=_TARGETS,
         )

@@ -33,7 +33,7 @@ class Sizes:
         tokens: the tokens of a sample; None for the length of the sequence.
         logits: the logits of a token.
         adapter: the parameters of the adapters of a layer.
-        classifier: the parameters outside the layers that train beside adapters.
+        classifier: the parameters outside the layers that train in addition to adapters.
     """
 
     layers: int

@@ -2,7 +2,7 @@
 
 torchao's own functions (``matmul_with_hp_or_float8_args``, ``mx_mm``) compute both gradients in one node of autograd.
 Zero-bubble schedules first run the nodes between the output of a stage and its input, and those of the weights later,
-so such a node would run twice. For them each gradient has a node of its own.
+so such a node would run twice. For them each gradient has a separate node.
 
 Importing this module imports the compiler.
 """

@@ -29,7 +29,7 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 from hpc_train.parallel.precision.float8_shards import IN, OUT, Shards
 
 INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
-ROWS = 2  # beside OUT and IN, what a product can sum over
+ROWS = 2  # besides OUT and IN, what a product can sum over
 # the dimensions of a weight [out, in] that an operand has: where it has the one that is split, a rank has a part of it
 _DIMENSIONS = {INPUT: (IN,), WEIGHT: (OUT, IN), GRADIENT: (OUT,)}
 
