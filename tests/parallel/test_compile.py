@@ -38,8 +38,8 @@ from hpc_train.parallel.compile import (
     compile_in_turns,
     compiled_graphs,
     kept_artifacts,
+    stable_keys,
 )
-from hpc_train.parallel.graph_keys import stable_keys
 from tests.parallel.cells import VOCABULARY, Cell
 from tests.parallel.graphs import run_graphs_as_cut
 from tests.parallel.oracle import TOLERANCE, Outcome, check_cells, compare_cells, line, local_batch, merge, mesh_of

@@ -6,15 +6,22 @@ Activation checkpointing ``full`` keeps only the input of every layer and recomp
 cheap operations: norms, rotations and activation functions. Korthikanti et al. (2022, arXiv:2205.05198) recompute
 attention instead, but fused attention leaves little memory to save. Under a budget ``plan.recomputation`` has chosen
 one of the two, or neither, for each layer.
+
+A forward pass may change buffers: BatchNorm its running statistics, spectral norm its vectors. If it is computed again
+in the backward pass, it would change them twice, and read what later micro-batches have left. The recomputation
+therefore works on copies of the values from before the forward pass. The buffers of modules that no forward pass
+changes are not copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -23,7 +30,6 @@ from hpc_train.errors import UserError
 from hpc_train.models import packed_attention
 from hpc_train.models.blocks import replace_block
 from hpc_train.models.model import Model
-from hpc_train.parallel.activations.buffers import Contexts, with_buffers
 
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_scaled_dot_product_flash_attention",
@@ -31,6 +37,7 @@ _NAMES = (
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
 PRODUCTS = frozenset((*(f"aten::{name}" for name in _NAMES), *packed_attention.OPERATORS))
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # of the forward, the recomputation
 
 
 def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputation, compiled: bool = False) -> None:
@@ -76,3 +83,108 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 _save_products = partial(create_selective_checkpoint_contexts, _policy)
+
+
+class ChangedBuffers:
+    """Finds in the first forward pass in training which buffers of ``layer`` its forward passes change."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.names: set[str] | None = None  # None before that forward pass
+
+    def contexts(self) -> Contexts:
+        """Returns the contexts for ``torch.utils.checkpoint``; the second one can be entered several times."""
+        before: dict[str, Tensor] = {}
+        return _Forward(self, before), _Recomputation(self.layer, before)
+
+    def record(self, earlier: dict[str, tuple[Tensor, int]]) -> None:
+        """Records which buffers a forward pass in training has changed.
+
+        torch does not count what the kernels of BatchNorm write as a change of its statistics, but its counter changes
+        with them. Therefore all buffers of a module count as changed if one of them is.
+
+        Args:
+            earlier: the buffers before the forward pass, with their versions.
+        """
+        now = dict(self.layer.named_buffers())
+        owners = {
+            _owner(name)
+            for name, (buffer, version) in earlier.items()
+            if now.get(name) is not buffer or buffer._version != version
+        }
+        self.names = {name for name in now if _owner(name) in owners} | (self.names or set())
+
+
+class _Forward:
+    def __init__(self, changed: ChangedBuffers, before: dict[str, Tensor]) -> None:
+        self._changed = changed
+        self._before = before
+        self._earlier: dict[str, tuple[Tensor, int]] = {}
+
+    def __enter__(self) -> None:
+        names = self._changed.names
+        for name, buffer in self._changed.layer.named_buffers():
+            self._earlier[name] = buffer, buffer._version
+            if names is None or name in names:
+                self._before[name] = buffer.clone()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._changed.layer.training:
+            self._changed.record(self._earlier)
+        self._earlier.clear()
+        for name in self._before.keys() - (self._changed.names or set()):
+            del self._before[name]
+
+
+class _Recomputation:
+    def __init__(self, layer: nn.Module, before: dict[str, Tensor]) -> None:
+        self._layer = layer
+        self._before = before
+        self._present: dict[str, Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        for name, value in self._before.items():
+            holder = self._layer.get_submodule(_owner(name))
+            attribute = name.rpartition(".")[2]
+            self._present[name] = holder._buffers[attribute]
+            holder._buffers[attribute] = value.clone()  # the backward pass may recompute once more
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for name, buffer in self._present.items():
+            self._layer.get_submodule(_owner(name))._buffers[name.rpartition(".")[2]] = buffer
+        self._present = {}
+
+
+class _Both:
+    """Enters two contexts."""
+
+    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+        self._contexts = contexts
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def with_buffers(layer: nn.Module, contexts: Callable[[], Contexts] | None) -> Callable[[], Contexts]:
+    """Returns a ``context_fn`` for ``torch.utils.checkpoint`` that does what ``contexts`` does as well."""
+    changed = ChangedBuffers(layer)
+
+    def both() -> Contexts:
+        pair = changed.contexts()
+        if contexts is None:
+            return pair
+        others = contexts()
+        return _Both(pair[0], others[0]), _Both(pair[1], others[1])
+
+    return both
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
