@@ -134,7 +134,8 @@ def report(machine: Machine, path: Path) -> str:
 
 def _submit(options: argparse.Namespace, rest: list[str]) -> int:
     """Runs the same command in a Slurm job, which writes the file, and waits for it."""
-    config, executor = config_of(rest), SlurmJobExecutor()
+    config = config_of(rest)
+    executor = SlurmJobExecutor()
     shape = executor.shape(config)
     folder = Path(config.run.root).absolute() / f"machine-{secrets.token_hex(3)}"
     job = check_job(with_all_workers(config, shape.nodes * shape.workers), RunDirectory(folder))

@@ -47,7 +47,7 @@ class CheckpointChoice:
         source = self.run.record().get("forked_from")
         if chosen is not None or source is None:
             return chosen, False
-        chosen = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False)
+        chosen = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), is_local=False)
         if chosen is None:
             raise UserError(
                 f"the run was forked from {source}, which no longer has a checkpoint",

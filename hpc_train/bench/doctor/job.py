@@ -178,6 +178,8 @@ def check_job(job: Job, site: Site | None, described: str) -> Iterator[Finding]:
 
 def _describe(partition: Partition) -> str:
     default = ", the default" if partition.default else ""
-    hours = "no time limit" if partition.max_time_s is None else f"up to {partition.max_time_s / 3600:g} h"
+    hours = "no time limit"
+    if partition.max_time_s is not None:
+        hours = f"up to {partition.max_time_s / 3600:g} h"
     gpus = sorted({f"{count} {kind or 'GPUs'}" for nodes in partition.kinds for kind, count in nodes.gpus.items()})
     return f"{partition.name}{default}: {partition.nodes} nodes, {hours}" + (f", {', '.join(gpus)}" if gpus else "")
