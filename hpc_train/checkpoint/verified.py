@@ -57,7 +57,7 @@ class VerifiedSearch:
         full: whether to compare the content as well as the sizes.
         visibility_timeout_s: see ``manifest.wait_until_visible``; only applies to network file systems.
         on_bad: called on rank 0 with each bad checkpoint and its problem; it may set the checkpoint aside.
-        own: whether the store belongs to this run, so that the search may write to it.
+        writable: whether the store belongs to this run, so that the search may write to it.
     """
 
     store: CheckpointStore
@@ -65,7 +65,7 @@ class VerifiedSearch:
     full: bool
     visibility_timeout_s: float
     on_bad: Callable[[Checkpoint, str], None]
-    own: bool = True
+    writable: bool = True
     _refused: dict[int, str] = field(default_factory=dict, init=False)
 
     def newest(self) -> VerifiedCheckpoint | None:
@@ -120,7 +120,7 @@ class VerifiedSearch:
 
         Each rank looks at its share. The digest is a sum, so it does not depend on the number of ranks. Collective.
         """
-        if not (self.full and self.own):
+        if not (self.full and self.writable):
             return None
         limbs = torch.zeros(_LIMBS + 1, dtype=torch.int64)  # the last one counts files that are not visible yet
         for name in _share(candidate.manifest, self.group):

@@ -55,7 +55,7 @@ class Session:
     Attributes:
         end: where the end of the job is recorded; None outside a job that can be requeued.
         users: the environment before hpc_train has changed it.
-        own: the variables that hpc_train has set for all workers, with reasons.
+        local_variables: the variables that hpc_train has set for all workers, with reasons.
         entry: the entry point of the workers, or the command of the run.
         store: the entry point of an attempt's store.
         on_tick: called a few times per second while workers run.
@@ -70,7 +70,7 @@ class Session:
     events: EventLog
     output: FileWriter
     users: dict[str, str]
-    own: list[dict[str, str]]
+    local_variables: list[dict[str, str]]
     entry: str | Script
     store: str
     on_tick: Callable[[], None]
@@ -91,7 +91,9 @@ class Session:
         try:
             if allocation.node_rank == 0:
                 stores = Stores(None if isinstance(self.entry, Script) else self.store)
-                attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, self.own), self.events)
+                attempts = Attempts(
+                    run, config, allocation, end, stores, Fabric(run, config, self.local_variables), self.events
+                )
                 coordinator = _coordinator(run, config, allocation, attempts)
                 coordinator.stop = self.stop.reason  # requested before any attempt: none starts
                 server, address = _start_server(run, config, allocation, attempts, coordinator, tracking)

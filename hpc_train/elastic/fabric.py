@@ -44,13 +44,15 @@ DUMP_FILES = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # n
 
 @dataclass
 class Fabric:
-    """Decides and records the network environment. ``own``: variables that node 0 set for its own workers, with
-    reasons.
+    """Decides and records the network environment.
+
+    Attributes:
+        local_variables: variables that node 0 set for its own workers, with reasons.
     """
 
     run: RunDirectory
     config: Config
-    own: Sequence[dict[str, str]]
+    local_variables: Sequence[dict[str, str]]
     _reported: tuple[FabricDecision, tuple[str, ...]] | None = field(default=None, init=False)
 
     def decide(self, start: Start, events: EventLog) -> dict[str, str]:
@@ -99,10 +101,10 @@ class Fabric:
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
             for name, setting in settings.items()
-            if name not in {row["name"] for row in self.own}
+            if name not in {row["name"] for row in self.local_variables}
         ]
         record = {
-            "environment": [*self.own, *environment, *set_already],
+            "environment": [*self.local_variables, *environment, *set_already],
             "not_set": common["not_set"],
             "fabric": decision.fabric,
         }

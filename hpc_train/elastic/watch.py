@@ -67,7 +67,7 @@ class StragglerWatch:
     _pause: float = field(default=FIRST_S, init=False)
     _pipeline: bool = field(default=False, init=False)
     _next: float | None = field(default=None, init=False)
-    _asked: dict[int, int] = field(default_factory=dict, init=False)
+    _questions: dict[int, int] = field(default_factory=dict, init=False)
     _since: float = field(default=0.0, init=False)  # earlier collectives were already compared
     _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
@@ -78,26 +78,26 @@ class StragglerWatch:
         self._pause = FIRST_S
         self._since = 0.0
         self._ranks = Streak(IN_A_ROW)
-        self._asked.clear()
+        self._questions.clear()
 
     def check(self, workers: Sequence[Worker], now: float) -> list[Straggler]:
         """Returns a new straggler that ``IN_A_ROW`` windows in a row agree on, if there is one."""
         if self._next is None:
             self._next = now + self._pause
-        if self._asked:
+        if self._questions:
             return self._read(workers)
         if now >= self._next and len(workers) > 1:
             self._pause = min(2 * self._pause, MOST_S)
             self._next = now + self._pause
-            self._asked = {worker.rank: worker.block.ask() for worker in workers}
+            self._questions = {worker.rank: worker.block.ask() for worker in workers}
         return []
 
     def _read(self, workers: Sequence[Worker]) -> list[Straggler]:
-        answers = {worker.rank: worker.block.answer_to(self._asked.get(worker.rank, 0)) for worker in workers}
+        answers = {worker.rank: worker.block.answer_to(self._questions.get(worker.rank, 0)) for worker in workers}
         dumps = {rank: answer for rank, answer in answers.items() if answer is not None}
         if len(dumps) < len(answers):
             return []
-        self._asked.clear()
+        self._questions.clear()
         arrivals = arrivals_of(dumps, self._since, self._pipeline)
         self._since = max((max(times.values()) for times in arrivals.values()), default=self._since)
         straggler = find_straggler(arrivals)

@@ -60,58 +60,58 @@ def composed(overrides: Sequence[str]) -> Asked:
     return Asked(job.config, job.line)
 
 
-def check_slurm_and_job(asked: Asked, submits: bool) -> Iterator[Finding]:
+def check_slurm_and_job(request: Asked, submits: bool) -> Iterator[Finding]:
     """Checks Slurm and the job. With ``submits`` jobs are submitted from here; otherwise this is inside an
     allocation.
     """
-    cluster = asked.config.cluster
+    cluster = request.config.cluster
     slurm = submits and cluster.kind != "local"
     site = None
     if slurm:
-        yield check_tools(wanted=cluster.kind == "slurm")
+        yield check_tools(required=cluster.kind == "slurm")
         if controller_answers():
             site = read_site()
             yield check_accounting(site)
             yield from check_partitions(site)
-            yield check_sharing(Path(asked.config.run.root))
+            yield check_sharing(Path(request.config.run.root))
     try:
-        job, described = _job(asked)
+        job, described = _job(request)
     except UserError as error:
         yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
         return
     yield from check_job(job, site, described)
 
 
-def resources(asked: Asked) -> list[str]:
+def resources(request: Asked) -> list[str]:
     """Returns sbatch's options for a short job on the nodes that a run with this config would get.
 
     The nodes do not depend on the strategy, so the layout does not need to fit.
     """
-    cluster = asked.config.cluster
+    cluster = request.config.cluster
     site = read_site() if controller_answers() else NO_SITE
     gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site).count)
     nodes = node_range(cluster)[1]
     shape = JobShape(nodes, nodes, gpus, workers, Place.SLURM, in_job=True)
-    config = with_all_workers(asked.config, nodes * workers)
+    config = with_all_workers(request.config, nodes * workers)
     layout = resolve_layout(config, nodes, workers)
-    wanted = options(Job(0, asked.line.overrides, config, layout, shape, _directory(config)), site)
-    return arguments({name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK})
+    sbatch_options = options(Job(0, request.line.overrides, config, layout, shape, _directory(config)), site)
+    return arguments({name: value for name, value in sbatch_options.items() if name not in NOT_FOR_A_CHECK})
 
 
-def _job(asked: Asked) -> tuple[Job, str]:
+def _job(request: Asked) -> tuple[Job, str]:
     """Returns a run with this config and its description; a run of replicas if no strategy is given for several
     nodes.
     """
-    config = asked.config
+    config = request.config
     shape = select_executor(config.cluster).shape(config)
-    unknown = shape.nodes > 1 and not asked.has_strategy
+    unknown = shape.nodes > 1 and not request.has_strategy
     if unknown:
         config = with_all_workers(config, shape.nodes * shape.workers)
         shape = replace(shape, fewest_nodes=shape.nodes)
     directory = _directory(config)
     config, layout, choice = choose_and_check(config, directory, shape)
     described = f"{shape.nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
-    return Job(0, asked.line.overrides, config, layout, shape, directory, choice=choice), described
+    return Job(0, request.line.overrides, config, layout, shape, directory, choice=choice), described
 
 
 def _directory(config: Config) -> RunDirectory:
@@ -122,25 +122,27 @@ TOOLS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 SHOWN = 12
 
 
-def check_tools(wanted: bool) -> Finding:
-    """Checks whether jobs can be submitted from here. With ``wanted`` the config requires Slurm."""
+def check_tools(required: bool) -> Finding:
+    """Checks whether jobs can be submitted from here. With ``required`` the config requires Slurm."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if len(missing) == len(TOOLS):
         text = "Slurm is not installed here; runs use this machine only"
-        return Finding("Slurm", ERROR if wanted else OK, text, "use a login node or cluster=local" if wanted else "")
+        return Finding(
+            "Slurm", ERROR if required else OK, text, "use a login node or cluster=local" if required else ""
+        )
     if missing:
         return Finding("Slurm", ERROR, f"{', '.join(missing)} not found", "load the site's Slurm module")
     if not controller_answers():
         text = "the controller does not respond to `scontrol ping`"
-        return Finding("Slurm", ERROR if wanted else WARNING, text, "wait, ask the site, or cluster=local")
+        return Finding("Slurm", ERROR if required else WARNING, text, "wait, ask the site, or cluster=local")
     return Finding("Slurm", OK, "the tools are installed and the controller responds")
 
 
 def check_accounting(site: Site) -> Finding:
     if site.associations is not None:
-        accounts = ", ".join(sorted({found.account for found in site.associations})) or "none of yours"
-        kept = "keeps" if site.keeps_comments else "does not keep (AccountingStoreFlags=job_comment)"
-        text = f"sacctmgr responds; accounts: {accounts}; sacct {kept} the comments with the goodput of runs"
+        accounts = ", ".join(sorted({association.account for association in site.associations})) or "none of yours"
+        keeping = "keeps" if site.keeps_comments else "does not keep (AccountingStoreFlags=job_comment)"
+        text = f"sacctmgr responds; accounts: {accounts}; sacct {keeping} the comments with the goodput of runs"
         return Finding("accounting", OK, text)
     fix = "put sacctmgr on PATH if the site has accounting; otherwise nothing to do"
     text = "sacctmgr does not respond; limits of accounts are not checked before submission"
@@ -148,13 +150,13 @@ def check_accounting(site: Site) -> Finding:
 
 
 def check_partitions(site: Site) -> Iterator[Finding]:
-    for found in list(site.partitions.values())[:SHOWN]:
-        text = _describe(found)
-        if found.state == "UP":
+    for partition in list(site.partitions.values())[:SHOWN]:
+        text = _describe(partition)
+        if partition.state == "UP":
             yield Finding("partition", OK, text)
         else:
             yield Finding(
-                "partition", WARNING, f"{text}: {found.state}", "use another partition, or wait until it is up"
+                "partition", WARNING, f"{text}: {partition.state}", "use another partition, or wait until it is up"
             )
     if len(site.partitions) > SHOWN:
         yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more; list them with `sinfo -s`")

@@ -29,7 +29,7 @@ def hf_config(config: HFModelConfig) -> Any:
     from transformers import AutoConfig
 
     try:
-        found, unknown = AutoConfig.from_pretrained(
+        hf, unknown = AutoConfig.from_pretrained(
             config.name_or_path,
             revision=config.revision,
             dtype=torch.float32,
@@ -44,21 +44,21 @@ def hf_config(config: HFModelConfig) -> Any:
             "first with: hf download NAME",
         ) from error
     if SMOOTHING in unknown:  # of no config class, but ``models/hf/loss.py`` reads it
-        setattr(found, SMOOTHING, unknown.pop(SMOOTHING))
+        setattr(hf, SMOOTHING, unknown.pop(SMOOTHING))
     if unknown:
         raise UserError(
-            f"model.config has the key {next(iter(unknown))}, which a {type(found).__name__} does not have",
+            f"model.config has the key {next(iter(unknown))}, which a {type(hf).__name__} does not have",
             where=f"model.config.{next(iter(unknown))}",
-            fix=f"a key of {type(found).__name__} in the documentation of transformers",
+            fix=f"a key of {type(hf).__name__} in the documentation of transformers",
         )
-    return found
+    return hf
 
 
-def _bare(config: HFModelConfig, whole: Any) -> Any:
+def _bare(config: HFModelConfig, full_config: Any) -> Any:
     import transformers
 
     try:
-        module = getattr(transformers, _CLASSES[config.task]).from_config(whole)
+        module = getattr(transformers, _CLASSES[config.task]).from_config(full_config)
     except Exception as error:
         raise UserError(
             f"transformers cannot build {config.name_or_path} for {config.task}: {type(error).__name__}: {error}",

@@ -66,7 +66,7 @@ def stage_of(name: str, layers: Sequence[range]) -> int:
 class _Tie:
     """Holds this rank's copies of one canonical parameter: the trained one and the others."""
 
-    kept: nn.Parameter
+    trained: nn.Parameter
     others: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup | None  # the ranks with a copy; None if there is only one
 
@@ -114,13 +114,13 @@ class TiedWeights:
         """Copies the trained value to the other copies on this rank. Call it before a forward."""
         for tie in self._ties:
             for other in tie.others:
-                _local(other).copy_(_local(tie.kept))
+                _local(other).copy_(_local(tie.trained))
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Sums the gradients of all copies into each. Call it after the backward and the reduction over dp."""
         for tie in self._ties:
-            gradient = local_gradient(tie.kept)
+            gradient = local_gradient(tie.trained)
             for other in tie.others:
                 gradient.add_(local_gradient(other))
                 other.grad = None
