@@ -22,7 +22,7 @@ VISIBILITY_TIMEOUT_S = 75.0
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """Searches on rank 0 and broadcasts the result. All ranks call the methods collectively.
+    """Searches on rank 0 and tells the others. All ranks call the methods collectively.
 
     Args:
         store: the run's own checkpoints.
@@ -45,16 +45,16 @@ class CheckpointChoice:
         if found is None and on_first(self._is_late, self.group):
             found = self._search(self.store, own=True)
         source = self.run.record().get("forked_from")
-        if chosen is not None or source is None:
-            return chosen, False
-        chosen = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), is_local=False)
-        if chosen is None:
+        if found is not None or source is None:
+            return found, False
+        found = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False)
+        if found is None:
             raise UserError(
                 f"the run was forked from {source}, which no longer has a checkpoint",
                 where=str(source),
                 fix="restore a checkpoint there, or choose another run.name to start at step 0",
             )
-        return chosen, True
+        return found, True
 
     def _is_late(self) -> bool:
         """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
@@ -69,14 +69,14 @@ class CheckpointChoice:
             return True
         raise purged_error(self.run, saved)
 
-    def _search(self, store: CheckpointStore, is_local: bool) -> VerifiedCheckpoint | None:
+    def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint
         on_bad = partial(self._report_damaged, store, own)
         search = VerifiedSearch(store, self.group, settings.verify == "full", VISIBILITY_TIMEOUT_S, on_bad, own)
         return search.newest()
 
-    def _report_damaged(self, store: CheckpointStore, is_local: bool, checkpoint: Checkpoint, problem: str) -> None:
+    def _report_damaged(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
         """Reports a damaged checkpoint on rank 0 and sets it aside if it belongs to this run."""
-        moved = store.set_aside(checkpoint, self.events.attempt) if is_local else checkpoint.path
+        moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
         print(f"skipping the damaged checkpoint of step {checkpoint.step} in {moved}: {problem}", flush=True)
         self.events.write("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)

@@ -38,34 +38,30 @@ class Listed:
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
     """Returns all checkpoints of ``run``, oldest first, after a check of file names and sizes."""
     store = CheckpointStore(run.checkpoints)
-    return [
-        item for checkpoint in store.committed() if (item := inspect_present(store, checkpoint, full=False)) is not None
-    ]
+    return [item for found in store.committed() if (item := inspect_present(store, found, full=False)) is not None]
 
 
 def inspect_present(
-    store: CheckpointStore, checkpoint: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None
+    store: CheckpointStore, found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None
 ) -> Listed | None:
     """Returns what ``inspect_checkpoint`` finds; None if the run has removed the checkpoint meanwhile."""
-    listed = inspect_checkpoint(checkpoint, full=full, on_bytes=on_bytes)
-    if listed.problem is None or was_kept(store, checkpoint):
-        return listed
-    return None
+    listed = inspect_checkpoint(found, full=full, on_bytes=on_bytes)
+    return listed if listed.problem is None or was_kept(store, found) else None
 
 
-def was_kept(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
+def was_kept(store: CheckpointStore, found: Checkpoint) -> bool:
     """Returns whether a checkpoint is still committed; a run that prunes or sets it aside takes away that first."""
-    return checkpoint in store.committed()
+    return found in store.committed()
 
 
 def list_set_aside(run: RunDirectory) -> list[Listed]:
     """Returns checkpoints that an attempt found damaged and renamed; no run loads them."""
-    items = []
+    found = []
     for path in CheckpointStore(run.checkpoints).bad():
         step = int(path.name.split(".")[1].removeprefix("step-"))
         manifest = inspect_checkpoint(Checkpoint(step, path), full=False).manifest
-        items.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
-    return items
+        found.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
+    return found
 
 
 def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:
@@ -77,13 +73,13 @@ def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int
     """
     manifest = None
     try:
-        manifest = read_manifest(checkpoint.path)
-        verify(checkpoint.path, manifest, full=full, on_bytes=on_bytes)
-        return Listed(checkpoint, manifest, None, foreign=tuple(foreign_files(checkpoint.path, manifest)))
+        manifest = read_manifest(found.path)
+        verify(found.path, manifest, full=full, on_bytes=on_bytes)
+        return Listed(found, manifest, None, foreign=tuple(foreign_files(found.path, manifest)))
     except (BadCheckpoint, OSError) as error:
-        return Listed(checkpoint, manifest, str(error).removeprefix(f"{checkpoint.path}/"))
+        return Listed(found, manifest, str(error).removeprefix(f"{found.path}/"))
     except UserError as error:  # another version of hpc_train wrote it
-        return Listed(checkpoint, manifest, error.what)
+        return Listed(found, manifest, error.what)
 
 
 def choose(run: RunDirectory, step: int | None) -> Checkpoint:
@@ -97,10 +93,10 @@ def choose(run: RunDirectory, step: int | None) -> Checkpoint:
         raise UserError(f"{run.path} has no checkpoint", where="RUN", fix="name a run that has saved one")
     if step is None:
         return committed[-1]
-    for checkpoint in committed:
-        if checkpoint.step == step:
-            return checkpoint
-    steps = ", ".join(str(checkpoint.step) for checkpoint in committed)
+    for found in committed:
+        if found.step == step:
+            return found
+    steps = ", ".join(str(found.step) for found in committed)
     raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"use one of {steps}")
 
 
@@ -125,13 +121,13 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
         raise UserError(
             f"unknown checkpoint {name!r}", where="--checkpoint", fix="newest, best, or the number of a step"
         )
-    candidates = []
+    kept = []
     for item in list_checkpoints(run):
         if item.manifest is None:
             print(f"the checkpoint of step {item.checkpoint.step} is not considered: {item.problem}", file=sys.stderr)
         else:
-            candidates.append(Kept(item.checkpoint.step, item.manifest.metrics))
-    step = best_step(candidates, metric)
+            kept.append(Kept(item.checkpoint.step, item.manifest.metrics))
+    step = best_step(kept, metric)
     if step is None:
         raise UserError(
             f"no checkpoint of {run.path} has a result for {metric.name}",
@@ -141,18 +137,18 @@ def choose_by_name(run: RunDirectory, name: str, metric: BestMetric) -> Checkpoi
     return choose(run, step)
 
 
-def verified_manifest(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
+def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
     """Verifies every byte of a checkpoint and returns its manifest.
 
     Raises:
         UserError: the checkpoint is damaged, or has another format.
     """
     with suppress(BadCheckpoint, OSError):
-        read_manifest(checkpoint.path)  # raises for another format, which is no damage
-    listed = inspect_checkpoint(checkpoint, full=True, on_bytes=on_bytes)
+        read_manifest(found.path)  # raises for another format, which is no damage
+    listed = inspect_checkpoint(found, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
         raise UserError(
-            f"the checkpoint {checkpoint.path} is damaged: {listed.problem}",
+            f"the checkpoint {found.path} is damaged: {listed.problem}",
             where="RUN",
             fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
         )

@@ -128,10 +128,7 @@ class CheckpointManager:
     @property
     def store(self) -> CheckpointStore:
         commit = self.config.checkpoint.commit
-        if commit == "auto":
-            by_marker = renames_by_copying(self.run.checkpoints)
-        else:
-            by_marker = commit == "marker"
+        by_marker = renames_by_copying(self.run.checkpoints) if commit == "auto" else commit == "marker"
         return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
 
     def save(
@@ -184,23 +181,20 @@ class CheckpointManager:
             if self._has_extra:
                 self._compare_replicas(step)
         is_first = self.mesh.dp_cp_rank == 0 and self.mesh.tp_rank == 0
-        if self._has_extra and is_first:
-            return extra_state(self.engine.parts, self.mesh)
-        return {}
+        return extra_state(self.engine.parts, self.mesh) if self._has_extra and is_first else {}
 
     def _compare_replicas(self, step: int) -> None:
-        layout = self.mesh.layout
-        mine = digests(self.engine.parts)
+        layout, mine = self.mesh.layout, digests(self.engine.parts)
         first = from_rank(0, mine, self._group)
         for stage in range(1, layout.pp):
-            conflicting = from_rank(stage * layout.stage_ranks, mine, self._group)
-            first = conflicting if stage == self.mesh.pp_rank else first
+            found = from_rank(stage * layout.stage_ranks, mine, self._group)
+            first = found if stage == self.mesh.pp_rank else first
         differing = sorted(key for key in mine if first.get(key) != mine[key])
-        conflicting = lowest(differing or None, self._group)
-        if conflicting and self.mesh.rank == 0:
+        found = lowest(differing or None, self._group)
+        if found and self.mesh.rank == 0:
             message = (
-                f"the state {', '.join(conflicting[:SHOWN])} of the model differs between ranks; checkpoints hold that "
-                "of the first data-parallel rank, and all ranks continue with it after a restart"
+                f"the state {', '.join(found[:SHOWN])} of the model differs between ranks; checkpoints hold that of "
+                "the first data-parallel rank, and all ranks continue with it after a restart"
             )
             self._event("warning", step=step, message=message)
             print(message, flush=True)
@@ -253,9 +247,9 @@ class CheckpointManager:
 
     def _anywhere(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank. Collective."""
-        flag_tensor = torch.tensor(int(flag))
-        dist.all_reduce(flag_tensor, dist.ReduceOp.MAX, group=self._group)
-        return bool(flag_tensor.item())
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found.item())
 
     def poll(self) -> None:
         """Reports a failed background save, without blocking; called at step boundaries."""
@@ -288,8 +282,8 @@ class CheckpointManager:
         found, forked = choice.newest()
         if found is None:
             return None
-        check_base(self.config.model, verified.manifest.extra, str(verified.checkpoint.path))
-        restored, self._load_hook = restore(verified, forked, self.engine, self.optimizer, self.mesh, self._group)
+        check_base(self.config.model, found.manifest.extra, str(found.checkpoint.path))
+        restored, self._load_hook = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
         if restored.missing and self.mesh.rank == 0:
             message = (
                 f"the checkpoint has no state {', '.join(restored.missing[:SHOWN])} of the model, which continues with "
@@ -345,10 +339,10 @@ class CheckpointManager:
     def _set_aside_after(self, step: int) -> bool:
         self._removals.wait()
         store = self.store
-        committed = store.committed()
-        if not any(checkpoint.step <= step for checkpoint in committed):
+        found = store.committed()
+        if not any(checkpoint.step <= step for checkpoint in found):
             return False
-        for checkpoint in committed:
+        for checkpoint in found:
             if checkpoint.step > step:
                 moved = str(store.set_aside(checkpoint, self.events.attempt))
                 message = f"rolling back to a checkpoint of step {step} or earlier"
@@ -388,9 +382,7 @@ class CheckpointManager:
                 save.snapshot.complete()
                 self.copied_s = time.monotonic() - save.began
             return save.snapshot.tensors
-        if all(map(is_on_host, save.state.values())):
-            return None
-        return self._copies.streamed(save.state)
+        return None if all(map(is_on_host, save.state.values())) else self._copies.streamed(save.state)
 
     def _surface(self, final: bool) -> None:
         error = self._error
@@ -423,7 +415,7 @@ class CheckpointManager:
     def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
         retention = Retention(settings.keep, settings.keep_every, best_metric(settings.keep_best, settings.best_mode))
-        self._whole[committed] = manifest  # each rank has reported the size of its files
+        self._whole[committed] = manifest  # each rank has told the size of its files
         self.store.prune(retention, self.events.attempt, self._whole)
 
     def _remove_hidden(self) -> None:

@@ -49,8 +49,7 @@ class LocalReplicas:
         updates: UpdatesInBackward | None = None,
         **_: object,
     ) -> None:
-        self.module = module
-        self._updates = updates
+        self.module, self._updates = module, updates
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if updates is not None:
             self._watch(updates)
@@ -91,8 +90,7 @@ class AllReduceReplicas(LocalReplicas):
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        group = mesh.group("dp_cp")
-        compresses = strategy.compression != "none"
+        group, compresses = mesh.group("dp_cp"), strategy.compression != "none"
         waits = compresses and own_count  # the division by the count precedes the compression
         order, reduced = None if waits else send_order, None if updates is None else updates.use
         self.reduction = GradientReduction(named.values(), group, strategy.bucket_cap_mb, order, reduced)
@@ -222,7 +220,7 @@ def replica_class(layout: Layout) -> Any:
             where=where,
             fix="implement the methods of hpc_train.parallel.engine.Replicas",
         )
-    return imported
+    return found
 
 
 _METHODS = ("begin", "micro_batch", "backward_done", "finish", "evaluated")
@@ -284,11 +282,11 @@ def finish_own_count(
         target_count: the number of targets of the global batch, by which the gradients were divided.
     """
     replicas = list(replicas)
-    compresses = any(replica.compression is not None for replica in replicas)
+    compresses = any(each.compression is not None for each in replicas)
     if compresses:
         divide_by_count_(parameters, mesh, own_count, target_count)
-    for replica in replicas:
-        replica.finish()
+    for each in replicas:
+        each.finish()
     if not compresses:
         divide_by_count_(parameters, mesh, own_count, target_count)
 
