@@ -18,7 +18,7 @@ from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.state import saved_state
 from hpc_train.layout.memory import estimate, host_copy_bytes
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 
 NOISE = 1e-3  # of two runs on a GPU after three steps; a step changes the momentum by far more
 STALL_S = 0.5  # the most that a background save may hold up a step

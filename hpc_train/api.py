@@ -105,7 +105,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns one dict per logged step, in order. After a restart the newest attempt's values of a step count."""
-        return self._directory.read_metrics()
+        return [*self._directory.read_metrics()]
 
     def columns(self, *names: str) -> dict[str, list[Any]]:
         """Returns the metrics by column, ready for ``pandas.DataFrame``; a value that was not logged is None.
@@ -119,7 +119,7 @@ class Run:
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         """Returns the events of all nodes and ranks ordered by time, or only those called ``name``."""
-        return [event for event in self._directory.read_events() if name in (None, event["event"])]
+        return [event for event in self._directory.read_events() if name in (None, event.name)]
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the committed checkpoints, oldest first. Compares file names and sizes, but reads no tensor."""

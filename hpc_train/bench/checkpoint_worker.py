@@ -33,7 +33,7 @@ from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag

@@ -18,7 +18,7 @@ from hpc_train.preflight.expected import expected_bandwidths, read_fabric
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
@@ -56,7 +56,7 @@ def run_preflight(spec: WorkerSpec, stop: StopFlag) -> Exit:
         mesh = join(spec, config)
         preflight(spec, config, run, mesh, events, log, always=True)
     if mesh.rank == 0:
-        write_result(run, next(event for event in run.read_events() if event["event"] == "preflight"))
+        write_result(run, next(event for event in run.read_events() if event.name == "preflight"))
     leave(mesh)
     return Exit.DONE
 

@@ -102,7 +102,7 @@ def run_benchmark(
         if exit_code == Exit.DONE:
             result = read_result(run)
         if failures is not None:
-            failures += [event["class"] for event in run.read_events() if event["event"] == "worker_failed"]
+            failures += [event.failure for event in run.read_events() if event.kind.is_failure and event.failure]
         return exit_code, result
     finally:
         # the message of a failure names its log, so the log must remain

@@ -14,7 +14,7 @@ from hpc_train.checkpoint.verified import VerifiedCheckpoint, VerifiedSearch, on
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 
 # seconds for a missing or short file on a network file system, whose attribute caches may be 60 s old
 VISIBILITY_TIMEOUT_S = 75.0

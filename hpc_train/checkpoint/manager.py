@@ -48,7 +48,7 @@ from hpc_train.machine.storage import renames_by_copying
 from hpc_train.models.hf.lora import BASE, base_identity, check_base
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.units import format_bytes
 
 # A slow file system does not end the training. If a save hangs, the next one waits for it, and the agent sees the hang.

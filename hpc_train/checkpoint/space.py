@@ -96,9 +96,9 @@ def _slowest_save(run: RunDirectory) -> float | None:
     """Returns the seconds of the slowest save of this run, or else of the run that it was forked from."""
     source = run.record().get("forked_from")
     for directory in (run, *([RunDirectory(Path(source))] if source else [])):
-        saves = [event["seconds"] for event in directory.events_of(SAVER) if event["event"] == "checkpoint_saved"]
+        saves = [event.seconds for event in directory.events_of(SAVER) if event.name == "checkpoint_saved"]
         if saves:
-            return float(max(saves))
+            return max(saves)
     return None
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import (
@@ -33,6 +32,7 @@ from hpc_train.checkpoint.manifest import (
 from hpc_train.checkpoint.removals import Kept, Retention, removable
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import Event
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.attempt-\d+\.\d+)?")
 _UNFINISHED = re.compile(r"(?:\.(?:bad\.)?)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
@@ -293,7 +293,7 @@ def furthest_saved(run: RunDirectory) -> int:
     """Returns the highest step with a committed checkpoint according to events and ``run.json``; 0 without any."""
     record = run.record()
     proofs = [event for event in run.read_events() if _proves_checkpoint(event, run)]
-    saved = [*(event.get("step") for event in proofs), record.get("saved_step"), record.get("result", {}).get("steps")]
+    saved = [*(event.step for event in proofs), record.get("saved_step"), record.get("result", {}).get("steps")]
     return max((step for step in saved if isinstance(step, int)), default=0)
 
 
@@ -307,12 +307,10 @@ def record_save(run: RunDirectory, step: int) -> None:
             run.update_record(saved_step=step)
 
 
-def _proves_checkpoint(event: Mapping[str, Any], run: RunDirectory) -> bool:
+def _proves_checkpoint(event: Event, run: RunDirectory) -> bool:
     """Returns whether ``event`` reports a commit of this run, or a resume from a checkpoint of this run."""
-    own = f"{run.checkpoints}/"
-    return event["event"] == "checkpoint_saved" or (
-        event["event"] == "resumed" and str(event.get("path", "")).startswith(own)
-    )
+    own = event.path.startswith(f"{run.checkpoints}/")
+    return event.name == "checkpoint_saved" or (event.name == "resumed" and own)
 
 
 def wait_for_checkpoint(store: CheckpointStore, wait_s: float) -> bool:

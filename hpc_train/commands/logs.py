@@ -171,9 +171,9 @@ def _print_failure(run: RunDirectory, attempt: int, wanted: Wanted) -> None:
 
 def _failure(run: RunDirectory, attempt: int) -> str | None:
     end = attempt_end(run, attempt)
-    if end is not None and end.event["event"] in ("failed", "stopped_retrying"):
+    if end is not None and end.event.kind.is_failure:
         return failure_text(run, end.event, whole=True)
-    if cause := find_cause([event for event in run.read_events() if event["attempt"] == attempt]):
+    if cause := find_cause([event for event in run.read_events() if event.attempt == attempt]):
         who = f"attempt {attempt}: {cause.who} failed ({cause.kind})"
         return f"{who}:\n{cause.traceback.rstrip() or cause.message}"
     return None

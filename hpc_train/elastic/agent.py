@@ -40,7 +40,7 @@ from hpc_train.registration import MONITOR, registered
 from hpc_train.run.clock import VARIABLE, Clock
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or, write_for_group

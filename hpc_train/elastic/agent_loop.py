@@ -35,7 +35,7 @@ from hpc_train.machine.network.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or

@@ -38,7 +38,7 @@ from hpc_train.machine.gpus import gpu_memory
 from hpc_train.machine.health.idle_gpus import IdleGpus
 from hpc_train.machine.network.node import this_node
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or

@@ -15,7 +15,7 @@ from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.config.schema import Config
 from hpc_train.elastic.decision import ANNOUNCEMENT, RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.killed_step import KILLED, KilledStep, find_killed_step
+from hpc_train.elastic.killed_step import KilledStep, find_killed_step
 from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
@@ -34,7 +34,7 @@ from hpc_train.machine.placement import has_blocks, judge, mapping, network_of, 
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.clock import age_of_this_process
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import with_digest
@@ -193,7 +193,7 @@ class Attempts:
         if start.before:
             self._report_change(start, events)
         elif self.end is not None and (killed := self._killed_step(spec.attempt - 1)) is not None:
-            events.write(KILLED, **killed.details(self.config.cluster.mem))
+            events.write("agents_killed", **killed.details(self.config.cluster.mem))
         elif self.end is not None and self.end.was_requeued_externally():
             events.write("requeued_by_slurm", **self._why_requeued(spec.attempt))
         report_placement(start, self.config.cluster.switches, events)
@@ -213,11 +213,10 @@ class Attempts:
 
     def _why_requeued(self, attempt: int) -> dict[str, Any]:
         """Returns the details of a requeue that the job did not ask for: the nodes that Slurm has lost, if any."""
-        started = [event for event in self.run.read_events() if event["event"] == "started"]
-        before = [event for event in started if event["attempt"] < attempt]
+        before = [event for event in self.run.read_events() if event.name == "started" and event.attempt < attempt]
         lost = {}
         if before:
-            lost = unavailable_nodes(max(before, key=lambda event: event["attempt"])["nodes"])
+            lost = unavailable_nodes(before[-1]["nodes"])
         if not lost:
             return {"reason": "requeued by a person (scontrol requeue) or by Slurm (a preemption)"}
         words = ", ".join(f"node {node} is {state}" for node, state in lost.items())

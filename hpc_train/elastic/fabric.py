@@ -36,7 +36,7 @@ from hpc_train.machine.network.rails import different_rails, match, port_warning
 from hpc_train.machine.network.rank_binding import bindings
 from hpc_train.machine.network.versions import different_versions, lowest_nccl
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import write_text
 
 DUMP_FILES = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # new name and old name, which torch reads

@@ -19,7 +19,7 @@ from hpc_train.machine.health.health_check import NodeHealth, check_gpus, read_s
 from hpc_train.machine.health.kernel_log import Defect
 from hpc_train.machine.network.facts import NodeFacts
 from hpc_train.machine.network.rank_binding import devices
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure, concerns_gpu
 from hpc_train.run.requests import StopRequests
 from hpc_train.units import format_bytes

@@ -15,7 +15,6 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure
 
-KILLED = "agents_killed"  # the event
 TAIL_BYTES = 1 << 16
 # What slurmstepd writes: "Exceeded job memory limit", "exceeded memory limit (9 > 8), being killed",
 # "Detected 1 oom_kill event in StepId=7.0", "Detected 1 oom-kill event(s) in step 7.0 cgroup"
@@ -65,7 +64,7 @@ def find_killed_step(run: RunDirectory, launch_id: str, attempt: int) -> KilledS
     this_job, this_step, this_restart = launch_id.split(".")
     if (job, restart) != (this_job, this_restart) or step == this_step:
         return None
-    if any("exit_code" in event for event in _events(run, attempt)):
+    if any("exit_code" in event for event in run.events_of("agent-*", attempt)):
         return None
     return KilledStep(attempt, f"{job}.{step}", str(spec.get("node")), _memory_line(run, f"{job}.{step}"))
 
@@ -74,8 +73,8 @@ def refuse_third_kill(run: RunDirectory, killed: KilledStep | None, mem: str | N
     """Raises UserError if two steps in a row were killed for their memory: the next one would be as well."""
     if killed is None or killed.for_memory is None:
         return
-    before = [event for event in _events(run, killed.attempt) if event["event"] == KILLED]
-    if any(event.get("class") == Failure.OUT_OF_MEMORY for event in before):
+    before = [event for event in run.events_of("agent-*", killed.attempt) if event.name == "agents_killed"]
+    if any(event.failure == Failure.OUT_OF_MEMORY for event in before):
         raise UserError(
             f"Slurm killed two steps of the job for exceeding its memory: {killed.for_memory}",
             where="cluster.mem",
@@ -112,7 +111,3 @@ def _memory_line(run: RunDirectory, step: str) -> str | None:
     named = [line for line in matches if "stepid=" in line.lower()]
     of_step = [line for line in named if re.search(rf"StepId={re.escape(step)}\b", line, re.IGNORECASE)]
     return next(reversed(of_step if named else matches), None)  # without ids, it may be any of the steps
-
-
-def _events(run: RunDirectory, attempt: int) -> list[dict[str, Any]]:
-    return list(run.events_of("agent-*", attempt))

@@ -160,10 +160,8 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
 
 def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
     """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
-    checks = [
-        line for line in run.events_of("rank-0000") if line["event"] == "preflight" and line.get("launch") == launch
-    ]
-    return any(set(nodes) <= set(line.get("nodes", ())) for line in checks)
+    checks = [event for event in run.events_of("rank-0000") if event.name == "preflight"]
+    return any(set(nodes) <= set(check.get("nodes", ())) for check in checks if check.get("launch") == launch)
 
 
 READ_S = 4.0  # the rendezvous server waits meanwhile
@@ -225,12 +223,11 @@ class NodeFailures:
 
     def _slow(self) -> Iterator[dict[str, Any]]:
         """Yields nodes that rank 0 reported as slow or unfit in the event log."""
-        for line in self.run.events_of("rank-0000"):
-            if line["event"] == "slow_node":
-                for partner in line["partners"]:
-                    yield {"time": line["time"], "node": line["node"], "class": f"slow with {partner}"}
-            elif line["event"] == "slow_gpu":
-                slow = f"slow GPU {line['gpu']}"
-                yield {"time": line["time"], "node": line["node"], "class": slow, "times": TOO_OFTEN}
-            elif line["event"] == "unfit_node":
-                yield {"time": line["time"], "node": line["node"], "class": line["reason"], "times": TOO_OFTEN}
+        for event in self.run.events_of("rank-0000"):
+            line = {"time": event.time, "node": event.node}
+            if event.name == "slow_node":
+                yield from (line | {"class": f"slow with {partner}"} for partner in event["partners"])
+            elif event.name == "slow_gpu":
+                yield line | {"class": f"slow GPU {event['gpu']}", "times": TOO_OFTEN}
+            elif event.name == "unfit_node":
+                yield line | {"class": event.reason, "times": TOO_OFTEN}

@@ -32,7 +32,7 @@ from hpc_train.elastic.decision import over_budget
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.machine.allocation import expand
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, write_json, write_text
 from hpc_train.run.ledger import read_ledger

@@ -27,7 +27,7 @@ from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.layout.layout import Layout
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import activity, process_state
 from hpc_train.run.requests import answer_stacks_request

@@ -21,7 +21,7 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import share
 from hpc_train.run.freeze import claim_run

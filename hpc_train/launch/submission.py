@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hpc_train.launch.executors.executor import Executor, Submitted
 from hpc_train.launch.job import Job
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import concurrently
 from hpc_train.run.lease import add_submission
 from hpc_train.run.requests import record_stop_request

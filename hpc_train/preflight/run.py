@@ -52,7 +52,7 @@ from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure
 from hpc_train.preflight.nccl_log import NCCLLog, copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import UnfitNode
 from hpc_train.run.freeze import config_hash
 from hpc_train.schedulers.slurm.site import node_features

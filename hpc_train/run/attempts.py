@@ -6,21 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-Event = dict[str, Any]
+from hpc_train.run.events import Event
+from hpc_train.run.rows import Line
 
-FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
-# rank 0 writes these, with the keys of a metrics line for the steps since the last line
-CLOSING = ("training_finished", "training_stopped")
-WITH_STEP = (None, "checkpoint_saved", *CLOSING)  # None is a line of metrics
 NUMBER = (int, float)
-ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
-STOPS = {"suspended": "suspended_s", "paused": "frozen_s"}  # the account of the seconds of each event
-# written by an agent that was frozen, when it wakes up; Slurm may have requeued its job meanwhile
-ECHOES = ("stop_requested", *STOPS)
-BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
 class Interval(NamedTuple):
@@ -34,10 +26,10 @@ class Interval(NamedTuple):
     checkpoint_s: float
 
     @classmethod
-    def until(cls, line: Event, first: int) -> Interval:
+    def until(cls, line: Line | Event, first: int) -> Interval:
         last = line["step"]
-        steps_s = (last - first) * (line.get("step_s") or 0.0) if last > first else 0.0
-        return cls(line["time"], first, last, steps_s, line.get("eval_s") or 0.0, line.get("save_s") or 0.0)
+        steps_s = (last - first) * (line.step_s or 0.0) if last > first else 0.0
+        return cls(line.time, first, last, steps_s, line.eval_s or 0.0, line.save_s or 0.0)
 
     @property
     def began(self) -> float:
@@ -74,19 +66,20 @@ class Attempt:
     frozen: Mapping[str, float]
 
     @classmethod
-    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Event], frozen: Mapping[str, float]) -> Attempt:
-        own = sorted(events, key=lambda event: event["time"])
-        closing = [event for event in own if event["event"] in CLOSING and "save_s" in event]
-        beginnings = [event for event in own if event["event"] in BEGINNINGS]
+    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Line], frozen: Mapping[str, float]) -> Attempt:
+        own = sorted(events, key=attrgetter("time"))
+        closing = [event for event in own if event.kind.ends == "training" and event.save_s is not None]
+        beginnings = [event for event in own if event.kind.continues_from]
         stretches: list[Stretch] = []
         step = 0
-        for point in sorted([*lines, *beginnings, *closing], key=itemgetter("time")):
-            if point.get("event") in BEGINNINGS:
-                step = point[BEGINNINGS[point["event"]]]
-                stretches.append(Stretch(step, point["time"]))
+        points: list[Line | Event] = sorted([*lines, *beginnings, *closing], key=attrgetter("time"))
+        for point in points:
+            if isinstance(point, Event) and point.kind.continues_from:
+                step = point[point.kind.continues_from]
+                stretches.append(Stretch(step, point.time))
                 continue
             if not stretches:
-                stretches.append(Stretch(step, point["time"]))
+                stretches.append(Stretch(step, point.time))
             stretches[-1].intervals.append(Interval.until(point, step))
             step = point["step"]
         return cls(number, own, stretches, frozen)
@@ -94,11 +87,11 @@ class Attempt:
     @cached_property
     def start(self) -> Event | None:
         """Returns the ``started`` event; None if it is missing."""
-        return next((event for event in self.events if event["event"] == "started"), None)
+        return next((event for event in self.events if event.name == "started"), None)
 
     def start_value(self, key: str, default: Any = None) -> Any:
         """Returns the value of ``key`` in the ``started`` event."""
-        return (self.start or {}).get(key, default)
+        return default if self.start is None else self.start.get(key, default)
 
     @property
     def launch(self) -> str:
@@ -116,7 +109,7 @@ class Attempt:
     @cached_property
     def last_sign(self) -> float:
         intervals = [interval.time for stretch in self.stretches for interval in stretch.intervals]
-        return max([event["time"] for event in self.events if event["event"] not in ECHOES] + intervals)
+        return max([event.time for event in self.events if not event.kind.is_late] + intervals)
 
     @cached_property
     def released(self) -> float:
@@ -128,52 +121,42 @@ class Attempt:
     def stops(self) -> list[tuple[str, float, float]]:
         """Returns the account, beginning and end of each time in which the job did not execute."""
         return [
-            (STOPS[event["event"]], event["until"] - event["seconds"], event["until"])
+            (event.kind.account, event.until - event.seconds, event.until)
             for event in self.events
-            if event["event"] in STOPS
+            if event.kind.account
         ]
 
     @cached_property
     def failed_at(self) -> float | None:
         """Returns the time when its failure was noticed; None if it is running or ended normally."""
         after = self.last_interval.time if self.last_interval else 0.0
-        times = [event["time"] for event in self.events if event["event"] in FAILURES and event["time"] >= after]
+        times = [event.time for event in self.events if event.kind.is_failure and event.time >= after]
         return min(times, default=None)
 
     @property
     def closed(self) -> bool:
         """Returns whether training reached its end or a requested stop with its state saved."""
-        closing = [event for event in self.events if event["event"] in ENDS]
-        return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
+        ends = [event for event in self.events if event.kind.ends and not event.kind.is_failure]
+        return any(event.save_s is not None for event in ends) or (bool(ends) and self.failed_at is None)
 
     @property
     def ended(self) -> float:
         return self.last_sign if self.failed_at is None else self.failed_at
 
 
-def attempts_of(events: Iterable[Event], metrics: Iterable[Event], frozen: Mapping[str, float]) -> list[Attempt]:
+def attempts_of(events: Iterable[Event], metrics: Iterable[Line], frozen: Mapping[str, float]) -> list[Attempt]:
     """Returns the attempts in their order, without those that never started and without damaged lines.
 
     Args:
         metrics: lines of all attempts, including those of repeated steps.
         frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    own, lines = _by_attempt(events), _by_attempt(metrics)
+    own: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        own[event.attempt].append(event)
+    lines: defaultdict[int, list[Line]] = defaultdict(list)
+    for line in metrics:
+        if "attempt" in line and "time" in line:
+            lines[line.attempt].append(line)
     attempts = [Attempt.of(number, own[number], lines[number], frozen) for number in sorted({*own, *lines})]
     return [attempt for attempt in attempts if attempt.start is not None]
-
-
-def _by_attempt(points: Iterable[Event]) -> defaultdict[int, list[Event]]:
-    """Returns the whole ones of ``points`` by attempt."""
-    found = defaultdict(list)
-    for point in filter(_is_whole, points):
-        found[point["attempt"]].append(point)
-    return found
-
-
-def _is_whole(point: Event) -> bool:
-    """Returns whether an event or a line of metrics has the numbers that the ledger needs; a damaged one may not."""
-    event = point.get("event")
-    step = BEGINNINGS.get(str(event), "step" if event in WITH_STEP else "attempt")
-    attempt, at = point.get("attempt"), point.get("time")
-    return isinstance(attempt, NUMBER) and isinstance(at, NUMBER) and isinstance(point.get(step), NUMBER)

@@ -41,10 +41,11 @@ import yaml
 
 from hpc_train.errors import UserError
 from hpc_train.opening import CONFIG, SMALL, DamagedFile, read_file, read_tail, resolved_below, tell_once
+from hpc_train.run.events import Event, event_row
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import NewLines, last_line, read_json
 from hpc_train.run.record import FORMAT, read_record, write_record
-from hpc_train.run.rows import ATTEMPT, config_sections, event_row, failure_row, metrics_row, text_row, typed
+from hpc_train.run.rows import ATTEMPT, Line, config_sections, failure_row, metrics_row, text_row, typed
 
 OUTPUT_BYTES = 1 << 20  # of the end of the output of a job
 PIPELINE_SPLIT = "pp_split.json"
@@ -245,15 +246,15 @@ class RunDirectory:
     def events_file(self, writer: str, attempt: int) -> Path:
         return self.events / f"{writer}-{attempt:03d}.jsonl"
 
-    def newest_metrics(self, attempt: int) -> dict[str, Any]:
-        """Returns the last line of metrics of an attempt; {} if there is none."""
-        return metrics_row(last_line(self.metrics_file(attempt), self.path)) or {}
+    def newest_metrics(self, attempt: int) -> Line:
+        """Returns the last line of metrics of an attempt; an empty one if there is none."""
+        return metrics_row(last_line(self.metrics_file(attempt), self.path)) or Line()
 
-    def last_logged_step(self) -> dict[str, Any]:
-        """Returns the last line of metrics of the newest attempt that has logged a step; {} before the first."""
+    def last_logged_step(self) -> Line:
+        """Returns the last line of metrics of the newest attempt that has logged a step; an empty one before it."""
         newest_first = sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of, reverse=True)
         lines = (metrics_row(last_line(path, self.path)) for path in newest_first)
-        return next(filter(None, lines), {})
+        return next(filter(None, lines), Line())
 
     def attempt_record(self, attempt: int) -> dict[str, Any]:
         """Returns what ``attempts/NNN.json`` says; {} until the attempt has started, or if it is damaged."""
@@ -263,24 +264,24 @@ class RunDirectory:
             return {}
         return (typed(found, ATTEMPT) or {}) if isinstance(found, dict) else {}
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[Line]:
         """Returns the logged steps in order; if attempts overlap, the highest attempt's line of a step counts."""
-        steps = {line["step"]: line for line in self.read_all_metrics()}
+        steps = {line.step: line for line in self.read_all_metrics()}
         return [steps[step] for step in sorted(steps)]
 
-    def read_all_metrics(self) -> Iterator[dict[str, Any]]:
+    def read_all_metrics(self) -> Iterator[Line]:
         """Yields the lines of all attempts, including steps that a later attempt repeated."""
         for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
             yield from self.follow(path).read()
 
-    def read_events(self) -> list[dict[str, Any]]:
+    def read_events(self) -> list[Event]:
         """Returns all events of all writers by attempt, and within an attempt by time.
 
         The jobs of a run may have different clocks.
         """
-        return sorted(self.events_of("*"), key=lambda event: (event["attempt"], event["time"]))
+        return sorted(self.events_of("*"), key=lambda event: (event.attempt, event.time))
 
-    def events_of(self, writer: str, attempt: int | None = None) -> Iterator[dict[str, Any]]:
+    def events_of(self, writer: str, attempt: int | None = None) -> Iterator[Event]:
         """Yields the events of ``writer`` in one or all attempts, in no particular order."""
         for path in self.events.glob(f"{writer}-{'*' if attempt is None else f'{attempt:03d}'}.jsonl"):
             yield from self.follow(path).read()

@@ -1,138 +1,415 @@
-"""Writes and reads the event log of a run, which has one file per writing process and attempt.
+"""The table of events: what each one means, which fields it has, and what the readers of a run derive from it.
 
-No two processes share a file, because two clients of a network file system that append to one file lose lines.
+``docs/events.md`` is generated from it. Whoever asks which events are failures, end a job, or begin a state asks here.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Literal
 
-from hpc_train.run.clock import Clock
-from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Failure, classify_message
-from hpc_train.run.file_writer import FileWriter, Outage
-
-EVENTS = (
-    "submitted",
-    "started",
-    "resumed",
-    "checkpoint_saved",
-    "checkpoint_failed",
-    "save_deferred",  # the final save waits for free disk space
-    "checkpoint_set_aside",
-    "stop_requested",
-    "worker_failed",
-    "node_lost",
-    "agents_killed",  # by a signal, with the whole step of the job; the next step writes it
-    "hang_detected",
-    "collective_timed_out",  # on a rank that then failed; the stacks of the others were saved before they were killed
-    "file_system_failed",  # after it, with its seconds: the run directory could not be written
-    "suspended",  # after Slurm has resumed the job: the seconds during which its processes were stopped
-    "paused",  # the batch host did not execute for some seconds, although the job was not suspended
-    "gpu_memory_awaited",  # after an attempt that ran out of GPU memory
-    "no_progress",  # for a minute or more: the phase, the rank and the line of its code; nothing was killed
-    "slow_step",  # a step so slow that its stacks were saved; nothing was killed
-    "straggler",
-    "preflight",
-    "slow_node",
-    "slow_gpu",
-    "unfit_node",  # a node that the preflight dropped
-    "restarted",
-    "shrunk",
-    "spare_used",
-    "requeued",
-    "requeued_by_slurm",  # requeued by a person or by Slurm itself
-    "training_finished",  # by rank 0, with the time ledger; the agent then writes finished or stopped
-    "training_stopped",
-    "ended_early",  # by a hook, before the last step
-    "finished",
-    "stopped",
-    "failed",
-    "stopped_retrying",
-    "step_skipped",  # skipped on all ranks because the gradient was not finite
-    "rolled_back",  # restored a checkpoint within the attempt, skipping some samples
-    "evaluation_started",
-    "stream_ended",  # the data ended before train.steps
-    "first_step",  # of a restarted attempt or one that compiles: its seconds, and whether artifacts were loaded
-    "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time
-    "pipeline_balance",  # measured balance of the stages in the first steps
-    "pipeline_step",  # when each stage computed in one of the first steps, for the report
-    "warning",
-    "advice",
-    "gpu_idle",  # for telemetry.gpu_idle_minutes
-    "profiled",
-    "loop",  # one of the user's own loop (run.entry), with its name
+from hpc_train.run.rows import (
+    Check,
+    Field,
+    Row,
+    count,
+    dict_of,
+    flag,
+    group,
+    list_of,
+    number,
+    or_none,
+    record_of,
+    seconds,
+    text,
+    typed,
 )
 
 
-def _writer() -> FileWriter:
-    return FileWriter("the event log")
+def _chunk(value: Any) -> bool:
+    """Returns whether ``value`` is the kind, stage, beginning and end of a part of a pipeline step."""
+    return (
+        type(value) is list
+        and len(value) == 4
+        and value[0] in ("forward", "backward", "weight")
+        and type(value[1]) is int
+        and 0 <= value[1] < 1 << 16
+        and seconds(value[2])
+        and seconds(value[3])
+    )
+
+
+_RATES = record_of(nodes=dict_of(or_none(number)), rails=list_of(or_none(number)), world=or_none(number))
+TYPES: dict[str, Check] = {  # as the documentation calls them
+    "text": text,
+    "text or null": or_none(text),
+    "number": number,
+    "seconds": seconds,
+    "seconds > 0": lambda value: seconds(value) and value > 0,
+    "count": count,
+    "count or null": or_none(count),
+    "true or false": flag,
+    "list": lambda value: type(value) is list,
+    "list of texts": list_of(text),
+    "object": group,
+    "object or null": or_none(group),
+    "GB/s of nodes, rails and world": _RATES,
+    "chunks by rank": list_of(record_of(rank=count, chunks=list_of(_chunk))),
+}
+_NAMES = {  # the fields of each type
+    "text": "class message reason traceback launch layout path schedule kind text problem name gpu executor phase how "
+    "drain limit mode",
+    "text or null": "node job_id stacks",
+    "number": "share late_s value rate usual imbalance bubble_share",
+    "seconds": "time seconds until began save_s step_s eval_s",
+    "count": "attempt exit_code world_size to_step steps micro_batches bytes before requeues in_a_row compiled "
+    "reused slow_rank first",
+    "count or null": "rank step",
+    "true or false": "final free with_optimizer rolled_back cache_loaded",
+    "list": "ranks bad_steps skipped_windows overrides layers blocks stage_s findings changes left_out copy_gb_per_s "
+    "gemm_tflops",
+    "list of texts": "nodes gpus partners instead_of without exclude devices networks",
+    "object": "ledger predicted expected_gb_per_s pairs_gb_per_s clock_offset_s versions",
+    "object or null": "record even",
+    "GB/s of nodes, rails and world": "bus_gb_per_s",
+}
+HEAD = ("time", "event", "rank", "node", "attempt", "step")  # of every event
+FIELDS = {"event": "text"} | {name: of for of, names in _NAMES.items() for name in names.split()}
+
+
+class Level(IntEnum):
+    """Says where an event is shown: a level also where those below it are."""
+
+    DETAIL = 0  # in the live view only
+    MARK = 1  # on the report page
+    REACTION = 2  # by the command why
+    FAILURE = 3  # as the cause of an end
 
 
 @dataclass(frozen=True)
-class EventLog:
-    """Appends events of one writer (``submitter``, ``agent-<node>``, ``rank-0003``) in one attempt.
+class EventKind:
+    """Holds a row of the table.
 
-    A thread writes them (``FileWriter``): lines that cannot be written stay in memory until they can.
+    Attributes:
+        meaning: for the documentation.
+        fields: the names of its fields besides those of every event, separated by spaces. A line without a field that
+            has ``!`` is damaged. ``*`` allows any others.
+        types: the fields whose type is not that of ``FIELDS``.
+        ends: what it ends: the training, reported by rank 0, or the job, reported by an agent with its exit code.
+        state: the state that the run is in from then on, for monitoring.
+        counter: the counter of monitoring that it increases. ``hang_detected`` has none, because the
+            ``worker_failed`` that follows it has the class of the failure.
+        account: the account of the time ledger that gets its ``seconds``.
+        continues_from: the field with the step from which training continues.
+        is_progress: whether it shows that the run makes progress.
+        is_late: whether an agent that did not execute writes it when it wakes up. Its job may have been requeued
+            meanwhile, so the time of the event is no sign of life.
+        is_of_attempt_before: whether it reports the failure of the attempt before it, of which no agent was left.
+        node_failed, node_slow: what the report page says of its node.
+        in_top: whether the live view lists it.
     """
 
-    path: Path
-    attempt: int
-    rank: int | None = None
-    writer: FileWriter = field(default_factory=_writer, compare=False, repr=False)
-    hear: Callable[[dict[str, Any]], object] | None = field(default=None, compare=False, repr=False)
-    clock: Clock = field(default_factory=Clock.inherited, compare=False)
+    meaning: str
+    fields: str = ""
+    types: Mapping[str, str] = field(default_factory=dict)
+    level: Level = Level.DETAIL
+    ends: Literal["", "training", "job"] = ""
+    state: str = ""
+    counter: str = ""
+    account: str = ""
+    continues_from: str = ""
+    is_progress: bool = False
+    is_late: bool = False
+    is_of_attempt_before: bool = False
+    node_failed: str = ""
+    node_slow: str = ""
+    in_top: bool = True
 
-    def __post_init__(self) -> None:
-        self.writer.on_outage = self.write_outage
+    @property
+    def is_failure(self) -> bool:
+        return self.level is Level.FAILURE
 
-    @classmethod
-    def open(
-        cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None, clock: Clock | None = None
-    ) -> EventLog:
-        return cls(run.events_file(writer, attempt), attempt, rank, clock=clock or Clock.inherited())
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its fields besides ``HEAD``."""
+        return tuple(name.rstrip("!") for name in self.fields.split() if name != "*")
 
-    def write_outage(self, outage: Outage) -> None:
-        """Appends an event about a time in which files of the run directory could not be written. Does not wait."""
-        message = f"files of the run directory could not be written for {outage.seconds:.0f} s: {outage.failure}"
-        kind = classify_message(outage.failure) or Failure.FILE_SYSTEM
-        times = {"began": self.now() - outage.seconds, "seconds": round(outage.seconds, 3)}
-        self._append("file_system_failed", None, times | {"class": kind, "message": message}, wait=False)
+    @property
+    def is_open(self) -> bool:
+        """Whether it may have fields that the row does not name."""
+        return "*" in self.fields.split()
 
-    def now(self) -> float:
-        """Returns the time by the clock of the job, in seconds since 1970."""
-        return self.clock.now()
+    @cached_property
+    def required(self) -> tuple[str, ...]:
+        return ("time", "attempt", "event", *(name[:-1] for name in self.fields.split() if name.endswith("!")))
 
-    def of(self, attempt: int) -> EventLog:
-        """Returns the log of the same process in another attempt; both share the pending lines."""
-        writer = self.path.name.rpartition("-")[0]
-        return replace(self, path=self.path.with_name(f"{writer}-{attempt:03d}.jsonl"), attempt=attempt)
+    @cached_property
+    def checks(self) -> dict[str, Check]:
+        """The checks of the fields of a line; those of other events apply as well, unless any other is allowed."""
+        names = (*HEAD, *self.names) if self.is_open else FIELDS
+        return {name: TYPES[self.types.get(name, FIELDS[name])] for name in names}
 
-    def heard_by(self, hear: Callable[[dict[str, Any]], object]) -> EventLog:
-        """Returns the log of the same process that also calls ``hear`` with each event, after it was written."""
-        return replace(self, hear=hear)
 
-    def close(self) -> None:
-        """Waits a few seconds for what is pending, if the file system does not respond."""
-        self.writer.close()
+_CLOSING = "step! steps step_s save_s eval_s ledger *"
+_CAUSE = "class message exit_code"
+EVENTS = {
+    # a job and its attempts
+    "submitted": EventKind("The job was handed to its executor.", "job_id executor layout"),
+    "started": EventKind(
+        "The agents start the workers of an attempt. `record` is a copy of `run.json`.",
+        "layout world_size gpus began job_id launch nodes record", {"gpus": "count"},
+        level=Level.MARK, state="starting", is_progress=True, in_top=False,
+    ),
+    "preflight": EventKind(
+        "The preflight has measured the nodes.",
+        "launch mode seconds nodes findings left_out bus_gb_per_s expected_gb_per_s pairs_gb_per_s copy_gb_per_s "
+        "gemm_tflops devices clock_offset_s versions networks",
+    ),
+    "unfit_node": EventKind(
+        "The preflight has dropped a node.", "message reason! node!", level=Level.REACTION, node_failed="unfit"
+    ),
+    "slow_node": EventKind(
+        "The preflight found the network of a node slow.", "message rate usual partners! drain node!",
+        level=Level.REACTION, counter="slow_nodes", node_slow="slow",
+    ),
+    "slow_gpu": EventKind(
+        "The preflight found a GPU slow.", "gpu! slow_rank message rate usual drain node!",
+        level=Level.REACTION, counter="slow_nodes", node_slow="slow GPU",
+    ),
+    "stop_requested": EventKind(
+        "A person, Slurm or a limit asked the run to stop.", "reason", level=Level.REACTION, is_late=True
+    ),
+    "requeued": EventKind(
+        "The job asks Slurm to queue it again.", "requeues reason exclude",
+        level=Level.REACTION, state="requeued", counter="requeues",
+    ),
+    "requeued_by_slurm": EventKind(
+        "Slurm or a person has queued the job again, perhaps because a node was lost.", "reason class message",
+        level=Level.REACTION, counter="requeues", is_of_attempt_before=True,
+    ),
+    "restarted": EventKind(
+        "The workers start again within the job, after a failure.", "reason seconds world_size",
+        level=Level.REACTION, counter="restarts", is_progress=True,
+    ),
+    "shrunk": EventKind(
+        "The job goes on with fewer nodes.", "nodes before without", {"nodes": "count"}, level=Level.REACTION
+    ),
+    "spare_used": EventKind("A spare node replaces another.", "nodes instead_of", level=Level.REACTION),
+    "suspended": EventKind(
+        "Slurm had suspended the job for some seconds.", "seconds! until! reason",
+        level=Level.REACTION, account="suspended_s", is_late=True,
+    ),
+    "paused": EventKind(
+        "The batch host did not execute for some seconds, although the job was not suspended.",
+        "seconds! until! reason", level=Level.REACTION, account="frozen_s", is_late=True,
+    ),
+    "finished": EventKind("The job has ended, and the run is done.", f"{_CAUSE} reason", ends="job", state="finished"),
+    "stopped": EventKind(
+        "The job has ended after a stop or to be requeued.", f"{_CAUSE} reason", ends="job", state="stopped"
+    ),
+    "failed": EventKind(
+        "The job has ended because of a failure.", f"{_CAUSE} gpus", level=Level.FAILURE, ends="job", state="failed"
+    ),
+    "stopped_retrying": EventKind(
+        "The job has ended and is not requeued: failures without progress, or a budget that is spent.", _CAUSE,
+        level=Level.FAILURE, ends="job", state="failed",
+    ),
+    # failures
+    "worker_failed": EventKind(
+        "A worker has failed.", "class message traceback gpus",
+        level=Level.FAILURE, state="restarting", counter="failures", node_failed="failed",
+    ),
+    "node_lost": EventKind(
+        "The agent of a node has ended or does not answer.", "class message traceback gpus",
+        level=Level.FAILURE, state="restarting", counter="failures", node_failed="lost",
+    ),
+    "hang_detected": EventKind(
+        "The ranks do not progress; their stacks were saved, and they are killed.",
+        "phase seconds message stacks ranks gpus", level=Level.FAILURE, state="restarting", node_failed="hung",
+    ),
+    "collective_timed_out": EventKind(
+        "A collective timed out on a rank that then failed; the stacks of the others were saved.",
+        "message stacks ranks", node_failed="timed out",
+    ),
+    "agents_killed": EventKind(
+        "All agents of a step of the job were killed by a signal; the next step writes it.", "class message",
+        level=Level.REACTION, is_of_attempt_before=True,
+    ),
+    "file_system_failed": EventKind(
+        "Files of the run directory could not be written for some seconds, which are over now.",
+        "class message began seconds", level=Level.REACTION,
+    ),
+    "gpu_memory_awaited": EventKind(
+        "After a failure for lack of GPU memory, the agent waited until it was free.", "seconds free message",
+        level=Level.REACTION,
+    ),
+    "gpu_idle": EventKind(
+        "GPUs were idle for `telemetry.gpu_idle_minutes`.", "gpus message", level=Level.REACTION
+    ),
+    # what is noticed
+    "no_progress": EventKind("Nothing was done for a minute or more; nothing is killed.", "phase message"),
+    "slow_step": EventKind("A step was so slow that its stacks were saved.", "phase seconds message stacks"),
+    "straggler": EventKind(
+        "The other ranks often wait for one.", "share late_s message",
+        level=Level.MARK, counter="stragglers", node_slow="slow",
+    ),
+    "warning": EventKind("Something that the user should know.", "message!", level=Level.MARK),
+    "advice": EventKind(
+        "What limits the speed, and settings that may help.", "limit value message! overrides", in_top=False
+    ),
+    "message_not_sent": EventKind("A message to a webhook failed; a waiting command sends it.", "kind! text! problem"),
+    # checkpoints
+    "resumed": EventKind(
+        "The workers have loaded a checkpoint.", "step! path with_optimizer changes",
+        level=Level.REACTION, continues_from="step", is_progress=True,
+    ),
+    "checkpoint_saved": EventKind(
+        "A checkpoint is complete.", "step! path bytes seconds",
+        counter="checkpoint_saves", is_progress=True, in_top=False,
+    ),
+    "checkpoint_failed": EventKind(
+        "A save has failed, `final` the last one.", "message! final",
+        level=Level.REACTION, counter="checkpoint_failures",
+    ),
+    "save_deferred": EventKind(
+        "The last save waits for free disk space.", "path! seconds! message!", level=Level.REACTION
+    ),
+    "checkpoint_set_aside": EventKind(
+        "A checkpoint is damaged, or of the steps that a rollback undoes.", "path! message! rolled_back",
+        level=Level.REACTION,
+    ),
+    # training
+    "first_step": EventKind(
+        "The first step of the attempt is done; `cache_loaded`: with graphs compiled earlier.",
+        "seconds compiled reused cache_loaded", is_progress=True,
+    ),
+    "evaluation_started": EventKind("An evaluation begins.", state="evaluating", is_progress=True),
+    "step_skipped": EventKind(
+        "Steps were skipped on all ranks because the gradient was not finite.", "steps in_a_row", level=Level.MARK
+    ),
+    "rolled_back": EventKind(
+        "Training has diverged and goes on from an earlier checkpoint, without some samples.",
+        "to_step! bad_steps skipped_windows reason",
+        level=Level.REACTION, counter="rollbacks", continues_from="to_step", is_progress=True,
+    ),
+    "stream_ended": EventKind("The data has ended before `train.steps`.", level=Level.MARK),
+    "ended_early": EventKind("A hook has ended the training before its last step.", "reason", level=Level.MARK),
+    "training_finished": EventKind(
+        "Rank 0 has done the last step. It has the result and the time ledger.", _CLOSING,
+        level=Level.MARK, ends="training",
+    ),
+    "training_stopped": EventKind(
+        "Rank 0 has stopped after a checkpoint. It has the time ledger.", _CLOSING, level=Level.MARK, ends="training"
+    ),
+    "pipeline_split": EventKind(
+        "The layers of each pipeline stage and their predicted costs.", "how layers blocks predicted even"
+    ),
+    "pipeline_balance": EventKind(
+        "The measured balance of the stages in the first steps.", "stage_s imbalance bubble_share predicted"
+    ),
+    "pipeline_step": EventKind(
+        "When each stage computed in one of the first steps.", "ranks! seconds! schedule! micro_batches!",
+        {"ranks": "chunks by rank", "seconds": "seconds > 0"}, in_top=False,
+    ),
+    "profiled": EventKind("The chosen steps were profiled.", "first ranks", {"ranks": "object"}),
+    "loop": EventKind("An event of your own training loop (`run.entry`), with its own fields.", "name *"),
+}  # fmt: skip
+_UNKNOWN = EventKind("An event of another version of hpc_train.", "*")
 
-    def record(self, run: RunDirectory, **fields: Any) -> None:
-        """Merges ``fields`` into ``run.json`` as ``update_record`` does. A failing file system does not raise."""
-        self.writer.put(run.path / "run.json", lambda again: run.update_record(**fields))
 
-    def write(self, event: str, *, step: int | None = None, **details: Any) -> None:
-        """Appends an event with time, node, rank, attempt and step. A failing file system does not raise."""
-        self._append(event, step, details, wait=True)
+class Event(dict[str, Any]):
+    """Holds a line of the event log: a dictionary of its fields, most of which are attributes as well.
 
-    def _append(self, event: str, step: int | None, details: dict[str, Any], wait: bool) -> None:
-        if event not in EVENTS:
-            raise ValueError(f"unknown event {event!r}")
-        head = {"time": self.now(), "event": event, "rank": self.rank, "node": socket.gethostname()}
-        event_line = head | {"attempt": self.attempt, "step": step} | details
-        self.writer.append(self.path, event_line, wait)
-        if self.hear is not None:
-            self.hear(event_line)
+    Attributes:
+        failure: its field ``class``, one of ``run.exits.Failure``.
+    """
+
+    name = Field("event", "")
+    time = Field("time", 0.0)
+    attempt = Field("attempt", 0)
+    rank = Field[int | None]("rank", None)
+    node = Field[str | None]("node", None)
+    step = Field[int | None]("step", None)
+    message = Field("message", "")
+    reason = Field("reason", "")
+    failure = Field[str | None]("class", None)
+    traceback = Field("traceback", "")
+    stacks = Field[str | None]("stacks", None)
+    path = Field("path", "")
+    step_s = Field[float | None]("step_s", None)
+    eval_s = Field[float | None]("eval_s", None)
+    save_s = Field[float | None]("save_s", None)
+    exit_code = Field[int | None]("exit_code", None)
+    until = Field("until", 0.0)
+    seconds = Field("seconds", 0.0)
+
+    @property
+    def kind(self) -> EventKind:
+        return EVENTS.get(self.name, _UNKNOWN)
+
+
+def event_row(row: Row) -> Event | None:
+    """Returns an event, which has ``time``, ``attempt``, ``event``, ``rank``, ``node`` and ``step``, of which the last
+    three may be None; None for another line.
+    """
+    name = row.get("event")
+    if type(name) is not str:
+        return None
+    kind = EVENTS.get(name, _UNKNOWN)
+    right = typed(row, kind.checks, kind.required)
+    return None if right is None else Event({"rank": None, "node": None, "step": None} | right)
+
+
+def misfit(line: Row) -> str | None:
+    """Returns what is wrong with a line that is to be written, for tests; None if it is as the table says."""
+    kind = EVENTS.get(line["event"])
+    if kind is None:
+        return f"the table of events lacks {line['event']}"
+    unknown = line.keys() - {*HEAD, *kind.names}
+    if unknown and not kind.is_open:
+        return f"the row of {line['event']} in the table of events lacks {', '.join(sorted(unknown))}"
+    wrong = [name for name, check in kind.checks.items() if name in line and not check(line[name])]
+    return f"{', '.join(wrong)} of {line['event']} are not of the types in the table of events" if wrong else None
+
+
+_INTRODUCTION = """# Events
+
+`python -m hpc_train.run.events > docs/events.md` generates this page from the table in `hpc_train/run/events.py`.
+
+The files `events/<writer>-NNN.jsonl` of a run directory have one JSON object per line: what the submitter, the agents
+and the ranks have done and noticed in attempt NNN. Every event has `time` (seconds since 1970), `event` (its name),
+`attempt`, and `rank`, `node` and `step`, which may be null. `class` is one of the
+[classes of failures](troubleshooting.md). `Run.events()` of the [Python API](api.md) returns them in order.
+"""
+
+
+def reference() -> str:
+    """Returns ``docs/events.md``."""
+    lines = [_INTRODUCTION, "| Event | Meaning | Fields |", "|---|---|---|"]
+    for name, kind in EVENTS.items():
+        fields = ", ".join(f"`{field}`" for field in kind.names if field not in HEAD)
+        if kind.is_open:
+            fields = f"{fields} and others" if fields else "any"
+        lines.append(f"| `{name}` | {kind.meaning} | {fields} |")
+    lines += ["\n## Fields\n", "| Field | Type |", "|---|---|"]
+    for name in sorted(FIELDS):
+        others = [f"{kind.types[name]} in `{event}`" for event, kind in EVENTS.items() if name in kind.types]
+        lines.append(f"| `{name}` | {'; '.join([FIELDS[name], *others])} |")
+    groups = {
+        "Failures": [name for name, kind in EVENTS.items() if kind.is_failure],
+        "The end of a job, with its `exit_code`": [name for name, kind in EVENTS.items() if kind.ends == "job"],
+        "Shown by `why` besides failures": [n for n, kind in EVENTS.items() if kind.level is Level.REACTION],
+        "Shown on the report page besides those": [n for n, kind in EVENTS.items() if kind.level is Level.MARK],
+    }
+    lines += [
+        "\n## Groups\n",
+        *(f"- {title}: {', '.join(f'`{n}`' for n in names)}." for title, names in groups.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -238,7 +238,7 @@ class NewLines:
 
     Args:
         below: the run directory, below which no link of another user is followed; by default that of the file.
-        check: returns the object itself, or without its wrong fields, or None to skip it.
+        check: returns the object, which may be of a class of its own, without its wrong fields; None to skip it.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class NewLines:
         self._check = check
         self._position = 0
 
-    def read(self) -> Iterator[Row]:
+    def read(self) -> Iterator[Any]:
         try:
             file = open_file(self._path, self._below)
         except FileNotFoundError:
@@ -263,7 +263,7 @@ class NewLines:
                 self._position += len(data)
                 for row in filter(None, _objects(data.decode(errors="replace").split("\n")[:-1])):
                     checked = self._check(row)
-                    if checked is not row:
+                    if checked is not row and checked != row:  # equal if it is only of another class
                         tell_once(f"note: {self._path} has lines with values of a wrong type, which are left out")
                     if checked is not None:
                         yield checked

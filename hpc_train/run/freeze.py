@@ -31,7 +31,7 @@ from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.config_text import text_of
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory, parsed_config
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import (
     concurrently,

@@ -14,9 +14,10 @@ from itertools import groupby
 from operator import add
 from types import MappingProxyType
 
-from hpc_train.run.attempts import Attempt, Event, Interval, attempts_of
+from hpc_train.run.attempts import Attempt, Interval, attempts_of
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.rows import seconds
+from hpc_train.run.events import Event
+from hpc_train.run.rows import Line, seconds
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _time_in(data: bytes) -> float:
 
 def ledger(
     events: Iterable[Event],
-    metrics: Iterable[Event],
+    metrics: Iterable[Line],
     submitted: Sequence[float],
     now: float | None = None,
     frozen: Mapping[str, float] = MappingProxyType({}),
@@ -168,15 +169,15 @@ def _kept_at_end(attempts: Sequence[Attempt], now: float | None) -> float:
 
 def _newest_checkpoint_step(events: Iterable[Event]) -> int:
     """Returns the step of the newest checkpoint; 0 if there is none."""
-    saved = [event for event in events if event["event"] == "checkpoint_saved"]
-    return max(saved, key=lambda event: (event["attempt"], event["time"]))["step"] if saved else 0
+    saved = [event for event in events if event.name == "checkpoint_saved"]
+    return max(saved, key=lambda event: (event.attempt, event.time))["step"] if saved else 0
 
 
 def _waiting(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None) -> Account:
     """Returns the account of a job that was submitted or requeued and has not started yet."""
     last = attempts[-1].last_sign if attempts else 0.0
     since = max((time for time in submitted if time > last), default=None)
-    if since is None and attempts and any(event["event"] == "requeued" for event in attempts[-1].events):
+    if since is None and attempts and any(event.name == "requeued" for event in attempts[-1].events):
         since = attempts[-1].released
     return Account() if now is None or since is None else Account(queue_s=max(0.0, now - since))
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 Row = dict[str, Any]
 Check = Callable[[Any], bool]
+T = TypeVar("T")
 
 LATEST = 1e11  # seconds since 1970; a date can still be made of it
 HIGHEST = 1e100  # of a number: the product of two is still finite
@@ -75,19 +76,6 @@ def _plain(value: Any) -> bool:
     return value is None or type(value) in (str, bool) or number(value)
 
 
-def _chunk(value: Any) -> bool:
-    """Returns whether ``value`` is the kind, stage, beginning and end of a part of a pipeline step."""
-    return (
-        type(value) is list
-        and len(value) == 4
-        and value[0] in ("forward", "backward", "weight")
-        and type(value[1]) is int
-        and 0 <= value[1] < 1 << 16
-        and seconds(value[2])
-        and seconds(value[3])
-    )
-
-
 def typed(row: Row, checks: Mapping[str, Check], required: tuple[str, ...] = ()) -> Row | None:
     """Returns ``row`` without the fields that fail their check, or ``row`` itself if all is right.
 
@@ -111,78 +99,36 @@ METRICS: dict[str, Check] = {
 }
 
 
-def metrics_row(row: Row) -> Row | None:
+class Field(Generic[T]):
+    """Makes a field of a row an attribute, with a value for rows that lack the field."""
+
+    def __init__(self, name: str, default: T) -> None:
+        self._name = name
+        self._default = default
+
+    def __get__(self, row: dict[str, Any], of: type) -> T:
+        value: T = row.get(self._name, self._default)
+        return value
+
+
+class Line(dict[str, Any]):
+    """Holds a line of metrics: numbers, texts and null by name, of which the usual ones are attributes as well."""
+
+    time = Field("time", 0.0)
+    attempt = Field("attempt", 0)
+    step = Field("step", 0)
+    loss = Field[float | None]("loss", None)
+    step_s = Field[float | None]("step_s", None)
+    eval_s = Field[float | None]("eval_s", None)
+    save_s = Field[float | None]("save_s", None)
+
+
+def metrics_row(row: Row) -> Line | None:
     """Returns a line of metrics: numbers, texts or null by name, of an attempt's ``step``; None for another line."""
     wrong = {key for key, value in row.items() if not METRICS.get(key, _plain)(value)}
     if "step" in wrong or "step" not in row:
         return None
-    return {key: value for key, value in row.items() if key not in wrong} if wrong else row
-
-
-EVENT_FIELDS: dict[str, Check] = {
-    "time": seconds,
-    "attempt": count,
-    "event": text,
-    "rank": or_none(count),
-    "node": or_none(text),
-    "step": or_none(count),
-    **dict.fromkeys(("class", "message", "reason", "traceback", "launch", "layout", "path", "schedule"), text),
-    **dict.fromkeys(("kind", "text", "problem", "name"), text),
-    **dict.fromkeys(("job_id", "stacks"), or_none(text)),
-    **dict.fromkeys(("seconds", "until", "began", "save_s", "step_s", "eval_s"), seconds),
-    **dict.fromkeys(("exit_code", "world_size", "to_step", "steps", "micro_batches", "times", "bytes"), count),
-    "gpu": text,
-    "nodes": list_of(text),
-    "partners": list_of(text),
-    "record": or_none(group),
-}
-OF_EVENT: dict[str, dict[str, Check]] = {  # fields that have another type in one event
-    "started": {"gpus": count},
-    "worker_failed": {"gpus": list_of(text)},
-    "node_lost": {"gpus": list_of(text)},
-    "hang_detected": {"gpus": list_of(text)},
-    "failed": {"gpus": list_of(text)},
-    "shrunk": {"nodes": count},
-    "pipeline_step": {
-        "ranks": list_of(record_of(rank=count, chunks=list_of(_chunk))),
-        "seconds": lambda value: seconds(value) and value > 0,
-    },
-    "preflight": {
-        "bus_gb_per_s": record_of(nodes=dict_of(or_none(number)), rails=list_of(or_none(number)), world=or_none(number))
-    },
-}
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "checkpoint_saved": ("step",),
-    "resumed": ("step",),
-    "rolled_back": ("to_step",),
-    "suspended": ("seconds", "until"),
-    "paused": ("seconds", "until"),
-    "slow_node": ("partners", "node"),
-    "slow_gpu": ("gpu", "node"),
-    "unfit_node": ("reason", "node"),
-    "pipeline_step": ("ranks", "seconds", "schedule", "micro_batches"),
-    "warning": ("message",),
-    "advice": ("message",),
-    "checkpoint_failed": ("message",),
-    "save_deferred": ("message", "path", "seconds"),
-    "checkpoint_set_aside": ("message", "path"),
-}
-HEAD = ("time", "attempt", "event")
-_BY_EVENT = {name: EVENT_FIELDS | fields for name, fields in OF_EVENT.items()}
-_BY_EVENT["loop"] = {name: EVENT_FIELDS[name] for name in ("time", "attempt", "rank", "node", "step")}  # the user's
-
-
-def event_row(row: Row) -> Row | None:
-    """Returns an event, which has ``time``, ``attempt``, ``event``, ``rank``, ``node`` and ``step``, of which the last
-    three may be None; None for another line.
-    """
-    name = row.get("event")
-    if type(name) is not str:
-        return None
-    found = typed(row, _BY_EVENT.get(name, EVENT_FIELDS), (*HEAD, *REQUIRED.get(name, ())))
-    if found is None or ("rank" in found and "node" in found and "step" in found):
-        return found
-    return {"rank": None, "node": None, "step": None} | found
+    return Line({key: value for key, value in row.items() if key not in wrong} if wrong else row)
 
 
 def failure_row(row: Row) -> Row | None:

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.elastic.killed_step import KILLED, more_memory
+from hpc_train.elastic.killed_step import more_memory
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import Event, Level
 from hpc_train.run.exits import FIX, HOST_MEMORY, RESPONSES, Exit, Failure, advice_for
 from hpc_train.run.ledger import Account, read_ledger
+from hpc_train.run.rows import Line
 from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatus, SlurmStatuses, View, time_left
 from hpc_train.runs.lookup import RunHandle, statuses_of
 from hpc_train.runs.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
@@ -24,17 +25,7 @@ from hpc_train.schedulers.slurm.reasons import SINFO, JobFacts, explain, read_fa
 from hpc_train.telemetry.progress import ended_early
 from hpc_train.telemetry.tracebacks import own_place
 
-Event = dict[str, Any]
-
 WITH_STACKS = ("hang_detected", "collective_timed_out")
-FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_retrying")
-STEPS = (  # reactions, besides the failures themselves
-    KILLED, "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued",
-    "requeued_by_slurm",
-    "resumed", "rolled_back",
-    "file_system_failed", "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
-    "unfit_node", "gpu_memory_awaited", "gpu_idle",
-)  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25
 # failures that come again with the same code and settings
@@ -164,7 +155,7 @@ def diagnose(
         slurm=facts,
         peak_memory_bytes=max((line.get("peak_memory_bytes") or 0 for line in of_attempt), default=0) or None,
         checkpoint=_checkpoint(found.run, cause, events, of_attempt),
-        done=tuple(event for event in events if event["event"] in (*FAILURES, *STEPS))[-LAST_STEPS:],
+        done=tuple(event for event in events if event.kind.level >= Level.REACTION)[-LAST_STEPS:],
         excluded_nodes=tuple(excluded_nodes(found.run, hours)),
         advice=tuple(_advice(view, cause, facts, found)),
         ledger=spent or read_ledger(found.run, None if view.exit is not None else time.time()).total,
@@ -224,28 +215,27 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     A file system that could not be written is the cause of a hang or a loss of a node meanwhile, and otherwise counts
     only if nothing failed.
     """
-    failed = [event for event in events if event["event"] in FAILURES]
-    # the attempt after a node loss that only Slurm noticed, or after the kill of all agents, reports it
-    lost = [event for event in events if event["event"] in ("requeued_by_slurm", KILLED) and "class" in event]
-    failed += [event | {"attempt": event["attempt"] - 1} for event in lost]
-    outages = [event for event in events if event["event"] == "file_system_failed"]
+    failed = [event for event in events if event.kind.is_failure]
+    late = [event for event in events if event.kind.is_of_attempt_before and event.failure is not None]
+    failed += [Event(event | {"attempt": event.attempt - 1}) for event in late]
+    outages = [event for event in events if event.name == "file_system_failed"]
     failed = failed or outages[-1:]
     if not failed:
         return None
-    newest = max(event["attempt"] for event in failed)
-    own = [event for event in failed if event["attempt"] == newest]
+    newest = max(event.attempt for event in failed)
+    own = [event for event in failed if event.attempt == newest]
     first = min(own, key=_weight)
     first = next((outage for outage in outages if _explains(outage, first)), first)
-    looks = (event for event in events if event["event"] in WITH_STACKS and event["attempt"] == newest)
-    stacks = next((look["stacks"] for look in looks if look.get("stacks")), None)
+    looks = (event for event in events if event.name in WITH_STACKS and event.attempt == newest)
+    stacks = next((look.stacks for look in looks if look.stacks), None)
     return FailureCause(
         kind=_kind(first),
-        message=str(first.get("message", first.get("reason", ""))),
+        message=first.message if "message" in first else first.reason,
         attempt=newest,
-        time=first["time"],
-        rank=first.get("rank"),
-        node=first.get("node"),
-        traceback=first.get("traceback", ""),
+        time=first.time,
+        rank=first.rank,
+        node=first.node,
+        traceback=first.traceback,
         stacks=stacks,
         gpus=tuple(first.get("gpus", ())),
     )
@@ -256,9 +246,9 @@ AFTER_OUTAGE_S = 30.0  # until it is found that nodes or ranks stood still
 
 def _explains(outage: Event, failure: Event) -> bool:
     """Returns whether ``failure`` means that something stood still, and did so because of ``outage``."""
-    began = outage.get("began", outage["time"])
+    began = outage.get("began", outage.time)
     stood_still = _kind(failure) in (Failure.HANG, Failure.NODE_LOST, Failure.COMMUNICATION)
-    return stood_still and bool(began <= failure["time"] <= outage["time"] + AFTER_OUTAGE_S)
+    return stood_still and bool(began <= failure.time <= outage.time + AFTER_OUTAGE_S)
 
 
 def _with_nccl(cause: FailureCause | None, run: RunDirectory) -> FailureCause | None:
@@ -269,30 +259,28 @@ def _with_nccl(cause: FailureCause | None, run: RunDirectory) -> FailureCause | 
 
 def _kind(event: Event) -> str:
     of_event = {"hang_detected": Failure.HANG, "node_lost": Failure.NODE_LOST}
-    return str(event.get("class") or of_event.get(event["event"], event["event"]))
+    return event.failure or str(of_event.get(event.name, event.name))
 
 
 def _weight(event: Event) -> tuple[bool, bool, bool, float]:
     """Sorts the cause first: no secondary failure, with a rank or node, with a traceback; then the earliest."""
-    secondary = event.get("class") == Failure.COMMUNICATION
-    anonymous = event["event"] == "stopped_retrying" or (
-        event["event"] == "hang_detected" and event.get("rank") is None
-    )
-    return secondary, anonymous, "traceback" not in event, event["time"]
+    secondary = event.failure == Failure.COMMUNICATION
+    anonymous = event.name == "stopped_retrying" or (event.name == "hang_detected" and event.rank is None)
+    return secondary, anonymous, "traceback" not in event, event.time
 
 
 def _checkpoint(
-    run: RunDirectory, cause: FailureCause | None, events: Sequence[Event], metrics: Sequence[Event]
+    run: RunDirectory, cause: FailureCause | None, events: Sequence[Event], metrics: Sequence[Line]
 ) -> LastCheckpoint:
     newest = CheckpointStore(run.checkpoints).newest()
     step, path = (0, None) if newest is None else (newest.step, str(newest.path))
     if cause is None or run.record().get("own_code") == "command":  # a script saves where only it knows
         return LastCheckpoint(step, path, 0, None)
-    saved = [e for e in events if e["event"] == "checkpoint_saved" and e["time"] < cause.time]
-    kept, since = max(((e["step"], e["time"]) for e in saved), default=(0, None))
-    started = [e["time"] for e in events if e["event"] == "started" and e["attempt"] == cause.attempt]
+    saved = [event for event in events if event.name == "checkpoint_saved" and event.time < cause.time]
+    kept, since = max(((event["step"], event.time) for event in saved), default=(0, None))
+    started = [event.time for event in events if event.name == "started" and event.attempt == cause.attempt]
     since = max([time for time in (since, *started) if time is not None], default=None)
-    furthest = max((line["step"] for line in metrics), default=0)
+    furthest = max((line.step for line in metrics), default=0)
     return LastCheckpoint(step, path, max(0, furthest - kept), None if since is None else max(0.0, cause.time - since))
 
 

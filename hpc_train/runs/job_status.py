@@ -12,10 +12,12 @@ import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import job_ids
 from hpc_train.run.requests import stop_was_requested
@@ -234,7 +236,7 @@ def _view_of(run: RunDirectory, first_attempt: int, status: JobStatus | None, ou
     if present and not end.final:
         return replace(known, state=_between_starts(end, status), is_working=False)
     code = end.event["exit_code"]
-    if code == Exit.STOPPED and "class" in end.event:  # a node was lost, and Slurm has not requeued the job
+    if code == Exit.STOPPED and end.event.failure is not None:  # a node was lost, and Slurm has not requeued the job
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
     return replace(known, state=state, exit=final_code(code, run), message=failure_text(run, end.event))
@@ -305,7 +307,7 @@ def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
 class AttemptEnd:
     """Describes the end of the last attempt of a job. ``final`` is False if the job may start again by itself."""
 
-    event: dict[str, Any]
+    event: Event
     state: str
     final: bool
 
@@ -313,24 +315,24 @@ class AttemptEnd:
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     """Returns the end of the job as the rendezvous server recorded it; None while the job runs."""
     events = list(run.events_of("agent-*", attempt))
-    ends = sorted((event for event in events if "exit_code" in event), key=lambda event: event["time"])
+    ends = sorted((event for event in events if "exit_code" in event), key=attrgetter("time"))
     if not ends:
         return None
     end = ends[-1]
-    if end["event"] == "failed":
+    if end.name == "failed":
         return AttemptEnd(end, "failing", True)
-    if any(event["event"] == "requeued" for event in events):
+    if any(event.name == "requeued" for event in events):
         return AttemptEnd(end, "requeued", False)
-    if end["event"] == "stopped":
-        return AttemptEnd(end, "stopping", end.get("reason") in USER_SIGNALS)
+    if end.name == "stopped":
+        return AttemptEnd(end, "stopping", end.reason in USER_SIGNALS)
     return AttemptEnd(end, "finishing", True)
 
 
 def _silence(run: RunDirectory, known: View) -> str:
     """Returns what the agents said last of a job without progress; empty if a step was logged since then."""
-    told = [event for event in run.events_of("agent-*", run.newest_attempt()) if event["event"] == "no_progress"]
-    last = max(told, key=lambda event: float(event["time"]), default=None)
-    return "" if last is None or known.metrics.get("time", 0.0) > last["time"] else str(last.get("message", ""))
+    told = [event for event in run.events_of("agent-*", run.newest_attempt()) if event.name == "no_progress"]
+    last = max(told, key=attrgetter("time"), default=None)
+    return "" if last is None or known.metrics.get("time", 0.0) > last.time else last.message
 
 
 def _cancelled(status: JobStatus | None) -> bool:
@@ -365,18 +367,19 @@ def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, su
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
-def failure_text(run: RunDirectory, end: dict[str, Any], *, whole: bool = False) -> str:
+def failure_text(run: RunDirectory, end: Event, *, whole: bool = False) -> str:
     """Returns the traceback of the failing rank, ``whole`` or its own frames, and why the run was given up."""
-    if "class" not in end:
-        return str(end.get("message", ""))
-    if end["exit_code"] == Exit.REFUSED:
-        return str(end.get("message", ""))
+    if end.failure is None or end.exit_code == Exit.REFUSED:
+        return end.message
     failed = [
         event
         for event in run.read_events()
-        if event["event"] == "worker_failed" and event["attempt"] == end["attempt"] and "traceback" in event
+        if event.name == "worker_failed" and event.attempt == end.attempt and "traceback" in event
     ]
-    head, why = f"rank {end['rank']} on {end['node']} failed ({end['class']}):", end.get("message", "")
-    traceback = failed[0]["traceback"].rstrip() if failed else ""
-    text = f"{head}\n{traceback if whole else own_frames(traceback)}" if failed else f"{head} {why}"
-    return f"{text}\ngiven up: {why}" if end["event"] == "stopped_retrying" else text
+    text = f"rank {end.rank} on {end.node} failed ({end.failure}):"
+    if failed:
+        traceback = failed[0].traceback.rstrip()
+        text += f"\n{traceback if whole else own_frames(traceback)}"
+    else:
+        text += f" {end.message}"
+    return f"{text}\ngiven up: {end.message}" if end.name == "stopped_retrying" else text

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import FileWriter
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-Event = dict[str, Any]
+from hpc_train.run.events import Event
 
 _KIND_OF_ERROR = re.compile(r"(OSError: )?\[Errno \d+\] ")
 
@@ -28,8 +27,8 @@ class Notices:
 
     def message(self, event: Event) -> str | None:
         """Returns the line that the console shows for ``event``; None for most kinds of event."""
-        name = event["event"]
-        step = int(event.get("step") or 0)
+        name = event.name
+        step = event.step or 0
         if name == "evaluation_started":
             self.evaluating = step
         elif name in ("resumed", "rolled_back"):
@@ -43,8 +42,8 @@ class Notices:
     def _of_restore(self, event: Event, step: int) -> str:
         self.evaluating = None
         self.kept = int(event.get("to_step", step))
-        if event["event"] == "rolled_back":
-            return f"rolled back to step {self.kept}: {event.get('reason', '')}"
+        if event.name == "rolled_back":
+            return f"rolled back to step {self.kept}: {event.reason}"
         self.failed = 0
         return f"resumed from the checkpoint of step {step}"
 
@@ -55,10 +54,10 @@ class Notices:
         return f"saving works again: checkpoint of step {step} is saved after {saves(before)} failed"
 
     def _of_failed_save(self, event: Event, step: int) -> str | None:
-        if event["event"] == "save_deferred":
+        if event.name == "save_deferred":
             return (
                 f"the last save, of step {step}, failed: {reason(event)}\n"
-                f"  retrying for up to {event['seconds']:.0f} s: free some space in {event['path']}; "
+                f"  retrying for up to {event.seconds:.0f} s: free some space in {event.path}; "
                 f"otherwise the run fails and loses {self._at_stake}"
             )
         self.failed += 1
@@ -75,12 +74,12 @@ class Notices:
 
 
 def _of_other(event: Event, step: int) -> str | None:
-    if event["event"] == "warning":
-        return f"warning: {event['message']}"
-    if event["event"] == "no_progress":
-        return str(event["message"])
-    if event["event"] == "checkpoint_set_aside" and not event.get("rolled_back"):
-        return f"the checkpoint of step {step} is damaged and set aside as {event['path']}: {reason(event)}"
+    if event.name == "warning":
+        return f"warning: {event.message}"
+    if event.name == "no_progress":
+        return event.message
+    if event.name == "checkpoint_set_aside" and not event.get("rolled_back"):
+        return f"the checkpoint of step {step} is damaged and set aside as {event.path}: {reason(event)}"
     return None
 
 
@@ -90,7 +89,7 @@ def saves(count: int) -> str:
 
 def reason(event: Event) -> str:
     """Returns the event's message without the name of the Python exception."""
-    return _KIND_OF_ERROR.sub("", str(event["message"]))
+    return _KIND_OF_ERROR.sub("", event.message)
 
 
 def failing(events: Iterable[Event]) -> int:

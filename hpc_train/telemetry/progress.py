@@ -9,7 +9,7 @@ import re
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_train.opening import DamagedFile
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import Event
 from hpc_train.run.files import PATIENCE_S, BackgroundCall, in_time
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.run.rows import is_profile
+from hpc_train.run.rows import Line, is_profile
 from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
-from hpc_train.telemetry.notices import Event, Notices, saves
+from hpc_train.telemetry.notices import Notices, saves
 from hpc_train.telemetry.sinks.tracking import TRACKING
 from hpc_train.units import format_duration, format_hours
 
@@ -36,7 +37,7 @@ WINDOW = 20  # number of logged steps from which the remaining time is estimated
 
 NOT_FINITE = "not finite"  # a loss that JSON cannot hold; its line has null
 
-Look = tuple[list[dict[str, Any]], list[Event]]  # new lines of metrics, new events
+Look = tuple[list[Line], list[Event]]  # new lines of metrics, new events
 
 
 class Progress:
@@ -58,7 +59,7 @@ class Progress:
         self._total: int | None = None
         self._restarts = 0
         self._notices = Notices()
-        self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._recent: deque[Line] = deque(maxlen=WINDOW)
         self._live: Live | None = None
         self._looked = self._printed = float("-inf")
         self._shown: tuple[Any, ...] | None = None
@@ -104,11 +105,11 @@ class Progress:
         except OSError:
             return
         for line in lines:
-            if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
+            if self._recent and line.attempt != self._recent[-1].attempt:
                 self._recent.clear()
             self._recent.append(line)
         # rank 0 records the number of steps when it has built a new run, and an event when it has resumed one
-        self._built |= any(event["rank"] == 0 for event in events) or (
+        self._built |= any(event.rank == 0 for event in events) or (
             self._first_attempt == 0 and self._total is not None
         )
         for event in events:
@@ -140,7 +141,7 @@ class Progress:
     @property
     def _state(self) -> tuple[Any, ...]:
         """Returns what distinguishes the line that is shown from the one before."""
-        return self._recent[-1]["attempt"], self._recent[-1]["step"], self._evaluating
+        return self._recent[-1].attempt, self._recent[-1].step, self._evaluating
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -153,11 +154,11 @@ class Progress:
     def _evaluating(self) -> int | None:
         """The step after which an evaluation runs; None if its line of metrics was read."""
         step = self._notices.evaluating
-        return None if step is None or (self._recent and self._recent[-1]["step"] >= step) else step
+        return None if step is None or (self._recent and self._recent[-1].step >= step) else step
 
 
 def progress_line(
-    recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0, built: bool = False
+    recent: Sequence[Line], total: int | None, restarts: int = 0, failed_saves: int = 0, built: bool = False
 ) -> str:
     """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves.
 
@@ -166,12 +167,12 @@ def progress_line(
     if not recent:
         return f"starting: {'first step' if built else 'importing torch, connecting the ranks and building the model'}"
     line = recent[-1]
-    parts = [f"step {line['step']}" + (f"/{total}" if total else "")]
+    parts = [f"step {line.step}" + (f"/{total}" if total else "")]
     if "loss" in line:
-        parts.append(f"loss {NOT_FINITE if line['loss'] is None else format(line['loss'], '.4f')}")
+        parts.append(f"loss {NOT_FINITE if line.loss is None else format(line.loss, '.4f')}")
     parts += speed(line)
-    if total and line["step"] < total:
-        parts.append(f"{format_duration((total - line['step']) * _seconds_per_step(recent))} left")
+    if total and line.step < total:
+        parts.append(f"{format_duration((total - line.step) * _seconds_per_step(recent))} left")
     if restarts:
         parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
     if failed_saves:
@@ -239,7 +240,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     record = run.record()
     result: dict[str, Any] = record.get("result", {})
     metrics = run.read_metrics()
-    losses = [f"training loss {metrics[0]['loss']:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
+    losses = [f"training loss {metrics[0].loss:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
     losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
     losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
     losses += [f"evaluated {result['evaluated']}" if "evaluated" in result else ""]
@@ -317,8 +318,8 @@ def twice_as_long(command: str, steps: int) -> str:
     return f"{command}{length}" if name is None else f"{command[: name.end()]}{length}{command[name.end() :]}"
 
 
-def _has(metrics: list[dict[str, Any]], result: dict[str, Any]) -> bool:
-    return bool(metrics) and metrics[0].get("loss") is not None and result.get("loss") is not None
+def _has(metrics: Sequence[Line], result: dict[str, Any]) -> bool:
+    return bool(metrics) and metrics[0].loss is not None and result.get("loss") is not None
 
 
 def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
@@ -332,12 +333,12 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     return "disabled; enable it with telemetry.wandb.mode=online and WANDB_API_KEY"
 
 
-def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
+def _seconds_per_step(recent: Sequence[Line]) -> float:
     """Returns the mean time per step, including evaluations and saves if there are two lines of metrics."""
     first, last = recent[0], recent[-1]
-    if last["step"] > first["step"]:
-        return (last["time"] - first["time"]) / (last["step"] - first["step"])
-    return last.get("step_s") or 0.0
+    if last.step > first.step:
+        return (last.time - first.time) / (last.step - first.step)
+    return last.step_s or 0.0
 
 
 def spent_line(account: Account) -> str:
@@ -371,7 +372,7 @@ class _NewLinesOfAttempts:
         self._attempt = first_attempt
         self._lines = run.follow(file(first_attempt))
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[Any]:
         newest = self._run.newest_attempt()
         while True:
             yield from self._lines.read()

@@ -21,7 +21,8 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 from hpc_train.parallel.precision.masters import saved_value
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
+from hpc_train.run.events import Event
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, finite_or_none
 from hpc_train.telemetry.progress import speed, spent_line
@@ -207,7 +208,7 @@ class Report:
         """Writes the last event of rank 0 with the time ledger of the run."""
         last = {key: rates[key] for key in ("step_s", "save_s")}
         head = {"event": event, "time": self.events.now(), "attempt": self.events.attempt, "step": step}
-        total = read_ledger(self.run, closing=head | last).total
+        total = read_ledger(self.run, closing=Event(head | last)).total
         print(spent_line(total))
         self.events.write(event, step=step, **details | last, ledger=total.as_json())
 

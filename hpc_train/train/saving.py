@@ -31,16 +31,15 @@ from hpc_train.units import format_duration
 
 FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
 LAST_S = 60.0  # training that an error in the first evaluation may lose, if it follows the last step
-_FAILURE_EVENTS = ("node_lost", "hang_detected", "worker_failed")
 
 
 def failure_rate(run: RunDirectory) -> float:
     """Returns the run's failures per GPU-hour, at least the prior; failures caused by the user do not count."""
     user = (Failure.USER_ERROR, Failure.REFUSED)
     failed = {
-        event["attempt"]
+        event.attempt
         for event in run.read_events()
-        if event["event"] in _FAILURE_EVENTS and event.get("class") not in user
+        if event.kind.is_failure and not event.kind.ends and event.failure not in user
     }
     spans: dict[int, list[tuple[float, int]]] = {}
     for line in run.read_metrics():

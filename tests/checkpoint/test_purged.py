@@ -16,7 +16,7 @@ from hpc_train.checkpoint import store
 from hpc_train.checkpoint.store import CheckpointStore, furthest_saved, wait_for_checkpoint
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.requests import StopFlag
 from tests.train.runs import frozen, run_attempt
 

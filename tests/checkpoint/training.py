@@ -20,7 +20,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.freeze import load
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import Control, TrainStep

@@ -19,7 +19,7 @@ import psutil
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
 from hpc_train.run.requests import StopFlag

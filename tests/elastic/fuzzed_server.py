@@ -17,7 +17,7 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.rendezvous.orders import Leave, Start
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import EXITS
 from tests.elastic.test_coordinator import Course
 

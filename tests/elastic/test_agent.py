@@ -22,7 +22,7 @@ from hpc_train.elastic.agent import ENTRY, STORE
 from hpc_train.elastic.agent import _preload as preload
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_json
 from hpc_train.run.requests import DUPLICATE_SIGINT_S, record_stop_request
 from tests.checkpoint.progress import IN_LONG_FORM

@@ -15,7 +15,7 @@ from hpc_train.elastic.rendezvous.coordinator import NODE_LOSS_WAIT_S, SECONDARY
 from hpc_train.elastic.rendezvous.orders import End, Leave, NodeReport, SaveStacks, Start
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action, Exit, Failure
 from tests.elastic.conftest import TINY
 

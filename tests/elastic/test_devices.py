@@ -27,7 +27,7 @@ from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.train import processes

@@ -17,7 +17,7 @@ from hpc_train.machine.network.facts import UNLIMITED, Gpu, Nic, NodeFacts, Node
 from hpc_train.machine.network.nccl_settings import Setting
 from hpc_train.preflight.expected import read_fabric
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_json
 
 

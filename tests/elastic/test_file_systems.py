@@ -26,7 +26,7 @@ from hpc_train.elastic.requeue import JobEnd
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run import files
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall, in_time, read_json
 from tests.checkpoint.progress import IN_LONG_FORM

@@ -19,7 +19,7 @@ from hpc_train.machine.health.health_check import NodeHealth
 from hpc_train.machine.health.kernel_log import GpuError
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.requests import StopRequests
 

@@ -40,7 +40,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import Activity, activity
 from hpc_train.telemetry.tracebacks import stack_place

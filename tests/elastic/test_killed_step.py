@@ -9,7 +9,7 @@ import pytest
 from hpc_train.elastic.killed_step import KILLED, find_killed_step, more_memory, refuse_third_kill
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Failure, advice_for
 from hpc_train.run.files import write_json
 from hpc_train.runs.diagnosis import find_cause

@@ -26,7 +26,7 @@ from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_scrip
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action, Exit
 from hpc_train.run.file_lock import LockOwner
 from hpc_train.run.requests import record_stop_request

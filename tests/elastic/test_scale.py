@@ -31,7 +31,7 @@ from hpc_train.machine.network.machines import Machines, by_machine
 from hpc_train.machine.network.rank_binding import bindings
 from hpc_train.preflight.expected import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action
 from tests.elastic.test_agent import until
 from tests.elastic.test_coordinator import Course, action

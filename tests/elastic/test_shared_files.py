@@ -37,7 +37,7 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import REQUESTS_EVERY_S, StacksRequests, StopRequests, request_stacks
 from tests.elastic.conftest import Opened

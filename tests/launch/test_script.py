@@ -27,7 +27,7 @@ from hpc_train.launch.sbatch import (
 )
 from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site
 from tests.launch.jobs import make_job

@@ -18,7 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch import monitor, resubmission
 from hpc_train.launch.job import Job
 from hpc_train.launch.submission import JobQueue
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.freeze import freeze
 from hpc_train.run.processes import process
 from hpc_train.runs.job_status import PRESENT, JobStatus, View

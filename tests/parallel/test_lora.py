@@ -27,7 +27,7 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.parallel.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, relative, whole

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.cli import run
 from hpc_train.config.schema import ClusterConfig, PriceConfig
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.freeze import freeze
 from hpc_train.runs.cost import Prices
 from tests.launch.jobs import make_job

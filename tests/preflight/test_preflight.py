@@ -44,7 +44,7 @@ from hpc_train.preflight.nccl_log import Transport
 from hpc_train.preflight.run import actions_of, nccl_log, preflight, stop_for
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
 from hpc_train.schedulers.slurm.site import parse_features
 from tests.ranks import run_ranks

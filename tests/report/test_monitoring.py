@@ -25,7 +25,7 @@ from hpc_train.report.monitoring import exporter, names, otlp
 from hpc_train.report.monitoring.exporter import monitored
 from hpc_train.report.monitoring.prometheus import Endpoint, MetricsFile, text_of
 from hpc_train.report.monitoring.snapshot import Identity, RunReader, Snapshot
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from tests.doors.command import REPOSITORY
 from tests.report.monitored import MonitoredRun, eventful
 

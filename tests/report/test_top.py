@@ -11,7 +11,7 @@ import pytest
 from hpc_train.commands import top
 from hpc_train.errors import UserError
 from hpc_train.report.live.snapshot import Details, Runs
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from hpc_train.run.lease import add_submission

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import BLOCK_BYTES, read_lines
 from tests.run.outage import detachable
 
@@ -75,7 +75,7 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(run: RunDirectory) ->
         import resource
         from pathlib import Path
         from hpc_train.run.directory import RunDirectory
-        from hpc_train.run.events import EventLog
+        from hpc_train.run.event_log import EventLog
         log = EventLog.open(RunDirectory(Path({str(run.path)!r})), "agent-n0", 0)
         log.write("warning", message="one")
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -15,7 +15,7 @@ import pytest
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.run import file_writer
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import ENTRY_BYTES, FileWriter
 from hpc_train.run.files import read_lines
 from tests.run.outage import detachable, fill, small_disk

@@ -27,10 +27,11 @@ from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, open_file, open_to_append
 from hpc_train.run import freeze as freezing
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import event_row
 from hpc_train.run.files import LINE_BYTES, NewLines, append_line
 from hpc_train.run.imported import with_imported_model
 from hpc_train.run.record import with_digest
-from hpc_train.run.rows import config_sections, event_row, failure_row, metrics_row, record_of_run, text_row
+from hpc_train.run.rows import config_sections, failure_row, metrics_row, record_of_run, text_row
 from hpc_train.run.streams import CONTROLS, escape_controls, escaped
 from hpc_train.runs import job_status
 from hpc_train.runs.lookup import run_directories

@@ -13,8 +13,10 @@ from hpc_train.config.schema import Config, RunConfig
 from hpc_train.elastic.decision import over_budget
 from hpc_train.run.clock import Clock, age_of_this_process
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
-from hpc_train.run.ledger import Account, Event, Ledger, ledger, read_ledger
+from hpc_train.run.event_log import EventLog
+from hpc_train.run.events import Event
+from hpc_train.run.ledger import Account, Ledger, ledger, read_ledger
+from hpc_train.run.rows import Line
 from hpc_train.telemetry.metrics import MetricsLog
 
 
@@ -23,11 +25,11 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.lines: list[Event] = []
+        self.lines: list[Line] = []
 
     def event(self, time: float, event: str, attempt: int = 0, step: int | None = None, **details: Any) -> None:
         head = {"time": time, "event": event, "rank": None, "node": "n0", "attempt": attempt, "step": step}
-        self.events.append(head | details)
+        self.events.append(Event(head | details))
 
     def started(self, time: float, attempt: int = 0, launch: str = "7.0.0", began: float | None = None) -> None:
         of_job = {"launch": launch, "job_id": launch.partition(".")[0], "began": time if began is None else began}
@@ -35,7 +37,7 @@ class Log:
 
     def line(self, time: float, step: int, attempt: int = 0, **pauses: float) -> None:
         line = {"time": time, "step": step, "attempt": attempt, "world_size": 4, "loss": 1.0, "step_s": 1.0}
-        self.lines.append(line | {"save_s": 0.0} | pauses)
+        self.lines.append(Line(line | {"save_s": 0.0} | pauses))
 
     def ledger(self, *submitted: float, now: float | None = None, frozen: Mapping[str, float] = {}) -> Ledger:
         return ledger(self.events, self.lines, submitted, now, frozen)

@@ -16,7 +16,7 @@ from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.report.page.verdict import headline
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.run.file_writer import Outage
 from hpc_train.run.files import append_line

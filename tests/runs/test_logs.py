@@ -12,7 +12,7 @@ from hpc_train.elastic.logs import WorkerLog
 from hpc_train.errors import UserError
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job

@@ -13,7 +13,7 @@ import pytest
 from hpc_train.cli import run
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.freeze import freeze
 from hpc_train.runs import lookup
 from tests.launch.jobs import make_job

@@ -17,7 +17,7 @@ from rich.console import Console
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Submitted
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line, last_line
 from hpc_train.run.lease import add_submission, find_live, refuse_live
 from hpc_train.run.requests import record_stop_request, stop_was_requested

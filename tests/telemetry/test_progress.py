@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
+from hpc_train.run.rows import Line
 from hpc_train.telemetry import progress
 from hpc_train.telemetry.loss_chart import loss_chart
 from hpc_train.telemetry.progress import Progress, progress_line, summary, twice_as_long
@@ -37,13 +38,13 @@ def log(run: RunDirectory, attempt: int, *steps: int) -> None:
 def test_the_line() -> None:
     assert "importing torch" in progress_line([], 100)
     assert progress_line([], 100, built=True) == "starting: first step"
-    first = {"time": 0.0, "step": 10, "loss": 4.25, "tokens_per_s": 12345.6, "step_s": 3.0}
+    first = Line({"time": 0.0, "step": 10, "loss": 4.25, "tokens_per_s": 12345.6, "step_s": 3.0})
     assert progress_line([first], 100) == "step 10/100 · loss 4.2500 · 12,346 tokens/s · 4:30 left"
-    last = first | {"time": 40.0, "step": 20, "loss": None}
+    last = Line(first | {"time": 40.0, "step": 20, "loss": None})
     shown = "step 20/100 · loss not finite · 12,346 tokens/s · 5:20 left · 2 restarts"
     assert progress_line([first, last], 100, 2) == shown
-    assert progress_line([first | {"step": 100}], 100) == "step 100/100 · loss 4.2500 · 12,346 tokens/s"
-    images = first | {"step": 100, "tokens": 800, "samples": 800}
+    assert progress_line([Line(first | {"step": 100})], 100) == "step 100/100 · loss 4.2500 · 12,346 tokens/s"
+    images = Line(first | {"step": 100, "tokens": 800, "samples": 800})
     assert progress_line([images], 100) == "step 100/100 · loss 4.2500 · 12,346 samples/s"
 
 

@@ -16,7 +16,7 @@ from hpc_train.config.values import SaveEvery, parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.run.requests import StopFlag
 from hpc_train.train import saving

@@ -20,7 +20,7 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.machine.network.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze, load
 from hpc_train.run.requests import StopFlag

@@ -29,7 +29,7 @@ from hpc_train.elastic.rendezvous.server import beat_s, has_stalled
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.machine.allocation import Allocation
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
 from hpc_train.schedulers.slurm.client import PATIENT_S, own_job, query, state_and_priority

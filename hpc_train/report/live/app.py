@@ -12,6 +12,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Header, Sparkline, Static
 
 from hpc_train.report.live.snapshot import Details, Row, Runs
+from hpc_train.run.events import Event
 from hpc_train.run.streams import escaped
 
 COLUMNS = ("run", "state", "step", "loss", "speed", "GPU", "time left", "restarts")
@@ -106,8 +107,8 @@ def escape(text: str) -> str:
     return escape_markup(escaped(text))
 
 
-def _event(event: dict[str, Any]) -> str:
-    at = time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"]))
-    step = "" if event.get("step") is None else f" step {event['step']}"
-    what = str(event.get("message") or event.get("reason") or "").strip().splitlines()
-    return f"{at} {event['event']}{step}" + (f": {what[0]}" if what else "")
+def _event(event: Event) -> str:
+    at = time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
+    step = "" if event.step is None else f" step {event.step}"
+    what = (event.message or event.reason).strip().splitlines()
+    return f"{at} {event.name}{step}" + (f": {what[0]}" if what else "")

@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from hpc_train.run.events import Event
 from hpc_train.run.files import NewLines
+from hpc_train.run.rows import Line
 from hpc_train.runs.job_status import SlurmStatuses, View, time_left
 from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
@@ -22,7 +25,6 @@ from hpc_train.units import format_bytes, format_duration, milliseconds
 LIST_S = 30.0
 EVENTS = 40  # the newest of a run
 STAGES = 11  # as many lines as the view has for them
-QUIET = ("checkpoint_saved", "started", "advice", "pipeline_step")  # events that the list leaves out
 SHARES = {
     "data_wait_share": "data",
     "comm_share": "communication",
@@ -122,7 +124,7 @@ class Details:
     run: RunHandle
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
     _readers: dict[Path, NewLines] = field(default_factory=dict)
 
@@ -131,11 +133,11 @@ class Details:
         for path in sorted(self.run.run.metrics.glob("attempt-*.jsonl")):
             for line in self._new(path):
                 self._add(line)
-        new = [event for path in self.run.run.events.glob("*.jsonl") for event in self._new(path)]
-        pipeline = [event for event in new if event["event"] == "pipeline_step"]
+        new: list[Event] = [event for path in self.run.run.events.glob("*.jsonl") for event in self._new(path)]
+        pipeline = [event for event in new if event.name == "pipeline_step"]
         self.stages = _stages(pipeline[-1]) if pipeline else self.stages
-        shown = [event for event in new if event["event"] not in QUIET]
-        self.events = sorted([*self.events, *shown], key=lambda event: event["time"])[-EVENTS:]
+        shown = [event for event in new if event.kind.in_top]
+        self.events = sorted([*self.events, *shown], key=attrgetter("time"))[-EVENTS:]
 
     def lines(self, view: View) -> list[str]:
         """Returns what the newest step says about time and memory, a line each."""
@@ -151,11 +153,11 @@ class Details:
         ]
         return [self.run.run.path.as_posix(), *filter(None, facts), *view.message.splitlines()[-3:]]
 
-    def _new(self, path: Path) -> list[dict[str, Any]]:
+    def _new(self, path: Path) -> list[Any]:
         return list(self._readers.setdefault(path, self.run.run.follow(path)).read())
 
-    def _add(self, line: dict[str, Any]) -> None:
-        step = line["step"]
+    def _add(self, line: Line) -> None:
+        step = line.step
         for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):
             while values and step <= next(reversed(values)):  # a rollback or restart repeats steps
                 values.popitem()
@@ -163,10 +165,10 @@ class Details:
                 values[step] = line[key]
 
 
-def _stages(event: dict[str, Any]) -> list[str]:
+def _stages(event: Event) -> list[str]:
     """Returns lines such as ``stage 0, rank 0: forward 1.5 ms, backward 3 ms, waiting 25 %``."""
     lines = []
-    for of in stage_times(rows_of(event), float(event["seconds"])):
+    for of in stage_times(rows_of(event), event.seconds):
         means = ", ".join(f"{NAMES[kind]} {milliseconds(seconds)}" for kind, seconds in of.means.items())
         lines.append(f"stage {of.stage}, rank {of.rank}: {means}, waiting {100 * of.waited:.0f} %")
     more = [f"and {len(lines) - STAGES} more"] if len(lines) > STAGES else []

@@ -11,30 +11,23 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hpc_train.report.monitoring.names import ACCOUNTS, FABRIC_PARTS, METRICS, STATES
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EVENTS, Event
 from hpc_train.run.files import NewLines
 from hpc_train.run.ledger import read_ledger
+from hpc_train.run.rows import Line
 from hpc_train.version import __version__
 
 Samples = dict[tuple[str, ...], float]
 
-STATE_OF = {  # event -> the state that it begins
-    "started": "starting", "evaluation_started": "evaluating", "worker_failed": "restarting",
-    "node_lost": "restarting", "hang_detected": "restarting", "requeued": "requeued", "finished": "finished",
-    "stopped": "stopped", "failed": "failed", "stopped_retrying": "failed",
-}  # fmt: skip
 WORKING = ("starting", "training", "evaluating", "restarting")
-SIGNS = ("started", "resumed", "first_step", "evaluation_started", "checkpoint_saved", "rolled_back", "restarted")
-COUNTED = {  # event -> counter
-    "restarted": "restarts", "requeued": "requeues", "requeued_by_slurm": "requeues", "rolled_back": "rollbacks",
-    "checkpoint_saved": "checkpoint_saves", "checkpoint_failed": "checkpoint_failures", "straggler": "stragglers",
-    "slow_node": "slow_nodes", "slow_gpu": "slow_nodes",
-}  # fmt: skip
-FAILED = ("worker_failed", "node_lost")
+FAILURES = "failures"  # the counter that has the class of the failure as a label
+COUNTERS = {kind.counter for kind in EVENTS.values() if kind.counter} - {FAILURES}
 STALL_MIN_S = 300.0  # without progress while it trains
 STALL_OTHER_MIN_S = 1800.0  # likewise while it starts or evaluates
 STALL_FACTOR = 10  # or this many times the longest recent time between two lines of metrics
@@ -78,7 +71,7 @@ class RunReader:
     _line_times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LINES), init=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False)
     _failures: Counter[str] = field(default_factory=Counter, init=False)
-    _events: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)  # the newest of each name
+    _events: dict[str, Event] = field(default_factory=dict, init=False)  # the newest of each name
     _failed_saves: int = field(default=0, init=False)  # since the last one that succeeded
     _state: str = field(default="starting", init=False)
     _state_since: float = field(default=0.0, init=False)
@@ -93,51 +86,52 @@ class RunReader:
             now: seconds since 1970; the current time by default.
         """
         now = time.time() if now is None else now
-        for event in sorted(self._new(self.run.events, "*.jsonl"), key=lambda event: event["time"]):
+        for event in sorted(self._new(self.run.events, "*.jsonl"), key=attrgetter("time")):
             self._add_event(event)
-        for line in sorted(self._new(self.run.metrics, "attempt-*.jsonl"), key=lambda line: line["time"]):
+        for line in sorted(self._new(self.run.metrics, "attempt-*.jsonl"), key=attrgetter("time")):
             self._add_line(line)
         samples: dict[str, Samples] = {
             name: {(): float(value)} for name, value in self._single(now).items() if value is not None
         }
         return Snapshot(self.identity.labels, samples | self._labeled() | self._read_ledger(now))
 
-    def _new(self, folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
+    def _new(self, folder: Path, pattern: str) -> Iterator[Any]:
         """Yields the new lines of all files in ``folder`` that have the time that all whole lines have."""
         for path in sorted(folder.glob(pattern)):
             lines = self._files.setdefault(path, self.run.follow(path))
             yield from (line for line in lines.read() if "time" in line)
 
-    def _add_event(self, event: dict[str, Any]) -> None:
-        name = str(event.get("event"))
+    def _add_event(self, event: Event) -> None:
+        name, kind = event.name, event.kind
         self._events[name] = event
-        if name in COUNTED:
-            self._counts[COUNTED[name]] += 1
+        self._counts[kind.counter] += 1
+        if kind.counter == FAILURES:
+            self._failures[str(event.failure)] += 1
         if name == "step_skipped":
             self._counts["skipped_steps"] += event.get("steps", 1)
-        if name in FAILED:
-            self._failures[str(event.get("class"))] += 1
-        if name.startswith("checkpoint_saved"):
+        elif name == "checkpoint_saved":
             self._failed_saves = 0
         elif name == "checkpoint_failed":
             self._failed_saves += 1
-        if name in STATE_OF and not (name == "stopped" and self._state == "requeued"):
-            self._state, self._state_since = STATE_OF[name], event["time"]
-        if name in SIGNS:
-            self._progress = max(self._progress, event["time"])
-        if name == "started":
+        elif name == "started":
             self._line_times.clear()
+        if kind.state and not (name == "stopped" and self._state == "requeued"):
+            self._state = kind.state
+            self._state_since = event.time
+        if kind.is_progress:
+            self._progress = max(self._progress, event.time)
 
-    def _add_line(self, line: dict[str, Any]) -> None:
+    def _add_line(self, line: Line) -> None:
         self._line |= {key: value for key, value in line.items() if isinstance(value, int | float)}
-        self._line_times.append(line["time"])
-        self._progress = max(self._progress, line["time"])
-        if line["time"] > self._state_since and self._state in WORKING:
-            self._state, self._state_since = "training", line["time"]
+        self._line_times.append(line.time)
+        self._progress = max(self._progress, line.time)
+        if line.time > self._state_since and self._state in WORKING:
+            self._state = "training"
+            self._state_since = line.time
 
     def _single(self, now: float) -> dict[str, float | None]:
         """Returns the values of the metrics without own labels."""
-        started, saved = self._events.get("started", {}), self._events.get("checkpoint_saved", {})
+        started, saved = self._events.get("started", Event()), self._events.get("checkpoint_saved", Event())
         from_lines = {metric.name: self._line.get(metric.key) for metric in METRICS if metric.key is not None}
         return {
             **from_lines,
@@ -147,7 +141,7 @@ class RunReader:
             "nodes": len(started["nodes"]) if "nodes" in started else None,
             "allocated_gpus": started.get("gpus"),
             "planned_steps": self.run.record().get("total_steps"),
-            **{name: self._counts[name] for name in {*COUNTED.values(), "skipped_steps"}},
+            **{name: self._counts[name] for name in {*COUNTERS, "skipped_steps"}},
             "checkpoint_failures_in_a_row": self._failed_saves,
             "last_checkpoint_step": saved.get("step"),
             "last_checkpoint_timestamp_seconds": saved.get("time"),
@@ -177,7 +171,7 @@ class RunReader:
         return found
 
     def _preflight(self) -> Samples:
-        measured = self._events.get("preflight", {}).get("bus_gb_per_s") or {}
+        measured = self._events.get("preflight", Event()).get("bus_gb_per_s") or {}
         parts = (measured.get("nodes", {}).values(), measured.get("rails", ()), (measured.get("world"),))
         slowest = {
             part: min(rates)

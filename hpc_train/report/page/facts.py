@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from hpc_train.config.secrets import ASSIGNMENT, SECRET_NAME, SHORTEST
 from hpc_train.run.attempts import NUMBER, Attempt, attempts_of
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import Event
 from hpc_train.run.ledger import Ledger, account_for, read_frozen
+from hpc_train.run.rows import Line
 from hpc_train.runs.diagnosis import Diagnosis, diagnose
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses
 from hpc_train.runs.lookup import RunHandle, statuses_of
-
-Event = dict[str, Any]
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class RunFacts:
         upcoming = sorted(begins)
         for index in reversed(range(len(self.lines))):
             line = self.lines[index]
-            while upcoming and upcoming[-1][0] > line["time"]:
+            while upcoming and upcoming[-1][0] > line.time:
                 least = min(least, upcoming.pop()[1])
-            lost[index] = line["step"] > least
+            lost[index] = line.step > least
         return lost
 
     def _newest_checkpoint(self) -> int:
-        saved = [event for event in self.events if event["event"] == "checkpoint_saved"]
-        return int(max(saved, key=lambda event: event["time"])["step"]) if saved else 0
+        saved = self.of_event("checkpoint_saved")
+        return int(max(saved, key=attrgetter("time"))["step"]) if saved else 0
 
     @cached_property
     def newest_attempt(self) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ class RunFacts:
         return {}
 
     def of_event(self, *names: str) -> list[Event]:
-        return [event for event in self.events if event["event"] in names]
+        return [event for event in self.events if event.name in names]
 
     @property
     def shown(self) -> Sequence[Line]:
@@ -123,7 +123,7 @@ class RunFacts:
 
     @cached_property
     def _steps(self) -> list[int]:
-        return [line["step"] for line in self.shown]
+        return [line.step for line in self.shown]
 
     def values(self, key: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the metric in the lines that are shown."""
@@ -138,7 +138,7 @@ class RunFacts:
 def _lines(run: RunDirectory) -> list[Line]:
     """Returns the metrics of all attempts by time, without damaged lines."""
     whole = (line for line in run.read_all_metrics() if "time" in line and "attempt" in line)
-    return sorted(whole, key=lambda line: line["time"])
+    return sorted(whole, key=attrgetter("time"))
 
 
 def secrets_of(found: RunHandle) -> Iterator[str]:

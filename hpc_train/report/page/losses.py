@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpc_train.report.page.chart import Point, Series, line_chart
-from hpc_train.report.page.facts import Line, RunFacts
+from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, section, table
-from hpc_train.run.attempts import NUMBER
+from hpc_train.run.rows import Line
 from hpc_train.units import counted
 
 LOST = "lost work, done again or to be done again"
@@ -17,7 +17,7 @@ EVALUATED = "val_"  # the prefix of what evaluations add to the metrics
 
 def losses(facts: RunFacts) -> Html:
     """Returns the section with the loss curves."""
-    skipped = len(facts.lines) - sum(isinstance(line.get("loss"), NUMBER) for line in facts.lines)
+    skipped = len(facts.lines) - sum(line.loss is not None for line in facts.lines)
     if skipped == len(facts.lines):
         return section("Loss", block("paragraph", _why_none(facts)))
     lost = [Series(LOST, part, "lost", wide=True) for part in _lost_parts(facts)]
@@ -49,8 +49,7 @@ def _steps(count: int) -> str:
 
 
 def _point(line: Line) -> Point | None:
-    value = line.get("loss")
-    return (line["step"], value) if isinstance(value, NUMBER) else None
+    return None if line.loss is None else (line.step, line.loss)
 
 
 def _lost_parts(facts: RunFacts) -> Iterator[list[Point]]:

@@ -7,18 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_train.report.page.facts import Event, RunFacts
+from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, section
+from hpc_train.run.events import Event
 from hpc_train.units import counted
 
-FAILED = {
-    "worker_failed": "failed",
-    "node_lost": "lost",
-    "hang_detected": "hung",
-    "collective_timed_out": "timed out",
-    "unfit_node": "unfit",
-}
-SLOW = {"straggler": "slow", "slow_node": "slow", "slow_gpu": "slow GPU"}
 LEVELS = ("bad", "warn", "good")
 SHOWN = 128  # nodes
 
@@ -57,16 +50,17 @@ def _marks(facts: RunFacts) -> dict[str, NodeMark]:
     for name, ranks in _ranks(facts).items():
         marks[name].ranks = ranks
     for event in facts.events:
-        for words, counts in ((FAILED, "failed"), (SLOW, "slow")):
-            if event["event"] in words and event.get("node"):
-                getattr(marks[event["node"]], counts)[_what(event, words)] += 1
+        if event.node and event.kind.node_failed:
+            marks[event.node].failed[_what(event, event.kind.node_failed)] += 1
+        elif event.node and event.kind.node_slow:
+            marks[event.node].slow[_what(event, event.kind.node_slow)] += 1
     return marks
 
 
-def _what(event: Event, words: Mapping[str, str]) -> str:
-    what = words[event["event"]]
-    kind = f" ({event['class']})" if event.get("class") and event["event"] == "worker_failed" else ""
-    return what + kind if event.get("rank") is None else f"rank {event['rank']} {what}{kind}"
+def _what(event: Event, words: str) -> str:
+    if event.failure and event.name == "worker_failed":
+        words = f"{words} ({event.failure})"
+    return words if event.rank is None else f"rank {event.rank} {words}"
 
 
 def _ranks(facts: RunFacts) -> dict[str, Sequence[int]]:

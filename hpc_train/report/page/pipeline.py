@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from hpc_train.report.page.chart import color_key
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, joined, picture, section, table
+from hpc_train.run.events import Event
 from hpc_train.telemetry.pipeline_step import BACKWARD, FORWARD, NAMES, WEIGHT, Chunk, Rows, rows_of, stage_times
 from hpc_train.units import milliseconds
 
@@ -26,7 +26,7 @@ def pipeline(facts: RunFacts) -> Html | None:
             return None
         return section("Pipeline step", block("paragraph", "No step was recorded: the fifth step of an attempt is."))
     event = steps[-1]
-    measured, total = rows_of(event), float(event["seconds"])
+    measured, total = rows_of(event), event.seconds
     ideal = ideal_rows(measured)
     best = max((chunk.end for chunks in ideal.values() for chunk in chunks), default=0.0)
     words = _words(event, measured, total, ideal, best)
@@ -44,7 +44,7 @@ def pipeline(facts: RunFacts) -> Html | None:
     )
 
 
-def _words(event: dict[str, Any], measured: Rows, total: float, ideal: Rows, best: float) -> str:
+def _words(event: Event, measured: Rows, total: float, ideal: Rows, best: float) -> str:
     waited, least = _waiting(measured, total), _waiting(ideal, best)
     return (
         f"One of the first steps under the schedule {event['schedule']}, {event['micro_batches']} micro-batches. It "

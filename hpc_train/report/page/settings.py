@@ -82,9 +82,9 @@ def settings(of_run: RunFacts) -> Html | None:
         before = RunHandle(RunDirectory(Path(parent)), 0, {}).plain_config
         parts.append(_differences(f"the run {Path(parent).name}", before, of_run.config))
     changed = [
-        event["message"]
+        event.message
         for event in of_run.of_event("warning")
-        if str(event.get("message", "")).startswith(("continues with changed settings", "continues with other code"))
+        if event.message.startswith(("continues with changed settings", "continues with other code"))
     ]
     if changed:
         parts.append(block("bullets", changed))

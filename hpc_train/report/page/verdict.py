@@ -10,6 +10,7 @@ from typing import Any
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.losses import evaluated
 from hpc_train.report.page.markup import Html, block, commands, joined, paragraphs, section
+from hpc_train.run.events import Event
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.runs.cost import Prices
 from hpc_train.runs.diagnosis import TAIL_LINES, Diagnosis, shown
@@ -79,10 +80,10 @@ def _cause(found: Diagnosis) -> list[str]:
     return lines + ([f"stacks of all ranks: {shown(Path(cause.stacks))}"] if cause.stacks else [])
 
 
-def _is_refusal(event: dict[str, Any], found: Diagnosis) -> bool:
+def _is_refusal(event: Event, found: Diagnosis) -> bool:
     """Returns whether ``event`` only repeats why the run was refused."""
     refused = found.cause is not None and found.cause.kind == Failure.REFUSED
-    return refused and event["event"] in ("worker_failed", "failed") and event.get("class") == Failure.REFUSED
+    return refused and event.kind.is_failure and event.failure == Failure.REFUSED
 
 
 def _slurm(found: Diagnosis) -> list[str]:
@@ -116,13 +117,13 @@ def _checkpoint(found: Diagnosis) -> list[str]:
     return [where, f"work lost by the failure: {lost}"]
 
 
-def told(event: dict[str, Any], known: str = "") -> str:
+def told(event: Event, known: str = "") -> str:
     """Returns an event as one line: when, in which attempt, what, where, at which step, and why, unless it is ``known``
     from the section of the failure."""
     details = [str(event[key]) for key in ("class", "reason", "message") if event.get(key) and event[key] != known]
-    who = f"rank {event['rank']} on {event['node']}" if event.get("rank") is not None else str(event["node"])
-    step = f"step {event['step']}" if event.get("step") is not None else ""
-    parts = [clock(event["time"]), f"attempt {event['attempt']}", event["event"], who, step]
+    who = str(event.node) if event.rank is None else f"rank {event.rank} on {event.node}"
+    step = "" if event.step is None else f"step {event.step}"
+    parts = [clock(event.time), f"attempt {event.attempt}", event.name, who, step]
     return "  ".join(filter(None, parts)) + (f": {', '.join(details)}".splitlines()[0] if details else "")
 
 

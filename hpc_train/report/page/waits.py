@@ -36,7 +36,7 @@ def waits(facts: RunFacts) -> Html:
         for key, share in medians.items()
     ]
     shares = table("Shares of the time", ("waiting for", "median", "highest"), rows, numbers=2)
-    advice = [event["message"] for event in facts.of_event("advice") if event.get("message")]
+    advice = [event.message for event in facts.of_event("advice")]
     return section(
         title, block("paragraph", words), chart, shares, block("bullets", dict.fromkeys(advice)) if advice else None
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpc_train.machine.temporary import TRACKING, TemporaryDirectory
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_or
 from hpc_train.run.freeze import load
 from hpc_train.run.processes import die_with_parent

@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_train.config.schema import Config, TelemetryConfig
 from hpc_train.opening import open_to_append
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_or
 from hpc_train.run.requests import STOP_SIGNALS
 from hpc_train.search_path import safe_path

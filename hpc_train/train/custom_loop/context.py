@@ -20,6 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
+from hpc_train.run.events import Event
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import finite_or_none
@@ -264,6 +265,6 @@ class Context:
             print("finished: " + ", ".join(f"{name} {value}" for name, value in result.items()))
         event, last = "training_stopped" if self._stopped else "training_finished", self._timer.read(self.step)
         head = {"event": event, "time": events.now(), "attempt": self.attempt, "step": self.step}
-        spent = read_ledger(run, closing=head | last).total
+        spent = read_ledger(run, closing=Event(head | last)).total
         print(spent_line(spent), flush=True)
         events.write(event, step=self.step, **last, ledger=spent.as_json())

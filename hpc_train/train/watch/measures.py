@@ -20,7 +20,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.plain_objects import gather_plain
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.train.watch.step_clock import StepClock
 from hpc_train.train.watch.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
 from hpc_train.train.watch.utilization import (

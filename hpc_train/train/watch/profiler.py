@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from hpc_train.config.values import Profiled
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import write_json
 from hpc_train.train.watch.time_breakdown import Interval, cpu_intervals, gpu_intervals, uncovered
 

@@ -15,7 +15,7 @@ from hpc_train.config.schema import ProfileConfig
 from hpc_train.config.values import Profiled, check_profiled_steps, parse_profile
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
 from hpc_train.telemetry.progress import summary
 from hpc_train.train.watch.profiler import Profiler, time_breakdown
 from tests.train.runs import frozen, run_attempt
