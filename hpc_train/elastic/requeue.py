@@ -41,9 +41,9 @@ from hpc_train.schedulers.slurm.client import (
     PATIENT_S,
     may_requeue,
     own_job,
+    own_job_record,
     query,
     state_and_priority,
-    time_of_own_job,
     usable_nodes,
 )
 from hpc_train.schedulers.slurm.states import Phase
@@ -83,10 +83,10 @@ def is_announcement(stop: str | None, run: RunDirectory) -> bool:
     """
     if stop not in ANNOUNCING or stop_was_requested(run):
         return False
-    shown = time_of_own_job()
-    if shown is None:
-        return False
-    return shown.preempted or shown.limit_s - shown.run_s <= min(shown.limit_s / 3, LAST_S) + EARLY_S
+    job = own_job_record()
+    if job.limit_s is None or job.run_s is None:
+        return job.is_preempted
+    return job.is_preempted or job.limit_s - job.run_s <= min(job.limit_s / 3, LAST_S) + EARLY_S
 
 
 def request_from_slurm(end: JobEnd, config: Config) -> str | None:

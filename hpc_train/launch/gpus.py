@@ -17,7 +17,8 @@ from hpc_train.errors import UserError
 from hpc_train.layout.open_keys import open_keys
 from hpc_train.machine.gpus import gpu_memory, gpu_names
 from hpc_train.schedulers.slurm.client import own_job, show_job
-from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, gpus_of, other_clusters
+from hpc_train.schedulers.slurm.records import gpus_of
+from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint
@@ -21,6 +20,7 @@ from hpc_train.launch.job import Job
 from hpc_train.layout.memory import state_bytes
 from hpc_train.machine.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.schedulers.slurm.client import show_nodes
+from hpc_train.schedulers.slurm.records import NodeRecord
 from hpc_train.units import format_bytes
 
 OTHER_FILES = 64  # files of a run besides checkpoints: logs, events, metrics, W&B
@@ -74,11 +74,13 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     ]
 
 
-def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] = show_nodes) -> list[str]:
+def check_shared(
+    path: Path, system: FileSystem | None = None, nodes: Callable[[], Sequence[NodeRecord]] = show_nodes
+) -> list[str]:
     """Returns a note if the nodes of a Slurm job may not see ``path``.
 
     Args:
-        nodes: returns the output of ``scontrol show node``.
+        nodes: returns the nodes that Slurm knows.
 
     Raises:
         UserError: they cannot see it, since it is in memory or in the temporary directory of this machine.
@@ -138,24 +140,13 @@ def _is_temporary(path: Path) -> bool:
     return any(path.is_relative_to(folder) for folder in ("/tmp", "/var/tmp", tempfile.gettempdir()))
 
 
-def _other_hosts(shown: str) -> list[str]:
-    """Returns the nodes in ``scontrol show node --oneliner`` with another name and boot time than this machine."""
+def _other_hosts(nodes: Iterable[NodeRecord]) -> list[str]:
+    """Returns the nodes with another name than this machine, and another boot time: the nodes of a test cluster share
+    its kernel under other names.
+    """
     booted = _booted()
-    others = []
-    for line in shown.splitlines():
-        values = dict(part.split("=", 1) for part in line.split() if "=" in part)
-        same_name = values.get("NodeHostName") == socket.gethostname()
-        if "NodeName" in values and not same_name and not _same_boot(values.get("BootTime", ""), booted):
-            others.append(values["NodeName"])
-    return others
-
-
-def _same_boot(boot_time: str, booted: float) -> bool:
-    """Returns whether a node shares the kernel of this machine, as the nodes of a test cluster do under other names."""
-    try:
-        return abs(datetime.fromisoformat(boot_time).timestamp() - booted) <= SAME_BOOT_S
-    except ValueError:  # None, Unknown
-        return False
+    others = (node for node in nodes if node.host_name != socket.gethostname())
+    return [node.name for node in others if node.booted is None or abs(node.booted - booted) > SAME_BOOT_S]
 
 
 def _booted() -> float:

@@ -20,7 +20,6 @@ from hpc_train.run.exits import Failure, classify_message
 from hpc_train.run.file_writer import FileWriter, Outage
 
 STRICT = "HPC_TRAIN_STRICT_EVENTS"  # set by the tests: an event that is not as its row says raises an error
-ARCHIVE = "archive"  # the writer that copies checkpoints to checkpoint.archive: one at a time, on the node of rank 0
 
 
 def _writer() -> FileWriter:

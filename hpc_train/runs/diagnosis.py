@@ -21,7 +21,8 @@ from hpc_train.runs.job_status import NOT_LAUNCHED, JobStatus, SlurmStatuses, Vi
 from hpc_train.runs.lookup import RunHandle, statuses_of
 from hpc_train.runs.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.schedulers.slurm.client import query
-from hpc_train.schedulers.slurm.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
+from hpc_train.schedulers.slurm.reasons import JobFacts, explain, read_facts, sooner, with_gpus
+from hpc_train.schedulers.slurm.records import FREE, Free
 from hpc_train.telemetry.progress import ended_early
 from hpc_train.telemetry.tracebacks import own_place
 
@@ -325,7 +326,7 @@ def _waiting(found: RunHandle, status: JobStatus, view: View) -> Waiting:
     changes: list[str] = []
     if reason.by_size:
         gpus, rest = found.config.cluster.gpus_per_node, time_left(view)
-        free = read_free(query(SINFO) or "")
+        free = Free.read_all(query(FREE) or "")
         if not isinstance(gpus, int):
             gpus = with_gpus(found.config.cluster, free)
         changes = sooner(found.config.cluster, gpus, free, rest)

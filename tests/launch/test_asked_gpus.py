@@ -12,7 +12,8 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors import cost
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.schedulers.slurm.limits import check_limits
-from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site, gpus_of
+from hpc_train.schedulers.slurm.records import gpus_of
+from hpc_train.schedulers.slurm.site import NodeKind, Partition, Site
 from tests.launch.jobs import make_job
 
 CPU = NodeKind(9, 64, 256000, {})

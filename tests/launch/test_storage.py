@@ -14,6 +14,7 @@ from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.layout.memory import parameter_count, state_bytes
 from hpc_train.machine.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.models.build import build_model
+from hpc_train.schedulers.slurm.records import NodeRecord
 from hpc_train.units import format_bytes
 from tests.launch.jobs import make_job
 
@@ -24,7 +25,9 @@ MOUNTS = """\
 40 27 0:50 / /scratch rw shared:9 master:2 - lustre 10.0.0.1@o2ib:/scratch rw,flock
 41 27 0:51 / /my\\040data rw - nfs4 server:/data rw
 """
-NODE = "NodeName=n7 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n7 BootTime=2020-01-31T12:00:00 State=IDLE"
+NODES = NodeRecord.read_all(
+    "NodeName=n7 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n7 BootTime=2020-01-31T12:00:00 State=IDLE"
+)
 GIGABYTE = 10**9
 TMPFS, DISK = FileSystem(Path("/run"), "tmpfs", "tmpfs"), FileSystem(Path("/"), "xfs", "/dev/sda1")
 
@@ -129,11 +132,11 @@ def test_checkpoints_that_do_not_fit_are_refused_with_the_number_that_does(tmp_p
 
 def test_a_run_directory_that_only_this_machine_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="such as n7"):
-        check_shared(Path("/run/user/7"), TMPFS, lambda: NODE)
+        check_shared(Path("/run/user/7"), TMPFS, lambda: NODES)
     with pytest.raises(UserError, match="such as n7"):
-        check_shared(Path("/tmp/me"), DISK, lambda: NODE)
-    (note,) = check_shared(Path("/home/me"), DISK, lambda: NODE)
+        check_shared(Path("/tmp/me"), DISK, lambda: NODES)
+    (note,) = check_shared(Path("/home/me"), DISK, lambda: NODES)
     assert note.startswith("note: /home/me is on a local file system of this machine (xfs on /)")
-    assert check_shared(Path("/scratch"), FileSystem(Path("/scratch"), "lustre", "mds"), lambda: NODE) == []
-    monkeypatch.setattr(storage, "_same_boot", lambda path, booted: True)  # a cluster on this machine
-    assert check_shared(Path("/tmp/me"), DISK, lambda: NODE) == []
+    assert check_shared(Path("/scratch"), FileSystem(Path("/scratch"), "lustre", "mds"), lambda: NODES) == []
+    monkeypatch.setattr(storage, "_booted", lambda: NODES[0].booted)  # a cluster on this machine
+    assert check_shared(Path("/tmp/me"), DISK, lambda: NODES) == []

@@ -46,7 +46,7 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
-from hpc_train.schedulers.slurm.site import parse_features
+from hpc_train.schedulers.slurm.records import NodeRecord
 from tests.ranks import run_ranks
 
 LITTLE = Effort(gemm_s=0.01, gemm_size=64, stage_s=0.05, bytes=1 << 20, limit_s=60)
@@ -115,9 +115,10 @@ def test_mixed_models_come_with_the_constraint() -> None:
         "NodeName=n1 Arch=x86_64 AvailableFeatures=h100,ib ActiveFeatures=h100,ib Gres=gpu:8\n"
         "NodeName=n2 Arch=x86_64 AvailableFeatures=ib,a100 ActiveFeatures=ib,a100 Gres=gpu:8\n"
     )
-    found = only(check_models(ranks, parse_features(shown)))
+    features = {node.name: node.active_features for node in NodeRecord.read_all(shown)}
+    found = only(check_models(ranks, features))
     assert "A100 on n2" in found.message and found.fix == "cluster.constraint=h100"
-    assert "sinfo" in only(check_models(ranks, parse_features("NodeName=n0 ActiveFeatures=(null)\n"))).fix
+    assert "sinfo" in only(check_models(ranks, {"n0": frozenset()})).fix
 
 
 def test_tcp_beside_an_active_rdma_port_is_an_error_and_a_copy_through_the_host_a_warning() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.schedulers.slurm.reasons import REASONS, explain, read_free, sooner, with_gpus
+from hpc_train.schedulers.slurm.reasons import REASONS, explain, sooner, with_gpus
+from hpc_train.schedulers.slurm.records import Free
 
 SINFO = """\
 batch|up|2/1/1/4|1-00:00:00|gpu:2|batch*
@@ -58,14 +59,14 @@ def test_limits_by_their_parts(reason: str, words: str) -> None:
 
 
 def test_what_is_idle_is_read_from_partitions_that_are_up() -> None:
-    found = {one.partition: one for one in read_free(SINFO)}
+    found = {one.partition: one for one in Free.read_all(SINFO)}
     assert found.keys() == {"batch", "short"}
     assert (found["batch"].idle, found["batch"].nodes, found["batch"].gpus, found["batch"].default) == (1, 5, 2, True)
     assert (found["short"].idle, found["short"].max_time_s, found["short"].gpus) == (4, 1800, 4)
 
 
 def test_fewer_nodes_another_partition_and_a_shorter_time_start_sooner() -> None:
-    found = sooner(ClusterConfig(nodes=2, time="02:00:00"), 2, read_free(SINFO))
+    found = sooner(ClusterConfig(nodes=2, time="02:00:00"), 2, Free.read_all(SINFO))
     assert [change.partition(":")[0] for change in found] == [
         "cluster.nodes=1-2", "cluster.partition=short cluster.time=00", "cluster.time=01",
     ]  # fmt: skip
@@ -73,7 +74,7 @@ def test_fewer_nodes_another_partition_and_a_shorter_time_start_sooner() -> None
 
 
 def test_a_job_with_the_gpus_of_its_partition_is_not_sent_to_one_without() -> None:
-    free = read_free(f"{SINFO}cpu|up|0/9/0/9|infinite|(null)|cpu\n")
+    free = Free.read_all(f"{SINFO}cpu|up|0/9/0/9|infinite|(null)|cpu\n")
     assert [with_gpus(ClusterConfig(partition=name), free) for name in (None, "short", "cpu")] == [1, 1, 0]
     found = sooner(ClusterConfig(nodes=2), 1, free)
     assert any("cluster.partition=short" in change for change in found)
@@ -82,6 +83,6 @@ def test_a_job_with_the_gpus_of_its_partition_is_not_sent_to_one_without() -> No
 
 def test_a_time_that_follows_from_the_pace() -> None:
     found = sooner(
-        ClusterConfig(partition="batch", nodes=1, gpus_per_node=4, time="10:00:00"), 8, read_free(SINFO), 1200
+        ClusterConfig(partition="batch", nodes=1, gpus_per_node=4, time="10:00:00"), 8, Free.read_all(SINFO), 1200
     )
     assert found == ["cluster.time=00:30:00: the rest of the run takes 00:20:00"]

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from hpc_train.schedulers.slurm.records import NodeRecord, gpus_of, seconds
 from hpc_train.schedulers.slurm.site import (
     NodeKind,
     PartitionLimits,
     Site,
     begin_site,
-    gpus_of,
-    parse_features,
     read_site,
-    seconds,
 )
 
 CONFIG = """Configuration data as of 2026-01-01T00:00:00
@@ -206,5 +204,5 @@ def test_features_of_nodes_on_one_line_or_on_many() -> None:
         "NodeName=hb-1 Arch=x86_64 \n   AvailableFeatures=HB,ib\n   ActiveFeatures=HB\n"
     )
     found = {"g1": frozenset({"a100", "40gb"}), "nid07": frozenset(), "hb-1": frozenset({"HB"})}
-    assert parse_features(one_line + many) == found
-    assert parse_features("") == {}
+    assert {node.name: node.active_features for node in NodeRecord.read_all(one_line + many)} == found
+    assert NodeRecord.read_all("") == []

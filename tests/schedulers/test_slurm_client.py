@@ -265,7 +265,9 @@ def test_whether_slurm_suspended_the_job(
 def test_nodes_that_are_down_or_cannot_be_used(tools: Path) -> None:
     command(tools, "sinfo", "echo 'n1|down*|Not responding'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'")
     assert client.unavailable_nodes(["n1", "n2", "n3"]) == {"n1": "down (Not responding)"}
-    command(tools, "sinfo", "echo 'n1 down*'; echo 'n2 idle'; echo 'n3 drained'; echo 'n4 mixed'")
+    command(
+        tools, "sinfo", "echo 'n1|down*|none'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'; echo 'n4|mixed|none'"
+    )
     assert client.usable_nodes("cpu") == {"n2", "n4"}
     command(tools, "sinfo", "exit 1")
     assert client.unavailable_nodes(["n1"]) == {}

@@ -7,7 +7,8 @@ import gzip
 import json
 from collections.abc import Sequence
 
-from hpc_train.schedulers.slurm.reasons import JobFacts, NodeState, read_facts
+from hpc_train.schedulers.slurm.reasons import JobFacts, read_facts
+from hpc_train.schedulers.slurm.records import NodeState
 
 SCONTROL = (
     "JobId=12 JobName=hpc_train-far UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901746 Nice=0 "

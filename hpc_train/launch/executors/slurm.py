@@ -393,6 +393,5 @@ def _test_only(job: Job, asked: Options) -> Check:
 def _away(cluster: ClusterConfig, clusters: str | None) -> set[str]:
     """Returns the nodes of the partition that are unavailable now but may come back."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
-    command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(clusters), *partition]
-    states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
-    return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
+    nodes = client.node_states([*on_clusters(clusters), *partition], client.QUERY_S)
+    return {node.node for node in nodes if node.state.startswith(AWAY) or node.state.endswith("*")}

@@ -7,7 +7,6 @@ function in ``VENDORS``, which returns how many GPUs the node has, how many resp
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from hpc_train.machine.health.port_health import PortState, judge_ports, read_po
 from hpc_train.machine.health.vendor import Paths, VendorHealth
 from hpc_train.machine.sysfs import read_text
 from hpc_train.schedulers.slurm.client import show_nodes
-from hpc_train.schedulers.slurm.site import gpus_of
+from hpc_train.schedulers.slurm.records import gpus_of
 
 NVIDIA, ACCELERATOR = "0x10de", "0x0302"  # PCI vendor, and the class of a GPU without a display output
 SLURM_S = 2.0
@@ -163,10 +162,10 @@ def _missing(on_bus: int, managed: int, openable: int, reading: GpuReading, node
 
 def configured_gpus(node: str) -> int | None:
     """Returns the GPUs of the node in Slurm's configuration (``Gres``); None if Slurm does not know the node."""
-    match = re.search(r"\bGres=(\S+)", show_nodes([node], SLURM_S))
-    if match is None or match[1] == "(null)":
+    record = next(iter(show_nodes([node], SLURM_S)), None)
+    if record is None or not record.gres:
         return None
-    return sum(gpus_of(match[1]).values())
+    return sum(gpus_of(record.gres).values())
 
 
 def check_count(present: int, configured: int | None, node: str) -> Iterator[Finding]:

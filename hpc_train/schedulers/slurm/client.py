@@ -8,7 +8,6 @@ safely be sent twice, is repeated once.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
 from hpc_train.errors import UserError
+from hpc_train.schedulers.slurm.records import NODE_STATES, JobRecord, NodeRecord, NodeState, time_of
 from hpc_train.schedulers.slurm.states import FORGOTTEN, JobState, Phase, state_of
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 
@@ -40,7 +40,6 @@ UNREACHABLE = (
 NOT_SENT = ("connect failure", "Unable to establish controller", "Connection refused")
 LOOKS = 3  # for a job whose submission was not answered; the controller may still be busy with it
 CLOCKS_S = 60.0  # by which the clocks of two machines may differ
-UNUSABLE = ("down", "drain", "fail", "unknown")
 UNKNOWN_JOB = "Invalid job id"
 FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
 
@@ -243,37 +242,43 @@ def is_suspended() -> bool:
     return state is not None and state.phase is Phase.STOPPED
 
 
+def own_job_record() -> JobRecord:
+    """Returns what ``scontrol`` shows of the job of this process; empty if Slurm does not respond."""
+    return JobRecord.read(query(["scontrol", "show", "job", own_job()], BRIEF_S) or "")
+
+
 def was_suspended(since: float) -> bool:
     """Returns whether Slurm has resumed the job of this process after ``since``, in seconds since 1970.
 
     The clock of the controller may be a minute off. False if Slurm does not respond.
     """
-    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
-    found = re.search(r"\bSuspendTime=(\d{4}-\d\d-\d\dT\S+)", shown)  # when it was last suspended or resumed
-    return found is not None and time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) > since - CLOCKS_S
+    at = own_job_record().suspended_at
+    return at is not None and at > since - CLOCKS_S
 
 
 def is_current_start(restart: int) -> bool | None:
     """Returns whether the job of this process still runs in its start number ``restart``; None if unknown."""
-    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
-    state, restarts = re.search(r"\bJobState=(\w+)", shown), re.search(r"\bRestarts=(\d+)", shown)
-    if state is None or restarts is None:
+    job = own_job_record()
+    if not job.state or job.restarts is None:
         return None
-    return state_of(state[1]).phase in (Phase.RUNNING, Phase.STOPPED) and int(restarts[1]) <= restart
+    return state_of(job.state).phase in (Phase.RUNNING, Phase.STOPPED) and job.restarts <= restart
+
+
+def node_states(selection: Sequence[str], timeout_s: float = BRIEF_S) -> list[NodeState]:
+    """Returns the nodes that the options ``selection`` of ``sinfo`` select; none if Slurm does not respond."""
+    return NodeState.read_all(query([*NODE_STATES, *selection], timeout_s) or "")
 
 
 def unavailable_nodes(names: Sequence[str]) -> dict[str, str]:
     """Returns those of ``names`` that are down, with their state and its reason; {} if Slurm does not respond."""
-    call = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T|%E"]
-    rows = [line.split("|", 2) for line in (query(call, BRIEF_S) or "").splitlines() if line.count("|") >= 2]
-    return {node: f"{state.rstrip('*')} ({reason.strip()})" for node, state, reason in rows if state.startswith("down")}
+    down = (node for node in node_states([f"--nodes={','.join(names)}"]) if node.state.startswith("down"))
+    return {node.node: f"{node.state.rstrip('*')} ({node.reason or 'none'})" for node in down}
 
 
 def usable_nodes(partition: str) -> set[str] | None:
     """Returns the nodes of a partition that are neither down nor drained; None if Slurm does not respond."""
-    text = query(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %T"], BRIEF_S)
-    rows = [line.split() for line in (text or "").splitlines()]
-    return {row[0] for row in rows if len(row) == 2 and not row[1].startswith(UNUSABLE)} if text else None
+    nodes = node_states([f"--partition={partition}"])
+    return {node.node for node in nodes if node.is_usable} if nodes else None
 
 
 def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
@@ -289,42 +294,9 @@ def extend_comment(text: str, replaced: re.Pattern[str]) -> None:
         query(["scontrol", "update", f"JobId={own}", f"Comment={comment}"], BRIEF_S)
 
 
-@dataclass(frozen=True)
-class JobTime:
-    """The time of a job by the controller's clock: its limit and how long it has run, in seconds.
-
-    Attributes:
-        limit_s: infinity without a limit.
-        preempted: whether Slurm has begun to preempt the job.
-    """
-
-    limit_s: float
-    run_s: float
-    preempted: bool
-
-
-def time_of_own_job() -> JobTime | None:
-    """Returns the time of the job of this process; None if Slurm does not respond."""
-    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
-    limit, run = (re.search(rf"\b{name}=(\S+)", shown) for name in ("TimeLimit", "RunTime"))
-    if limit is None or run is None:
-        return None
-    preempted = re.search(r"\bPreemptTime=\d", shown) is not None
-    return JobTime(_seconds(limit[1]), _seconds(run[1]), preempted)
-
-
-def _seconds(text: str) -> float:
-    """Returns a time as ``scontrol`` prints it, ``1-02:03:04``, in seconds; infinity for a limit without digits."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if found is None:
-        return math.inf
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
 def may_requeue(job_id: str) -> bool:
     """Returns whether Slurm would requeue the job; also True if Slurm's commands fail, as in a container."""
-    return "Requeue=0" not in (query(["scontrol", "show", "job", job_id], BRIEF_S) or "").split()
+    return JobRecord.read(query(["scontrol", "show", "job", job_id], BRIEF_S) or "").may_requeue
 
 
 def show_job(job_id: str) -> str:
@@ -332,10 +304,10 @@ def show_job(job_id: str) -> str:
     return query(["scontrol", "show", "job", "--details", job_id]) or ""
 
 
-def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> str:
-    """Returns the output of ``scontrol show node`` for ``names`` or all nodes, one per line; empty if it fails."""
+def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> list[NodeRecord]:
+    """Returns ``names`` or all nodes; none if Slurm does not respond."""
     selected = [",".join(names)] if names else []
-    return query(["scontrol", "show", "node", "--oneliner", *selected], timeout_s) or ""
+    return NodeRecord.read_all(query(["scontrol", "show", "node", "--oneliner", *selected], timeout_s) or "")
 
 
 def show_topology() -> str:
@@ -497,16 +469,8 @@ def check_submission(options: Sequence[str], timeout_s: float = PATIENT_S) -> Ch
     """
     done = _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n", timeout_s)
     said = [line for line in done.stderr.splitlines() if line.strip()]
-    starts = [local_time(found[1]) for line in said if (found := ESTIMATE.match(line))]
+    starts = [time_of(found[1]) for line in said if (found := ESTIMATE.match(line))]
     return Check([line for line in said if not ESTIMATE.match(line)], next(iter(starts), None))
-
-
-def local_time(text: str) -> float | None:
-    """Returns a time as Slurm prints it, in seconds since 1970; None for ``Unknown``, ``None`` and ``N/A``."""
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
 
 
 def _sbatch(options: Sequence[str], script: str, timeout_s: float = PATIENT_S) -> subprocess.CompletedProcess[str]:

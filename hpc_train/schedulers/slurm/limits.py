@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_train.config.values import asked_nodes
 from hpc_train.errors import UserError, nearest
+from hpc_train.schedulers.slurm.records import clock, seconds
 from hpc_train.schedulers.slurm.resources import JobRequest, cores, memory
 from hpc_train.schedulers.slurm.site import (
     MIG,
@@ -18,9 +19,7 @@ from hpc_train.schedulers.slurm.site import (
     Partition,
     PartitionLimits,
     Site,
-    clock,
     other_clusters,
-    seconds,
 )
 from hpc_train.schedulers.slurm.variables import preset
 

@@ -22,7 +22,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from hpc_train.opening import DamagedFile, read_tail
-from hpc_train.schedulers.slurm.client import QUERY_S, Problem, SlurmError, check_submission, local_time, query
+from hpc_train.schedulers.slurm.client import QUERY_S, Problem, SlurmError, check_submission, query
+from hpc_train.schedulers.slurm.records import rows, time_of
 from hpc_train.users import user_cache
 
 ESTIMATES = ".queue-estimates.jsonl"  # in the run root
@@ -157,16 +158,18 @@ def accuracy_of(submissions: Sequence[Estimate]) -> Accuracy | None:
         return None
     ids = ",".join(each.job_id for each in submissions)
     text = query(["sacct", "-X", "--noheader", "--parsable2", f"--jobs={ids}", "--format=JobID,Submit,Start"]) or ""
-    times = {row[0]: row[1:] for row in (line.split("|") for line in text.splitlines()) if len(row) == 3}
-    ratios = [ratio for each in submissions if (ratio := _ratio(each, *times.get(each.job_id, ("", "")))) is not None]
+    times = {row["JobID"]: row for row in rows(text, ("JobID", "Submit", "Start"))}
+    found = (_ratio(each, times.get(each.job_id, {})) for each in submissions)
+    ratios = [ratio for ratio in found if ratio is not None]
     if len(ratios) < FEWEST:
         return None
     low, _, high = quantiles(ratios, method="inclusive")
     return Accuracy(len(ratios), median(ratios), low, high)
 
 
-def _ratio(said: Estimate, submitted: str, started: str) -> float | None:
-    begin, start = local_time(submitted), local_time(started)
+def _ratio(said: Estimate, job: Mapping[str, str]) -> float | None:
+    begin = time_of(job.get("Submit"))
+    start = time_of(job.get("Start"))
     if begin is None or start is None or abs(begin - said.submitted) > SUBMITTED_WITHIN_S:
         return None
     return max(start - begin, LEAST_S) / max(said.expected - said.submitted, LEAST_S)

@@ -14,7 +14,16 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.schedulers.slurm.client import Query, query
 from hpc_train.schedulers.slurm.jobstats import describe_use
-from hpc_train.schedulers.slurm.site import clock, seconds
+from hpc_train.schedulers.slurm.records import (
+    NODE_STATES,
+    Free,
+    JobRecord,
+    NodeState,
+    clock,
+    rows,
+    seconds,
+    size_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -140,37 +149,6 @@ def _of_limit(limit: re.Match[str]) -> Reason:
     )
 
 
-@dataclass(frozen=True)
-class Free:
-    """The idle nodes of a partition."""
-
-    partition: str
-    idle: int
-    nodes: int
-    max_time_s: int | None
-    gpus: int
-    default: bool = False
-
-
-SINFO = ("sinfo", "--noheader", "--format=%R|%a|%F|%l|%G|%P")
-
-
-def read_free(text: str) -> list[Free]:
-    """Returns the partitions that are up, from the output of ``SINFO``."""
-    found: dict[str, Free] = {}
-    for line in text.splitlines():
-        name, up, counts, limit, gres, starred = (line.split("|", 5) + [""] * 6)[:6]
-        if up != "up" or counts.count("/") != 3:
-            continue
-        _, idle, _, total = (int(count) for count in counts.split("/"))
-        gpus = sum(int(count) for count in re.findall(r"gpu:(?:[^:,()]+:)?(\d+)", gres))
-        before = found.get(name, Free(name, 0, 0, seconds(limit), 0))
-        most = max(before.gpus, gpus)
-        default = starred.endswith("*")
-        found[name] = Free(name, before.idle + idle, before.nodes + total, before.max_time_s, most, default)
-    return list(found.values())
-
-
 def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: float | None = None) -> list[str]:
     """Changes of the config with which the job would start sooner, given the idle nodes.
 
@@ -221,15 +199,6 @@ def _shorter(asked_s: int | None, needed_s: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class NodeState:
-    """A node as ``sinfo`` prints it, with the reason why it is down or drained."""
-
-    node: str
-    state: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class JobFacts:
     """Holds what Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task.
 
@@ -251,57 +220,37 @@ class JobFacts:
 
 def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
     """Returns what Slurm knows of a job; None if Slurm does not respond or no longer knows the job."""
-    facts = _of_scontrol(job_id, ask(["scontrol", "show", "job", "--oneliner", job_id]) or "")
+    job = JobRecord.read(ask(["scontrol", "show", "job", "--oneliner", job_id]) or "")
+    facts = None
+    if job.state:
+        facts = JobFacts(
+            job_id=job_id,
+            state=job.state,
+            reason=job.reason,
+            exit_code=job.exit_code,
+            derived_exit_code=job.derived_exit_code,
+            node_list=job.node_list,
+            restarts=job.restarts or 0,
+            dependency=job.dependency,
+        )
     accounted = ask(["sacct", "--jobs", job_id, "--noheader", "--parsable2", f"--format={','.join(SACCT)}"]) or ""
-    facts = _with_accounting(job_id, facts, accounted)
+    facts = _with_accounting(job_id, facts, rows(accounted, SACCT, 6))
     if facts is None or not facts.node_list:
         return facts
-    nodes = ask(["sinfo", "--noheader", "--Node", f"--nodes={facts.node_list}", "--format=%N|%T|%E"]) or ""
-    return replace(facts, nodes=tuple(dict.fromkeys(_node(line) for line in nodes.splitlines())))
+    nodes = NodeState.read_all(ask([*NODE_STATES, f"--nodes={facts.node_list}"]) or "")
+    return replace(facts, nodes=tuple(nodes))
 
 
 SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", "AdminComment")
 
 
-def _of_scontrol(job_id: str, text: str) -> JobFacts | None:
-    line = text.splitlines()[0] if text else ""
-    # reversed, so that the first value of a name counts: a free-text comment may be last
-    found = reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line))
-    values = {name: value for name, value in found if value != "(null)"}
-    if "JobState" not in values:
-        return None
-    reason = values.get("Reason", "")
-    return JobFacts(
-        job_id=job_id,
-        state=values["JobState"],
-        reason="" if reason == "None" else reason.replace("_", " "),
-        exit_code=values.get("ExitCode", ""),
-        derived_exit_code=values.get("DerivedExitCode", ""),
-        node_list=values.get("NodeList", ""),
-        restarts=int(values.get("Restarts", "0")),
-        dependency=values.get("Dependency", ""),
-    )
-
-
-def _with_accounting(job_id: str, facts: JobFacts | None, text: str) -> JobFacts | None:
-    rows = [dict(zip(SACCT, line.split("|"), strict=False)) for line in text.splitlines() if line.count("|") >= 5]
-    if not rows:
+def _with_accounting(job_id: str, facts: JobFacts | None, accounted: Sequence[Mapping[str, str]]) -> JobFacts | None:
+    if not accounted:
         return facts
-    job = next((row for row in rows if "." not in row["JobID"]), rows[0])
+    job = next((row for row in accounted if "." not in row["JobID"]), accounted[0])
     if facts is None:
         state, nodes = job["State"].split()[0], job["NodeList"]  # "CANCELLED by 1000"
         known = "" if nodes == "None assigned" else nodes
         facts = JobFacts(job_id, state, "", job["ExitCode"], job["DerivedExitCode"], known)
-    use = describe_use(job.get("AdminComment", ""))
-    return replace(facts, max_rss_bytes=max((_bytes(row["MaxRSS"]) for row in rows), default=0) or None, use=use)
-
-
-def _bytes(text: str) -> int:
-    """Parses Slurm's sizes (123456K, 1.5G, 0); returns bytes."""
-    found = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
-
-
-def _node(line: str) -> NodeState:
-    name, state, reason = [*line.split("|", 2), "", ""][:3]
-    return NodeState(name, state, "" if reason == "none" else reason)
+    largest = max(size_bytes(row["MaxRSS"]) for row in accounted)
+    return replace(facts, max_rss_bytes=largest or None, use=describe_use(job.get("AdminComment", "")))

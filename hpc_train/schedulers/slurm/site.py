@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from hpc_train.schedulers.slurm.client import BRIEF_S, Query, query, show_nodes
+from hpc_train.schedulers.slurm.records import NodeRecord, gpus_of, names_in, number, rows, seconds, values_of
 from hpc_train.schedulers.slurm.variables import preset_clusters
 from hpc_train.users import own_name
 
@@ -179,15 +180,15 @@ def _site(answers: Mapping[str, str | None]) -> Site:
     """Returns the site that Slurm's answers describe."""
     text = {name: answer or "" for name, answer in answers.items()}
     config = dict(_pairs(text["config"].splitlines()))
-    kinds = {**_kinds(_total_sizes(text["sizes"])), **_kinds(_sizes_for_jobs(text["nodes"]))}
-    memory_default = _number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
+    kinds = {**_kinds(_total_sizes(text["sizes"])), **_kinds(_sizes_for_jobs(NodeRecord.read_all(text["nodes"])))}
+    memory_default = number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
     lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
     partitions = [_partition(line, kinds, memory_default) for line in lines]
     known = answers["associations"] is not None
     associations = _associations(text["associations"], text["user"].strip(), config.get("ClusterName", ""))
     return Site(
         name=config.get("ClusterName", ""),
-        max_array_size=_number(config.get("MaxArraySize")),
+        max_array_size=number(config.get("MaxArraySize")),
         enforced=frozenset(config.get("AccountingStorageEnforce", "none").split(",")),
         keeps_comments="job_comment" in config.get("AccountingStoreFlags", "").split(","),
         partitions={found.name: found for found in partitions},
@@ -206,73 +207,50 @@ def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_default: bool) -> Partition:
-    values = dict(_pairs(line.split()))
+    values = values_of(line)
     defaults = dict(_pairs(values.get("JobDefaults", "").split(",")))
-    own_memory = _number(values.get("DefMemPerNode") or values.get("DefMemPerCPU"))
+    own_memory = number(values.get("DefMemPerNode") or values.get("DefMemPerCPU"))
     return Partition(
         name=values["PartitionName"],
         default=values.get("Default") == "YES",
         state=values.get("State", "UP"),
-        nodes=_number(values.get("TotalNodes")) or 0,
-        max_nodes=_number(values.get("MaxNodes")),
+        nodes=number(values.get("TotalNodes")) or 0,
+        max_nodes=number(values.get("MaxNodes")),
         max_time_s=seconds(values.get("MaxTime")),
         accounts=_names(values.get("AllowAccounts")),
         qos=_names(values.get("AllowQos")),
         own_qos=None if values.get("QoS") == "N/A" else values.get("QoS"),
-        cores_per_gpu=_number(defaults.get("DefCpuPerGPU")),
+        cores_per_gpu=number(defaults.get("DefCpuPerGPU")),
         memory_default=memory_default or own_memory is not None or "DefMemPerGPU" in defaults,
         kinds=kinds.get(values["PartitionName"], ()),
     )
 
 
-Size = tuple[str, int, int, int, str, str]  # partition, number of nodes, cores, memory in MiB, GRES, features
+Size = tuple[str, int, int, int, str, frozenset[str]]  # partition, nodes, cores, MiB, GRES, features
 
 
 def _total_sizes(text: str) -> Iterator[Size]:
     """Yields what ``sinfo`` prints, which includes the cores and the memory that Slurm reserves for the system."""
     for line in text.splitlines():
         name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
-        yield name, _number(count) or 0, _number(cores) or 0, _number(memory) or 0, gres, features
+        yield name, number(count) or 0, number(cores) or 0, number(memory) or 0, gres, names_in(features)
 
 
-def _sizes_for_jobs(text: str) -> Iterator[Size]:
-    """Yields the sizes of the nodes in ``scontrol show node --oneliner`` without what Slurm reserves for the system."""
-    counts: Counter[tuple[str, int, int, str, str]] = Counter()
-    for line in text.splitlines():
-        node = dict(reversed(re.findall(r"(\w+)=(\S*)", line)))  # the first value counts, since free text is at the end
-        size = _cores_for_jobs(node), _memory_for_jobs(node), node.get("Gres", ""), node.get("AvailableFeatures", "")
-        counts.update((name, *size) for name in node.get("Partitions", "").split(",") if name)
-    for (name, cores, memory, gres, features), count in counts.items():
-        yield name, count, cores, memory, gres, features
-
-
-def _cores_for_jobs(node: Mapping[str, str]) -> int:
-    """Returns the CPUs without those of ``CoreSpecCount``, which versions before 22.05 do not subtract themselves."""
-    effective = _number(node.get("CPUEfctv"))
-    if effective is not None:
-        return effective
-    reserved = (_number(node.get("CoreSpecCount")) or 0) * (_number(node.get("ThreadsPerCore")) or 1)
-    return max(0, (_number(node.get("CPUTot")) or 0) - reserved)
-
-
-def _memory_for_jobs(node: Mapping[str, str]) -> int:
-    return max(0, (_number(node.get("RealMemory")) or 0) - (_number(node.get("MemSpecLimit")) or 0))
+def _sizes_for_jobs(nodes: Iterable[NodeRecord]) -> Iterator[Size]:
+    """Yields the sizes of ``nodes``, without what Slurm reserves for the system."""
+    counts = Counter(
+        (name, node.cores, node.memory_mb, node.gres, node.features) for node in nodes for name in node.partitions
+    )
+    for (name, *size), count in counts.items():
+        yield name, count, *size
 
 
 def _kinds(sizes: Iterable[Size]) -> dict[str, tuple[NodeKind, ...]]:
     kinds: dict[str, tuple[NodeKind, ...]] = {}
     for name, count, cores, memory, gres, features in sizes:
-        kind = NodeKind(count, cores, memory, gpus_of(gres), frozenset(features.split(",")) - {"", "(null)"})
+        kind = NodeKind(count, cores, memory, gpus_of(gres), features)
         kinds[name] = (*kinds.get(name, ()), kind)
     return kinds
-
-
-def gpus_of(gres: str) -> dict[str, int]:
-    """GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
-    found: dict[str, int] = {}
-    for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
-        found[kind] = found.get(kind, 0) + int(count)
-    return found
 
 
 def _associations(text: str, default: str, cluster: str) -> tuple[Association, ...]:
@@ -285,62 +263,28 @@ def _associations(text: str, default: str, cluster: str) -> tuple[Association, .
             partition=row["Partition"] or None,
             default_qos=row["DefaultQOS"] or None,
         )
-        for row in _rows(text, ASSOCIATION)
+        for row in rows(text, ASSOCIATION)
         if row["Cluster"] == cluster
     )
 
 
 def _qos(text: str) -> dict[str, PartitionLimits] | None:
-    rows = _rows(text, QOS)
-    limits = (_limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"], row["Flags"]) for row in rows)
-    return {row["Name"]: found for row, found in zip(rows, limits, strict=True)} or None
-
-
-def _rows(text: str, names: Sequence[str]) -> list[dict[str, str]]:
-    split = (line.split("|") for line in text.splitlines())
-    return [dict(zip(names, values, strict=True)) for values in split if len(values) == len(names)]
+    return {
+        row["Name"]: _limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"], row["Flags"])
+        for row in rows(text, QOS)
+    } or None
 
 
 def _limits(jobs: str, wall: str, tres: str, flags: str = "") -> PartitionLimits:
     counts = dict(_pairs(tres.split(",")))
-    nodes, gpus = _number(counts.get("node")), _number(counts.get("gres/gpu"))
-    return PartitionLimits(_number(jobs), seconds(wall), nodes, gpus, frozenset(flags.split(",")) - {""})
+    nodes, gpus = number(counts.get("node")), number(counts.get("gres/gpu"))
+    return PartitionLimits(number(jobs), seconds(wall), nodes, gpus, frozenset(flags.split(",")) - {""})
 
 
 def _names(text: str | None) -> frozenset[str] | None:
     return None if text in (None, "", "ALL", "(null)") else frozenset(str(text).split(","))
 
 
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
-
-
-def clock(span_s: int) -> str:
-    """Formats seconds as Slurm prints for time limits: 2-12:00:00."""
-    days, rest = divmod(span_s, 86400)
-    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}-{text}" if days else text
-
-
-def seconds(text: str | None) -> int | None:
-    """Parses a time limit (minutes, minutes:seconds, hours:minutes:seconds, days-hours…); None if there is no limit."""
-    if text is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        return None
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash or len(parts) == 3:
-        hours, minutes, last = [*parts, 0, 0][:3]
-    else:
-        hours, minutes, last = 0, parts[0], [*parts, 0][1]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + last
-
-
 def node_features(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
     """Returns the active features of each node; empty if Slurm does not respond."""
-    return parse_features(show_nodes([*nodes], BRIEF_S))
-
-
-def parse_features(text: str) -> dict[str, frozenset[str]]:
-    """Returns the active features of each node in ``scontrol show node``, with or without ``--oneliner``."""
-    nodes = re.findall(r"\bNodeName=(\S+).*?\bActiveFeatures=(\S+)", text, flags=re.DOTALL)
-    return {name: frozenset(features.split(",")) - {"(null)"} for name, features in nodes}
+    return {node.name: node.active_features for node in show_nodes([*nodes], BRIEF_S)}

@@ -33,6 +33,7 @@ from hpc_train.machine.health.kernel_log import GpuError, Line
 from hpc_train.machine.health.nvml import read_nvml
 from hpc_train.machine.health.port_health import PortState, judge_ports, read_ports
 from hpc_train.machine.health.vendor import Paths, read_in_child
+from hpc_train.schedulers.slurm.records import NodeRecord
 
 
 def fill(root: Path, files: dict[str, str]) -> None:
@@ -130,10 +131,12 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
 
 
 def test_slurm_configures_as_many_gpus_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = "NodeName=n1 Arch=x86_64 CPUTot=192 Gres=gpu:h100:8(S:0-1) CfgTRES=cpu=192,gres/gpu=8"
-    monkeypatch.setattr(health_check, "show_nodes", lambda names, timeout_s: shown)
+    nodes = NodeRecord.read_all("NodeName=n1 Arch=x86_64 CPUTot=192 Gres=gpu:h100:8(S:0-1) CfgTRES=cpu=192,gres/gpu=8")
+    monkeypatch.setattr(health_check, "show_nodes", lambda names, timeout_s: nodes)
     assert configured_gpus("n1") == 8
-    monkeypatch.setattr(health_check, "show_nodes", lambda names, timeout_s: "NodeName=n1 Gres=(null)")
+    monkeypatch.setattr(
+        health_check, "show_nodes", lambda names, timeout_s: NodeRecord.read_all("NodeName=n1 Gres=(null)")
+    )
     assert configured_gpus("n1") is None
     assert [one.level for one in check_count(8, 8, "n1")] == [OK]
     (fewer,) = check_count(7, 8, "n1")

@@ -1,0 +1,228 @@
+"""Reads what Slurm's commands print of a job, of nodes and of partitions, as typed rows.
+
+Each kind of record is parsed here and nowhere else. What a version of Slurm does not print is empty or None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+
+def values_of(record: str) -> dict[str, str]:
+    """Returns the values by name of a record of ``scontrol show``, without those that are null.
+
+    The first value of a name counts, since free text, such as a comment, is at the end.
+    """
+    found = reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", record))
+    return {name: value for name, value in found if value != "(null)"}
+
+
+def number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def seconds(text: str | None) -> int | None:
+    """Parses a time limit (minutes, minutes:seconds, hours:minutes:seconds, days-hours…); None if there is no limit."""
+    if text is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, last = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, last = 0, parts[0], [*parts, 0][1]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + last
+
+
+def clock(span_s: int) -> str:
+    """Formats seconds as Slurm prints for time limits: 2-12:00:00."""
+    days, rest = divmod(span_s, 86400)
+    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
+
+def time_of(text: str | None) -> float | None:
+    """Parses a local time (2026-01-31T12:00:00) to seconds since 1970; None for None, N/A or Unknown."""
+    try:
+        return None if text is None else datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def size_bytes(text: str) -> int:
+    """Parses a size (123456K, 1.5G, 0)."""
+    found = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
+    found: dict[str, int] = {}
+    for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)??(?:no_consume:)?(\d+)", gres):
+        found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job in ``scontrol show job``, on one line or several.
+
+    Attributes:
+        suspended_at: when it was last suspended or resumed, in seconds since 1970.
+        limit_s: None without a limit.
+    """
+
+    state: str
+    reason: str
+    exit_code: str
+    derived_exit_code: str
+    node_list: str
+    dependency: str
+    restarts: int | None
+    may_requeue: bool
+    suspended_at: float | None
+    limit_s: float | None
+    run_s: float | None
+    is_preempted: bool
+
+    @classmethod
+    def read(cls, text: str) -> JobRecord:
+        """Returns the first job in ``text``; without one, all its values are empty."""
+        values = values_of(text)
+        reason = values.get("Reason", "")
+        return cls(
+            state=values.get("JobState", ""),
+            reason="" if reason == "None" else reason.replace("_", " "),
+            exit_code=values.get("ExitCode", ""),
+            derived_exit_code=values.get("DerivedExitCode", ""),
+            node_list=values.get("NodeList", ""),
+            dependency=values.get("Dependency", ""),
+            restarts=number(values.get("Restarts")),
+            may_requeue=values.get("Requeue") != "0",
+            suspended_at=time_of(values.get("SuspendTime")),
+            limit_s=seconds(values.get("TimeLimit")),
+            run_s=seconds(values.get("RunTime")),
+            is_preempted=values.get("PreemptTime", "")[:1].isdigit(),
+        )
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node in ``scontrol show node``.
+
+    Attributes:
+        cores, memory_mb: without what Slurm reserves for the system.
+        features: those for ``--constraint``.
+        booted: in seconds since 1970.
+    """
+
+    name: str
+    host_name: str
+    partitions: tuple[str, ...]
+    cores: int
+    memory_mb: int
+    gres: str
+    features: frozenset[str]
+    active_features: frozenset[str]
+    booted: float | None
+
+    @classmethod
+    def read_all(cls, text: str) -> list[NodeRecord]:
+        """Returns the nodes in ``text``, which has each on one line or on several."""
+        records = re.split(r"(?:^|\n)\s*(?=NodeName=)", text)
+        return [cls._of(values_of(record)) for record in records if record.startswith("NodeName=")]
+
+    @classmethod
+    def _of(cls, values: Mapping[str, str]) -> NodeRecord:
+        return cls(
+            name=values["NodeName"],
+            host_name=values.get("NodeHostName", ""),
+            partitions=tuple(filter(None, values.get("Partitions", "").split(","))),
+            cores=_cores_for_jobs(values),
+            memory_mb=max(0, (number(values.get("RealMemory")) or 0) - (number(values.get("MemSpecLimit")) or 0)),
+            gres=values.get("Gres", ""),
+            features=names_in(values.get("AvailableFeatures", "")),
+            active_features=names_in(values.get("ActiveFeatures", "")),
+            booted=time_of(values.get("BootTime")),
+        )
+
+
+def _cores_for_jobs(node: Mapping[str, str]) -> int:
+    """Returns the CPUs without those of ``CoreSpecCount``, which versions before 22.05 do not subtract themselves."""
+    effective = number(node.get("CPUEfctv"))
+    if effective is not None:
+        return effective
+    reserved = (number(node.get("CoreSpecCount")) or 0) * (number(node.get("ThreadsPerCore")) or 1)
+    return max(0, (number(node.get("CPUTot")) or 0) - reserved)
+
+
+def names_in(text: str) -> frozenset[str]:
+    return frozenset(text.split(",")) - {"", "(null)"}
+
+
+NODE_STATES = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
+_UNUSABLE = ("down", "drain", "fail", "unknown")
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A node as ``NODE_STATES`` prints it, with the reason why it is down or drained."""
+
+    node: str
+    state: str
+    reason: str = ""
+
+    @classmethod
+    def read_all(cls, text: str) -> list[NodeState]:
+        """Returns the nodes in ``text``, each once, although it may be in several partitions."""
+        rows = (line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2)
+        found = (cls(node, state, "" if reason.strip() == "none" else reason.strip()) for node, state, reason in rows)
+        return [*dict.fromkeys(found)]
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.state.startswith(_UNUSABLE)
+
+
+FREE = ("sinfo", "--noheader", "--format=%R|%a|%F|%l|%G|%P")
+
+
+@dataclass(frozen=True)
+class Free:
+    """The idle nodes of a partition."""
+
+    partition: str
+    idle: int
+    nodes: int
+    max_time_s: int | None
+    gpus: int
+    default: bool = False
+
+    @classmethod
+    def read_all(cls, text: str) -> list[Free]:
+        """Returns the partitions that are up, from the output of ``FREE``."""
+        found: dict[str, Free] = {}
+        for line in text.splitlines():
+            name, up, counts, limit, gres, starred = (line.split("|", 5) + [""] * 6)[:6]
+            if up != "up" or counts.count("/") != 3:
+                continue
+            _, idle, _, total = (int(count) for count in counts.split("/"))
+            before = found.get(name, cls(name, 0, 0, seconds(limit), 0))
+            most = max(before.gpus, sum(gpus_of(gres).values()))
+            default = starred.endswith("*")
+            found[name] = cls(name, before.idle + idle, before.nodes + total, before.max_time_s, most, default)
+        return list(found.values())
+
+
+def rows(text: str, columns: Sequence[str], fewest: int | None = None) -> list[dict[str, str]]:
+    """Returns the lines of ``sacct --parsable2`` or ``sacctmgr --parsable2`` as values by column.
+
+    Args:
+        fewest: of the columns, that a line must have; all by default.
+    """
+    split = (line.split("|") for line in text.splitlines())
+    least = len(columns) if fewest is None else fewest
+    return [dict(zip(columns, values, strict=False)) for values in split if len(values) >= least]
