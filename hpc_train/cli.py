@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS, checkpoints, function_of
+from hpc_train.commands import COMMANDS, RUNS, actions_of, function_of
 from hpc_train.commands.completion import is_own
 from hpc_train.commands.completion import main as complete_words
 from hpc_train.errors import UserError, nearest
@@ -94,11 +94,6 @@ def _missing_dependency(error: Exception) -> UserError | None:
     )
 
 
-TAKES_NO_OVERRIDES = (
-    "status", "top", "logs", "why", "compare", "plot", "report", "stacks", "wait", "sync", "retry", "cancel",
-)  # fmt: skip
-
-
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     if is_own(arguments):
         return complete_words, arguments
@@ -107,9 +102,9 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
     if name == "help" and rest and COMMAND.fullmatch(rest[0]):
         name, rest = rest[0], ["--help"]
     if name not in COMMANDS:
-        fix = f"checkpoint {name}" if name in checkpoints.ACTIONS else nearest(name, sorted(COMMANDS))
+        fix = f"checkpoint {name}" if name in actions_of("checkpoint") else nearest(name, sorted(COMMANDS))
         raise UserError(f"unknown command {name!r}", where="the command line", fix=fix)
-    if name in TAKES_NO_OVERRIDES:
+    if COMMANDS[name].takes == RUNS:
         _refuse_root(name, rest)
     if name == "train" and not {"--help", "-h"}.isdisjoint(rest):
         name = "help"  # Hydra's own would load every file of every config group

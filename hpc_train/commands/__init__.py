@@ -6,16 +6,38 @@ A command is a function of ``arguments: list[str]`` that returns an exit code (`
 
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from enum import Flag, auto
+from typing import Any, NamedTuple
+
+
+class Words(Flag):
+    """Says what the words after a command are."""
+
+    RUNS = auto()  # the name or path of a run or sweep
+    OVERRIDES = auto()  # of the config
 
 
 class Command(NamedTuple):
-    """Describes a command: its function as "module:function", its line in the help, and the heading above it."""
+    """Describes a command.
+
+    Attributes:
+        function: "module:function".
+        summary: its line in the help.
+        heading: the line above it and its neighbors.
+        takes: what its words are besides options.
+        actions: the words of which its first is one, as "module:NAME" of a collection.
+    """
 
     function: str
     summary: str
     heading: str
+    takes: Words = Words(0)
+    actions: str = ""
 
+
+RUNS = Words.RUNS
+OVERRIDES = Words.OVERRIDES
+_BOTH = RUNS | OVERRIDES
 
 _TRAIN = "Train"
 _LOOK = "Look at runs"
@@ -26,31 +48,41 @@ _SCRIPTS = "Write batch scripts"
 
 # by the name on the command line, in the order of the help
 COMMANDS = {
-    "train": Command("early:train", "train in the foreground, or submit with -m; the default command", _TRAIN),
-    "status": Command("status:main", "the state of runs", _LOOK),
-    "top": Command("top:main", "runs live in the terminal", _LOOK),
-    "logs": Command("logs:main", "the output of workers", _LOOK),
-    "why": Command("why:main", "why runs failed, or why a job waits", _LOOK),
-    "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK),
-    "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK),
-    "report": Command("report:main", "a page about a run or a sweep, as one HTML file to keep or mail", _LOOK),
-    "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK),
-    "wait": Command("submitted:wait", "wait until runs end", _LOOK),
-    "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow or TensorBoard", _MANAGE),
-    "resume": Command("submitted:resume", "submit a run again", _MANAGE),
-    "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE),
-    "cancel": Command("submitted:cancel", "end runs", _MANAGE),
-    "checkpoint": Command(
-        "checkpoints.checkpoint:main", "list, verify, export, promote and import checkpoints", _MANAGE
+    "train": Command(
+        "early:train", "train in the foreground, or submit with -m; the default command", _TRAIN, OVERRIDES
     ),
-    "evaluate": Command("checkpoints.evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE),
-    "generate": Command("checkpoints.generate:main", "texts that a language model continues", _USE),
-    "plan": Command("plan:main", "time, memory and cost of each layout that fits, before it queues", _PREPARE),
+    "status": Command("status:main", "the state of runs", _LOOK, RUNS),
+    "top": Command("top:main", "runs live in the terminal", _LOOK, RUNS),
+    "logs": Command("logs:main", "the output of workers", _LOOK, RUNS),
+    "why": Command("why:main", "why runs failed, or why a job waits", _LOOK, RUNS),
+    "compare": Command("compare:main", "the settings and the metrics of runs, the best first", _LOOK, RUNS),
+    "plot": Command("plot:main", "loss, throughput, memory and time shares in one picture", _LOOK, RUNS),
+    "report": Command("report:main", "a page about a run or a sweep, as one HTML file to keep or mail", _LOOK, RUNS),
+    "stacks": Command("submitted:stacks", "the stacks of all ranks of a live run", _LOOK, RUNS),
+    "wait": Command("submitted:wait", "wait until runs end", _LOOK, RUNS),
+    "sync": Command("sync:main", "send the metrics of runs to W&B, MLflow or TensorBoard", _MANAGE, RUNS),
+    "resume": Command("submitted:resume", "submit a run again", _MANAGE, RUNS),
+    "retry": Command("submitted:retry", "submit the failed runs of a sweep again", _MANAGE, RUNS),
+    "cancel": Command("submitted:cancel", "end runs", _MANAGE, RUNS),
+    "checkpoint": Command(
+        "checkpoints.checkpoint:main",
+        "list, verify, export, promote and import checkpoints",
+        _MANAGE,
+        RUNS,
+        "checkpoints:ACTIONS",
+    ),
+    "evaluate": Command(
+        "checkpoints.evaluate:main", "the metrics of a checkpoint on any data, under any layout", _USE, _BOTH
+    ),
+    "generate": Command("checkpoints.generate:main", "texts that a language model continues", _USE, _BOTH),
+    "plan": Command(
+        "plan:main", "time, memory and cost of each layout that fits, before it queues", _PREPARE, OVERRIDES
+    ),
     "prepare": Command("prepare:main", "token files and image shards", _PREPARE),
-    "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE),
-    "bench": Command("bench:main", "benchmarks", _PREPARE),
-    "script": Command("batch:print_script", "print a batch script", _SCRIPTS),
-    "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS),
+    "doctor": Command("doctor:main", "check this machine, or the nodes of a job", _PREPARE, OVERRIDES),
+    "bench": Command("bench:main", "benchmarks", _PREPARE, OVERRIDES, "bench:BENCHMARKS"),
+    "script": Command("batch:print_script", "print a batch script", _SCRIPTS, OVERRIDES),
+    "freeze": Command("batch:freeze_run", "write the directory of a run and print it", _SCRIPTS, OVERRIDES),
     "agent": Command("early:agent", "run the agent of a node on a frozen run", _SCRIPTS),
     "help": Command("help:main", "this page, or the options of a command", "Help"),
 }
@@ -58,6 +90,15 @@ COMMANDS = {
 
 def function_of(name: str) -> Callable[[list[str]], int]:
     """Imports the module of the command ``name`` and returns its function."""
-    module, function = COMMANDS[name].function.split(":")
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    command: Callable[[list[str]], int] = _named(COMMANDS[name].function)
     return command
+
+
+def actions_of(name: str) -> tuple[str, ...]:
+    """Returns the words of which the first after the command ``name`` is one; () if it takes any."""
+    return tuple(_named(COMMANDS[name].actions)) if COMMANDS[name].actions else ()
+
+
+def _named(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from hpc_train.commands import COMMANDS, checkpoints, function_of
+from hpc_train.commands import COMMANDS, OVERRIDES, RUNS, actions_of, function_of
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 
@@ -52,11 +52,6 @@ SHELLS = {  # what defines the completion, and what removes it
     "fish": (FISH, "complete --command hpc-train --erase; functions --erase __hpc_train_complete\n"),
 }
 ACTIONS = ("install", "uninstall", "query")
-TAKES_RUN_NAMES = (
-    "status", "top", "logs", "why", "compare", "plot", "report", "stacks", "wait", "sync", "resume", "retry", "cancel",
-    "checkpoint", "evaluate", "generate",
-)  # fmt: skip
-TAKES_OVERRIDES = ("train", "freeze", "script", "plan", "doctor", "bench", "evaluate", "generate")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
@@ -95,7 +90,7 @@ def complete(line: str) -> list[str]:
     named = bool(before) and before[0] in COMMANDS
     name, rest = (before[0], before[1:]) if named else ("train", before)
     found = {each for each in _candidates(name, named, rest, word) if each.startswith(word)}
-    if not found and word and name in TAKES_OVERRIDES:  # it takes longer: Hydra composes the config
+    if not found and word and COMMANDS[name].takes & OVERRIDES:  # it takes longer: Hydra composes the config
         found.update(_overrides([*(each for each in rest if "=" in each), word]))
     return sorted(found)
 
@@ -105,25 +100,17 @@ def _candidates(name: str, named: bool, rest: list[str], word: str) -> Iterable[
         return _options(name, rest)
     if name == "help" or not (named or rest):
         return COMMANDS
-    if not rest and (subcommands := _subcommands(name)):
-        return subcommands
-    return _run_names(word) if name in TAKES_RUN_NAMES else ()
-
-
-def _subcommands(name: str) -> tuple[str, ...]:
-    if name == "bench":
-        from hpc_train.commands.bench import BENCHMARKS
-
-        return tuple(BENCHMARKS)
-    return checkpoints.ACTIONS if name == "checkpoint" else ()
+    if not rest and (actions := actions_of(name)):
+        return actions
+    return _run_names(word) if COMMANDS[name].takes & RUNS else ()
 
 
 def _options(name: str, rest: Sequence[str]) -> Iterable[str]:
     """Returns the options in the help of a command."""
-    subcommand = [each for each in rest[:1] if each in _subcommands(name)]
+    action = [each for each in rest[:1] if each in actions_of(name)]
     shown = io.StringIO()
     with redirect_stdout(shown), suppress(SystemExit):  # argparse exits
-        function_of("help" if name == "train" else name)([*subcommand, "--help"])
+        function_of("help" if name == "train" else name)([*action, "--help"])
     return OPTION.findall(shown.getvalue())
 
 
