@@ -106,8 +106,8 @@ def _newest_step_s(run: RunDirectory) -> float:
     """Returns the step time of the newest attempt that has logged a step; 0 before the first."""
     for attempt in range(run.newest_attempt(), -1, -1):
         line = run.newest_metrics(attempt)
-        if "step_s" in line:
-            return float(line["step_s"])
+        if line.step_s is not None:
+            return line.step_s
     return 0.0
 
 

@@ -329,7 +329,7 @@ def purged_error(run: RunDirectory, saved: int) -> Purged:
     Args:
         saved: the highest step with a committed checkpoint.
     """
-    reached = max((line["step"] for line in run.read_all_metrics()), default=0)
+    reached = max((line.step for line in run.read_all_metrics()), default=0)
     trained = f" and had trained to step {reached}" if reached > saved else ""
     return Purged(
         f"this run had saved a checkpoint of step {saved}{trained}, but none of its checkpoints is left\n"

@@ -114,7 +114,7 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
 def progress_of(run: RunDirectory, config: Config) -> int:
     """Returns the step of the newest checkpoint; of a script, which saves by itself, the last step that it reported."""
     if config.run.command is not None:
-        return max((line["step"] for line in run.read_all_metrics()), default=0)
+        return max((line.step for line in run.read_all_metrics()), default=0)
     newest = CheckpointStore(run.checkpoints).newest()
     if newest is None:
         return 0

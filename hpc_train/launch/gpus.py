@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.open_keys import open_keys
 from hpc_train.machine.gpus import gpu_memory, gpu_names
 from hpc_train.schedulers.slurm.client import own_job, show_job
-from hpc_train.schedulers.slurm.records import gpus_of
+from hpc_train.schedulers.slurm.records import JobRecord, gpus_of
 from hpc_train.schedulers.slurm.site import MIG, NodeKind, Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
 
@@ -190,15 +190,13 @@ def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
     for name in ("SLURM_GPUS_PER_NODE", *(() if several else ("SLURM_GPUS_PER_TASK",))):
         if name in environment:
             return JobGpus(_count(environment[name]), True)
-    shown = _show_job(own_job(environment), environment.get("PATH"))
-    if several:
-        shown = shown.replace("TresPerTask=", "")
-    asked = re.findall(r"\bTresPer[A-Za-z]*=(\S*gpu\S*)", shown)
-    per_node = re.search(r"\bTresPer(?:Node|Task)=(\S*gpu\S*)", shown)
+    job = _show_job(own_job(environment), environment.get("PATH"))
+    asked = {name: tres for name, tres in job.tres.items() if "gpu" in tres and not (several and name == "TresPerTask")}
     inherited = bool(asked) or "SLURM_GPUS" in environment
+    per_node = asked.get("TresPerNode") or asked.get("TresPerTask")
     if per_node is not None:
-        return JobGpus(_count(per_node[1]), inherited)
-    nodes = [sum(gpus_of(gres).values()) for gres in re.findall(r"^ *Nodes=.* GRES=(\S*)", shown, flags=re.MULTILINE)]
+        return JobGpus(_count(per_node), inherited)
+    nodes = [sum(gpus_of(gres).values()) for gres in job.node_gres]
     return JobGpus(min(nodes) if nodes else _on_batch_host(environment), inherited)
 
 
@@ -208,8 +206,8 @@ def _on_batch_host(environment: Mapping[str, str]) -> int:
 
 
 @cache
-def _show_job(job_id: str, path: str | None) -> str:
-    """Returns the output of ``scontrol show job``, cached per process and ``path``, in which ``scontrol`` is found."""
+def _show_job(job_id: str, path: str | None) -> JobRecord:
+    """Asks Slurm for the job, once per process and ``path``, in which ``scontrol`` is found."""
     return show_job(job_id)
 
 

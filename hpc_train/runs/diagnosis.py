@@ -144,7 +144,7 @@ def diagnose(
     facts = read_facts(found.job_id) if found.job_id and asks_slurm else None
     hours = found.plain_config.get("elastic", {}).get("exclude_hours", 0.0)
     metrics = list(found.run.read_all_metrics())
-    of_attempt = [line for line in metrics if cause is None or line.get("attempt") == cause.attempt]
+    of_attempt = [line for line in metrics if cause is None or line.attempt == cause.attempt]
     return Diagnosis(
         run=str(found.run.path),
         job_id=found.job_id,

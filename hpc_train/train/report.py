@@ -151,7 +151,7 @@ class Report:
             print(f"the run has ended at step {step} of {self.total_steps}: {ended_early}; change the hook to continue")
             self.events.record(self.run, total_steps=step)
         if self.run.record().get("result", {}).get("steps") != step:
-            last = [line for line in self.run.read_metrics() if line["step"] <= step][-1:]
+            last = [line for line in self.run.read_metrics() if line.step <= step][-1:]
             self.events.record(self.run, result=self._result(step, last[0] if last else {}, weights_sha256))
         self.events.write("training_finished", step=step)
 

@@ -43,7 +43,7 @@ def failure_rate(run: RunDirectory) -> float:
     }
     spans: dict[int, list[tuple[float, int]]] = {}
     for line in run.read_metrics():
-        spans.setdefault(line["attempt"], []).append((line["time"], line["world_size"]))
+        spans.setdefault(line.attempt, []).append((line.time, line["world_size"]))
     hours = sum((max(span)[0] - min(span)[0]) * span[0][1] for span in spans.values()) / 3600
     return max(PRIOR_PER_GPU_HOUR, len(failed) / hours if hours > 0 else 0.0)
 

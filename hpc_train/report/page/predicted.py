@@ -59,7 +59,7 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
         check_fields(layout)
     except TypeError:  # that of another version, or damaged
         return None
-    lines = [line for line in run.read_all_metrics() if line.get("attempt") == attempt]
+    lines = [line for line in run.read_all_metrics() if line.attempt == attempt]
     measured = measured_values(lines, layout.cp * layout.tp, on_gpu=meeting.get("gpus_per_node", 0) > 0)
     predicted = _predicted(config, layout, machine, meeting)
     if measured is None or predicted is None:

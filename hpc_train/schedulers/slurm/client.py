@@ -299,9 +299,9 @@ def may_requeue(job_id: str) -> bool:
     return JobRecord.read(query(["scontrol", "show", "job", job_id], BRIEF_S) or "").may_requeue
 
 
-def show_job(job_id: str) -> str:
-    """Returns the output of ``scontrol show job`` with the nodes of the job; empty if it fails."""
-    return query(["scontrol", "show", "job", "--details", job_id]) or ""
+def show_job(job_id: str) -> JobRecord:
+    """Returns what ``scontrol`` shows of the job and of its nodes; empty if it fails."""
+    return JobRecord.read(query(["scontrol", "show", "job", "--details", job_id]) or "")
 
 
 def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> list[NodeRecord]:

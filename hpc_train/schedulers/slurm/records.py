@@ -73,6 +73,8 @@ class JobRecord:
     Attributes:
         suspended_at: when it was last suspended or resumed, in seconds since 1970.
         limit_s: None without a limit.
+        tres: what it requests per job, node, socket or task, by Slurm's name: ``TresPerNode``.
+        node_gres: the GRES of each of its nodes, with ``--details``.
     """
 
     state: str
@@ -87,6 +89,8 @@ class JobRecord:
     limit_s: float | None
     run_s: float | None
     is_preempted: bool
+    tres: Mapping[str, str]
+    node_gres: tuple[str, ...]
 
     @classmethod
     def read(cls, text: str) -> JobRecord:
@@ -106,6 +110,8 @@ class JobRecord:
             limit_s=seconds(values.get("TimeLimit")),
             run_s=seconds(values.get("RunTime")),
             is_preempted=values.get("PreemptTime", "")[:1].isdigit(),
+            tres={name: value for name, value in values.items() if name.startswith("TresPer")},
+            node_gres=tuple(re.findall(r"^ *Nodes=.* GRES=(\S*)", text, flags=re.MULTILINE)),
         )
 
 
