@@ -241,8 +241,8 @@ def _sizes_for_jobs(nodes: Iterable[NodeRecord]) -> Iterator[Size]:
     counts = Counter(
         (name, node.cores, node.memory_mb, node.gres, node.features) for node in nodes for name in node.partitions
     )
-    for (name, *size), count in counts.items():
-        yield name, count, *size
+    for (name, cores, memory, gres, features), count in counts.items():
+        yield name, count, cores, memory, gres, features
 
 
 def _kinds(sizes: Iterable[Size]) -> dict[str, tuple[NodeKind, ...]]:
