@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.elastic.killed_step import KILLED, find_killed_step, more_memory, refuse_third_kill
+from hpc_train.elastic.killed_step import find_killed_step, more_memory, refuse_third_kill
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
@@ -38,7 +38,7 @@ def attempt(run: RunDirectory, launch: str) -> EventLog:
 def test_a_step_that_a_signal_has_killed_is_the_cause(run: RunDirectory) -> None:
     killed = find_killed_step(run, "7.1.0", 0)
     assert killed is not None
-    attempt(run, "7.1.0").write(KILLED, **killed.details(None))
+    attempt(run, "7.1.0").write("agents_killed", **killed.details(None))
     cause = find_cause(list(run.read_events()))
     assert cause is not None
     assert (cause.kind, cause.attempt, cause.node) == ("killed", 0, "n1")
@@ -63,7 +63,7 @@ def test_too_little_memory_is_told_with_more_and_not_tried_a_third_time(run: Run
     killed = find_killed_step(run, "7.1.0", 0)
     assert killed is not None and killed.for_memory == line
     refuse_third_kill(run, killed, "64G")
-    attempt(run, "7.1.0").write(KILLED, **killed.details("64G"))
+    attempt(run, "7.1.0").write("agents_killed", **killed.details("64G"))
     cause = find_cause(list(run.read_events()))
     assert cause is not None and cause.kind == "out_of_memory"
     assert "set cluster.mem=96G instead of 64G" in cause.message
