@@ -22,7 +22,6 @@ from unittest import mock
 import pytest
 
 from hpc_train import cli
-from hpc_train.run.event_log import STRICT
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import REPOSITORY, TEMPORARY, environment
 from tests.warm_parents import shared
@@ -59,7 +58,6 @@ HEAVY = (
 # Read by OpenMP when torch is imported: threads that wait for each other sleep. Otherwise they spin, and processes that
 # share the cores, each with a thread per core, take several times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ[STRICT] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test depends on a network
 SOURCES = ("hpc_train", "hydra_plugins", "examples", "tests", "benchmarks", "gpu_checks")
 # The long forms that --long-share draws from besides the cases with the mark long_form, with the seconds that a case

@@ -19,7 +19,7 @@ from hpc_train.run.events import Event, misfit
 from hpc_train.run.exits import Failure, classify_message
 from hpc_train.run.file_writer import FileWriter, Outage
 
-STRICT = "HPC_TRAIN_STRICT_EVENTS"  # set by the tests: an event that is not as its row says raises an error
+STRICT = "HPC_TRAIN_STRICT_EVENTS"  # for development: an event that is not as its row says raises an error
 
 
 def _writer() -> FileWriter:

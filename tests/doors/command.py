@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from hpc_train.config.run_path import SCRATCH
-from hpc_train.run.event_log import STRICT
 from tests import warm_parents
 from tests.warm_parents import commands
 
@@ -55,7 +54,7 @@ def environment(**extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
-    own = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": "", STRICT: "1"}
+    own = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
     if TEMPORARY in os.environ:
         own["TMPDIR"] = os.environ[TEMPORARY]
     return warm_parents.with_server(keep | own | extra)

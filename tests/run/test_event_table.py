@@ -18,7 +18,8 @@ WRITTEN = re.compile(r'(?:events|_events\(?\)?|log|_log|\))\.write\(\s*"([a-z_]+
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> EventLog:
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventLog:
+    monkeypatch.setenv(STRICT, "1")
     run = RunDirectory(tmp_path)
     run.create()
     return EventLog.open(run, "agent-n0", 0)
