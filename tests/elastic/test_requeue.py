@@ -333,7 +333,8 @@ def test_a_node_without_which_the_job_could_not_start_is_not_excluded(
     cluster: dict[str, Any],
     excluded: str,
 ) -> None:
-    stand_in(tmp_path, sinfo=f"echo '{states}'" if states else "exit 1")
+    printed = "\n".join(f"{line.replace(' ', '|')}|none" for line in states.splitlines())
+    stand_in(tmp_path, sinfo=f"echo '{printed}'" if states else "exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
