@@ -17,7 +17,7 @@ from torch import nn
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.errors import UserError
-from hpc_train.layout.resolve import check_compression
+from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN, check_compatibility
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression.build import make_exchange
@@ -113,7 +113,7 @@ def advice(config: Config, mesh: Mesh, layers: Sequence[range] | None, batch: St
 def _is_supported(technique: str, config: Config, mesh: Mesh) -> bool:
     strategy = replace(config.strategy, compression=technique)
     try:
-        check_compression(replace(config, strategy=strategy), mesh.layout.kind, mesh.layout.tp)
+        check_compatibility((*OF_LAYOUT, *OF_RUN), replace(config, strategy=strategy), mesh.layout)
     except UserError:
         return False
     return True

@@ -270,10 +270,9 @@ class PublishedFiles:
     def _check(self) -> None:
         expected = {hf_name(self.model, name): shape for name, shape in self.shapes.items()}
         problems = [f"missing: {name}" for name in expected if name not in self._file_of]
+        ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
         if self.model.tied_embeddings:
-            ignored = (OUTPUT, "rotary_emb.inv_freq")
-        else:
-            ignored = ("rotary_emb.inv_freq",)
+            ignored = (OUTPUT, *ignored)
         problems += [
             f"not part of the model: {name}"
             for name in self._file_of

@@ -124,10 +124,7 @@ def _check_types(manifest: Manifest) -> None:
         raise TypeError("not an object")
     if not rows.seconds(manifest.time) or not rows.count(manifest.attempt):
         raise TypeError("not a number")
-    if isinstance(manifest.metrics, dict):
-        values = manifest.metrics.values()
-    else:
-        values = [manifest.metrics]
+    values = [*manifest.metrics.values()] if isinstance(manifest.metrics, dict) else [manifest.metrics]
     if not all(value is None or isinstance(value, float) or rows.number(value) for value in values):  # NaN is one
         raise TypeError("not a metric")
 

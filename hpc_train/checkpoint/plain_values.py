@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from hpc_train.errors import UserError
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yields the dotted path of each tensor in nested dicts, lists and tuples."""
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, list | tuple):

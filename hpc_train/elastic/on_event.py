@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from hpc_train.run.directory import RUN_DIRECTORY, RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
+from hpc_train.run.events import Event
 from hpc_train.run.files import read_or
 
 KEY = "run.on_event"
@@ -28,8 +28,6 @@ LAST_S = 1.0  # for the thread to note that its last call was killed
 
 # what the agent of another node passes on: the state of its node, and the end of a job that has lost the first node
 OF_OTHER_NODES = frozenset({"gpu_idle", "node_lost", "requeued", "stopped_retrying", "failed"})
-
-Event = dict[str, Any]
 
 
 @contextmanager
@@ -44,7 +42,7 @@ def calling(command: str | None, run: RunDirectory, events: EventLog, is_first: 
         return
     calls = EventCalls(command, run, events)
     try:
-        yield events.heard_by(lambda event: calls.add(event) if is_first or event["event"] in OF_OTHER_NODES else None)
+        yield events.heard_by(lambda event: calls.add(event) if is_first or event.name in OF_OTHER_NODES else None)
     finally:
         calls.close()
 
@@ -84,7 +82,7 @@ class EventCalls:
             if problem is not None and problem not in self._problems:
                 self._problems.add(problem)
                 log = self._events.of(max(0, read_or(self._run.newest_attempt, 0)))
-                log.write("warning", message=f"{KEY} failed for the event {event['event']}: {problem}")
+                log.write("warning", message=f"{KEY} failed for the event {event.name}: {problem}")
 
     def _call(self, event: Event, limit_s: float) -> str | None:
         """Returns why the command has failed; None if it succeeds."""

@@ -314,7 +314,7 @@ def _rotary(values: Mapping[str, Any], layers: str) -> tuple[str, Mapping[str, A
 
 def _theta(values: Mapping[str, Any], layers: str) -> float:
     key, default = ("rope_theta", 10000.0) if layers == _GLOBAL else ("rope_local_base_freq", None)
-    of_parameters = {}
+    of_parameters: Mapping[str, Any] = {}
     if values.get("rope_parameters") or layers == _GLOBAL:
         of_parameters = _rotary(values, layers)[1]
     return float(of_parameters.get("rope_theta", values.get(key, default)))

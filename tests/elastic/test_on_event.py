@@ -13,7 +13,8 @@ from hpc_train.elastic import on_event
 from hpc_train.elastic.on_event import EventCalls, calling
 from hpc_train.launch.script import on_event_lines
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
+from hpc_train.run.event_log import EventLog
+from hpc_train.run.events import Event
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_command_that_hangs_is_killed_and_delays_no_event(run: RunDirectory, m
     events = EventLog.open(run, "agent-n1", 0)
     calls = EventCalls("sleep 1000", run, events)
     for number in range(100):
-        calls.add({"event": f"number {number}"})  # would take 20 s
+        calls.add(Event(event=f"number {number}"))  # would take 20 s
     while not any(event["event"] == "warning" for event in run.read_events()):
         time.sleep(0.01)
     calls.close()

@@ -56,7 +56,7 @@ def apply_activation_checkpointing(model: nn.Module, recomputation: Recomputatio
     if isinstance(model, Model):
         names = [f"layers.{key}" for key in model.layers]
     else:
-        names = getattr(model, "block_names", ())
+        names = list(getattr(model, "block_names", ()))
     if not names and not isinstance(model, Model):  # of which a stage may have no layer
         raise UserError(
             "activation checkpointing wraps the layers of the model, but no repeated blocks were found in this model",

@@ -163,7 +163,7 @@ class Schedule:
         group = mesh.group("pp")
         kind = schedule_class(layout)
         # other classes of a user's may send to both neighbors in one batch, which must have one group
-        links = {}
+        links: Links = {}
         if issubclass(kind, PipelineScheduleSingle | _PipelineScheduleRuntime):
             links = mesh.links
         built = [_Stage(part, layout.stages, example, group, links) for part in parts]
