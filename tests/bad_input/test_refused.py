@@ -155,7 +155,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["cluster.gpus_per_node=99", "cluster=local"], "99 GPUs"),
     (["strategy=zero2", "strategy.compression=topk"], "scatters gradients"),
     (["strategy=zero3", "strategy.compression=fp16"], "strategy.compression=bf16 or none"),
-    (["strategy=hsdp", "strategy.compression=auto"], "compress by auto"),
+    (["strategy=hsdp", "strategy.compression=topk"], "compress by topk"),
     (["strategy=tp", "strategy.compression=powersgd"], "slices of gradients"),
     (["strategy=dp", "strategy.compression=topk", "precision=fp16"], "in units of the loss"),
     (["strategy=dp", "strategy.compression=bf16", "train.reproducible=any_world_size"], "how many ranks"),
