@@ -260,7 +260,6 @@ EVENTS = {
     "advice": EventKind(
         "What limits the speed, and settings that may help.", "limit value message! overrides", in_top=False
     ),
-    "message_not_sent": EventKind("A message to a webhook failed; a waiting command sends it.", "kind! text! problem"),
     # checkpoints
     "resumed": EventKind(
         "The workers have loaded a checkpoint.", "step! path with_optimizer changes",
