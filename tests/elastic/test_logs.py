@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpc_train.elastic.logs import KEPT_ATTEMPTS, TAIL_LINES, WorkerLog, prune_logs
+from hpc_train.elastic.logs import RETAINED_ATTEMPTS, TAIL_LINES, WorkerLog, prune_logs
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 from tests.elastic.conftest import Freeze
@@ -63,7 +63,7 @@ def test_the_stacks_of_old_attempts_are_removed(tmp_path: Path) -> None:
         path.touch()
     prune_logs(run, 14)
     kept = [path for path in made if path.exists()]
-    assert kept == made[-5 * KEPT_ATTEMPTS :]
+    assert kept == made[-5 * RETAINED_ATTEMPTS :]
     assert all(path.exists() for path in answers)
     prune_logs(RunDirectory(tmp_path / "empty"), 14)
 

@@ -26,7 +26,7 @@ from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.script import (
     LOOK_EVERY_S,
-    TOLD_PER_S,
+    NOTIFIED_PER_S,
     FolderLooks,
     Script,
     ScriptProgress,
@@ -259,4 +259,4 @@ def test_looks_for_the_progress_of_a_script_come_several_times_within_the_bound_
     assert LOOK_EVERY_S <= pause_s <= bound_s / 4
     if bound_s == START_S:
         assert pause_s >= min(20 * walk_s, START_S / 4)
-        assert nodes / pause_s <= TOLD_PER_S
+        assert nodes / pause_s <= NOTIFIED_PER_S

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.elastic.logs import KEPT_ATTEMPTS
+from hpc_train.elastic.logs import RETAINED_ATTEMPTS
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
@@ -187,7 +187,7 @@ def assert_hangs_are_reported(trial: Trial) -> None:
     assert reported == [(one.rank, "checkpoint" if one.kind == "storage_in_save" else "step") for one in expected]
     last = max(event["attempt"] for event in trial.events("started"))
     for hang in hangs:
-        if hang["attempt"] <= last - KEPT_ATTEMPTS:
+        if hang["attempt"] <= last - RETAINED_ATTEMPTS:
             assert not Path(hang["stacks"]).exists()
             continue
         stacks = Path(hang["stacks"]).read_text()

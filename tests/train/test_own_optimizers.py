@@ -310,7 +310,6 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, Any], message: str) 
         ({"_target_": f"{OWN}.Lino"}, "optim._target_"),
         ({"_target_": LION, "args": {"beta": 1}}, "optim.args.beta"),
         ({"_target_": LION, "args": {"lr": 1}}, "optim.args.lr"),
-        ({"_target_": LION, "moments": "bf16"}, "optim.moments"),
         ({"name": "custom"}, "optim._target_"),
         ({"_target_": "torch.optim.SparseAdam"}, "optim._target_"),
         ({"args": {"beta": 1}}, "optim.args"),
