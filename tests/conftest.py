@@ -69,7 +69,7 @@ LONG_FORMS = {
     "tests/checkpoint/test_crash_states.py::": 120,
     "tests/checkpoint/test_errors.py::": 120,
 }
-MOST_STARTS = 200  # of agents in the short form: each takes seconds, and they are most of its time
+MOST_STARTS = 110  # of agents in the short form: each takes seconds, and they are most of its time
 # A share has a planned time, a time after which no case starts, and a maximum time for each case.
 SHARE_S, BEGINS_S, CASE_S = 480, 480, 240
 

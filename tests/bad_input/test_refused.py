@@ -116,7 +116,6 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["telemetry.log_every=0"], "telemetry.log_every"),
     (["data.validation_share=1"], "data.validation_share"),
     # what does not go together
-    (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "strategy.async_tp=true", "train.compile=true"], "needs GPUs"),
     (["train.compile=true", "train.cuda_graphs=true", "cluster.gpus_per_node=0"], "train.cuda_graphs needs GPUs"),
     (["precision=fp8", "precision.fp8=mxfp8", "strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2"], "width of 352"),
     (["optim.in_backward=true"], "optim.in_backward is true, but clipping"),
