@@ -146,5 +146,5 @@ DISTURBANCES: dict[str, Callable[[Disturbed, Tensor], None]] = {
 def disturbed(how: str, once: Path, **arguments: float) -> list[str]:
     """Returns the overrides of a training with this model."""
     given = {"how": f"'{how}'", "once": str(once), **arguments}
-    target = ["model=custom", "model._target_=gpu_checks.models.Disturbed"]
+    target = ["model=custom", "model._target_=gpu_checks.models.Disturbed", "model.class_dim=last"]
     return [*target, *(f"+model.args.{name}={value}" for name, value in given.items())]

@@ -60,7 +60,6 @@ def test_every_module_of_the_checks_is_imported_without_what_is_not_carried(carr
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.long_form(12)  # every module is imported below
 def test_the_checks_run_on_a_cpu_with_what_is_carried(carried: dict[str, str], tmp_path: Path) -> None:
     """All of them in the long form, else those that start no training."""
     only = [] if LONG else ["--only", *QUICK]
