@@ -67,7 +67,7 @@ LONG_FORMS = {
     "tests/faults/test_nodes.py::": 90,
     "tests/faults/test_slurm.py::": 100,
     "tests/checkpoint/test_crash_states.py::": 120,
-    "tests/checkpoint/test_errors.py::": 120,
+    "tests/checkpoint/test_errors.py::": 400,
 }
 MOST_STARTS = 110  # of agents in the short form: each takes seconds, and they are most of its time
 # A share has a planned time, a time after which no case starts, and a maximum time for each case.
