@@ -78,26 +78,37 @@ def check_files(line: CommandLine) -> None:
 
 
 def with_file(mistake: UserError, line: CommandLine) -> UserError:
-    """Returns ``mistake`` with the chosen file that sets its key, if there is one."""
+    """Returns ``mistake`` with the chosen files that set its keys, if there are any."""
     if isinstance(mistake, UserErrors):
         return UserErrors((with_file(each, line) for each in mistake.found), mistake.head)
-    group, _, key = mistake.where.partition(".")
-    path = _chosen(line).get(group)
-    if path is None or path.is_relative_to(config_directory()) or _is_overridden(mistake.where, line):
-        return mistake
-    try:
-        nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
-        node = _find(read_yaml(path), key if nested else mistake.where)
-    except (OSError, yaml.YAMLError):
-        return mistake
-    if node is None:
-        return mistake
+    chosen = _chosen(line)
     fix = mistake.fix
-    if nested and key in GROUPS:
-        fix = "start the file with `# @package _global_` and put the keys of each group below its name, as in "
-        fix += "conf/cluster/roihu.yaml"
-    where = f"{mistake.where} in {relative(path)}:{node.start_mark.line + 1}"
+    places = []
+    for named in mistake.where.split(", "):
+        key = named.partition("=")[0]
+        position = _position(key, chosen, line)
+        places.append(named if position is None else f"{named} in {position}")
+        if position is not None and key.partition(".")[2] in GROUPS:
+            fix = "start the file with `# @package _global_` and put the keys of each group below its name, as in "
+            fix += "conf/cluster/roihu.yaml"
+    where = ", ".join(places)
+    if where == mistake.where:
+        return mistake
     return UserError(mistake.what, where=where, fix=fix)
+
+
+def _position(key: str, chosen: Mapping[str, Path], line: CommandLine) -> str | None:
+    """Returns the chosen file of the user that sets ``key``, and the line in it; None if no such file sets it."""
+    group, _, name = key.partition(".")
+    path = chosen.get(group)
+    if path is None or path.is_relative_to(config_directory()) or _is_overridden(key, line):
+        return None
+    try:
+        is_nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
+        node = _find(read_yaml(path), name if is_nested else key)
+    except (OSError, yaml.YAMLError):
+        return None
+    return None if node is None else f"{relative(path)}:{node.start_mark.line + 1}"
 
 
 def _chosen(line: CommandLine) -> dict[str, Path]:

@@ -197,6 +197,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["-cd", "site", "cluster=cores"], "set in: cluster.cpus_per_gpu in site/cluster/cores.yaml:2"),
     (["-cd", "site", "cluster=nested"], "start the file with `# @package _global_`"),
     (["freeze", "-cd", "site", "cluster=typo"], "site/cluster/typo.yaml:2"),
+    (["-cd", "site", "strategy=mine"], "strategy.compression in site/strategy/mine.yaml:3"),
     (["-cd", "blank/a.py"], "is a file"),
     (["-cd", "site", "experiment=bare"], "start the file with `# @package _global_`"),
     (["-cd", "site", "-cn", "mine"], "optim.lr"),
@@ -241,6 +242,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "site" / "cluster").mkdir(parents=True)
     for name, lines in SITES.items():
         (tmp_path / "site" / "cluster" / f"{name}.yaml").write_text(f"defaults: [local, _self_]\n{lines}\n")
+    (tmp_path / "site" / "strategy").mkdir()
+    (tmp_path / "site" / "strategy" / "mine.yaml").write_text(
+        "defaults: [zero2, _self_]\nname: mine\ncompression: topk\n"
+    )
     (tmp_path / "site" / "experiment").mkdir()
     (tmp_path / "site" / "experiment" / "bare.yaml").write_text("optim: {lr: 1e-3}\n")
     (tmp_path / "site" / "mine.yaml").write_text("defaults: [config, _self_]\noptim:\n  lr: -1\n")
