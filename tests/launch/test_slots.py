@@ -102,6 +102,16 @@ def test_two_sweeps_do_not_wait_for_each_other(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
 
 
+def test_a_job_runs_without_locks_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = os.sched_getaffinity(0)
+    slots = tmp_path / ".slots"
+    slots.mkdir()
+    (slots / f"core-{min(before)}").symlink_to("elsewhere")
+    with reserve(Share(0, 1, str(tmp_path), 1), never):
+        assert os.sched_getaffinity(0) == before
+    assert "does not wait for others of its sweep" in capsys.readouterr().err
+
+
 def test_jobs_that_each_need_most_of_the_gpus_run_one_after_the_other(tmp_path: Path) -> None:
     """None waits for ever with a part of what another one needs."""
     held: list[list[str]] = []

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,13 +184,16 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]
     Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
     """
     folder = Path(share.sweep) / ".slots"
-    folder.mkdir(exist_ok=True)
     turns = [f"slot-{number}" for number in range(share.at_once)]
     count = share.gpus or share.cores
-    with (
-        take(folder, turns, 1, waiting_is_over),
-        take(folder, _devices_or_cores(share), count, waiting_is_over) as names,
-    ):
+    names: list[str] = []
+    with ExitStack() as held:
+        try:
+            folder.mkdir(exist_ok=True)
+            held.enter_context(take(folder, turns, 1, waiting_is_over))
+            names = held.enter_context(take(folder, _devices_or_cores(share), count, waiting_is_over))
+        except OSError as error:  # such as files of another user, or a full disk
+            print(f"warning: this job does not wait for others of its sweep: {error}", file=sys.stderr)
         if names:
             _restrict([name.partition("-")[2] for name in names], share)
         yield
@@ -231,7 +234,11 @@ def _free_locks(folder: Path, names: Sequence[str], count: int) -> dict[str, int
     for name in names:
         if len(locks) == count:
             break
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:
+            _close(locks)
+            raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
