@@ -314,7 +314,7 @@ EVENTS = {
         {"ranks": "chunks by rank", "seconds": "seconds > 0"}, in_top=False,
     ),
     "profiled": EventKind("The chosen steps were profiled.", "first ranks", {"ranks": "object"}),
-    "loop": EventKind("An event of your own training loop (`run.entry`), with its own fields.", "name *"),
+    "loop": EventKind("An event of a custom training loop (`run.entry`), with any fields.", "name *"),
 }  # fmt: skip
 _UNKNOWN = EventKind("An event of another version of hpc_train.", "*")
 
