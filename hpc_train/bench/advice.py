@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpc_train.config.schema import Config
@@ -21,7 +20,7 @@ from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN, check_compatibilit
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression.build import make_exchange
-from hpc_train.parallel.mesh import Mesh, synchronize
+from hpc_train.parallel.mesh import Mesh, largest, synchronize, synchronize_ranks
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction
 
@@ -53,16 +52,16 @@ def bucket_seconds(
         engine = build_engine(replace(config, strategy=strategy), mesh, layers)
         steps: list[float] = []
         for step in range(WARM_UP + COUNTED):
-            _synchronize(mesh)
+            synchronize_ranks(mesh)
             began = time.perf_counter()
             if engine.updates is not None:
                 engine.updates.begin(lambda parameters, finite: None)
             engine.train_step(step, batch)
             synchronize(mesh.device)
             steps.append(time.perf_counter() - began)
-        seconds[size] = _slowest(median(steps[WARM_UP:]), mesh)
+        seconds[size] = largest(median(steps[WARM_UP:]), mesh)
         gradients = sum(p.numel() * p.element_size() for p in engine.named_parameters().values() if p.requires_grad)
-        if size * 2**20 >= _slowest(gradients / mesh.layout.tp, mesh):
+        if size * 2**20 >= largest(gradients / mesh.layout.tp, mesh):
             break  # all gradients are in one bucket
         del engine
         gc.collect()  # DDP is in reference cycles
@@ -81,7 +80,7 @@ def compression_seconds(config: Config, mesh: Mesh) -> dict[str, float] | None:
         return None
     techniques = [name for name in TECHNIQUES if _is_supported(name, config, mesh)]
     parameters, share = _sample(config, mesh)
-    return {name: _slowest(_seconds(name, config, mesh, parameters) / share, mesh) for name in techniques}
+    return {name: largest(_seconds(name, config, mesh, parameters) / share, mesh) for name in techniques}
 
 
 def advised(seconds: Mapping[str, float]) -> str:
@@ -146,7 +145,7 @@ def _seconds(technique: str, config: Config, mesh: Mesh, parameters: Mapping[str
     for _ in range(ROUNDS):
         for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter)
-        _synchronize(mesh)
+        synchronize_ranks(mesh)
         began = time.perf_counter()
         reduction.begin(1, exchange)
         reduction.reduce()
@@ -154,15 +153,3 @@ def _seconds(technique: str, config: Config, mesh: Mesh, parameters: Mapping[str
         synchronize(mesh.device)
         rounds.append(time.perf_counter() - began)
     return min(rounds[1:])
-
-
-def _slowest(value: float, mesh: Mesh) -> float:
-    """Returns the largest value of all ranks."""
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.control)
-    return float(tensor)
-
-
-def _synchronize(mesh: Mesh) -> None:
-    synchronize(mesh.device)
-    dist.barrier(group=mesh.control)

@@ -29,7 +29,7 @@ from hpc_train.checkpoint.writer import quiet
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh, synchronize
+from hpc_train.parallel.mesh import Mesh, largest, synchronize_ranks
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -157,37 +157,28 @@ class _CheckpointBench:
 
     def _in_background(self, begin: Callable[[], None], end: Callable[[], None]) -> tuple[float, float]:
         """Returns the seconds until ``begin`` returns, and until ``end`` returns."""
-        self._synchronize()
+        synchronize_ranks(self.mesh)
         start = time.perf_counter()
         with quiet():
             begin()
             stall = time.perf_counter() - start
             end()
         durable = time.perf_counter() - start
-        return self._slowest(stall), self._slowest(durable)
+        return largest(stall, self.mesh), largest(durable, self.mesh)
 
     def _timed(self, action: Callable[[], None]) -> float:
-        self._synchronize()
+        synchronize_ranks(self.mesh)
         start = time.perf_counter()
         with quiet():
             action()
-        return self._slowest(time.perf_counter() - start)
-
-    def _slowest(self, seconds: float) -> float:
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.mesh.control)
-        return slowest.item()
-
-    def _synchronize(self) -> None:
-        synchronize(self.mesh.device)
-        dist.barrier(group=self.mesh.control)
+        return largest(time.perf_counter() - start, self.mesh)
 
     def _forget(self, path: Path) -> None:
         """Removes the files, so that they do not slow down other saves."""
-        self._synchronize()
+        synchronize_ranks(self.mesh)
         if self.mesh.rank == 0:
             shutil.rmtree(path)
-        self._synchronize()
+        synchronize_ranks(self.mesh)
 
 
 def _local(tensor: Tensor) -> Tensor:

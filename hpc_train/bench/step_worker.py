@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.bench.advice import advice
@@ -29,7 +28,7 @@ from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh, synchronize
+from hpc_train.parallel.mesh import Mesh, synchronize_ranks
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
@@ -200,16 +199,11 @@ def _repeat(loop: Loop, times: int) -> None:
 
 def _timed(loop: Loop, steps: int, mesh: Mesh) -> float:
     """Returns the seconds from the moment all ranks are ready until the slowest has finished."""
-    _synchronize(mesh)
+    synchronize_ranks(mesh)
     begin = time.perf_counter()
     _repeat(loop, steps)
-    _synchronize(mesh)
+    synchronize_ranks(mesh)
     return time.perf_counter() - begin
-
-
-def _synchronize(mesh: Mesh) -> None:
-    synchronize(mesh.device)
-    dist.barrier(group=mesh.control)
 
 
 def _setting(config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -282,7 +276,7 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     peak = device_peak(mesh.device, precision, config.precision.tf32) if cuda else None
     source = "data sheet"
     if peak is None:
-        _synchronize(mesh)
+        synchronize_ranks(mesh)
         dtype = compute_dtype(precision) or parameter_dtype(precision)
         peak = measured_gemm_flops(mesh.device, dtype, 8192 if cuda else 1024)
         source = "measured matrix product"

@@ -205,6 +205,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def synchronize_ranks(mesh: Mesh) -> None:
+    """Waits until the work of this rank's device is done and all ranks have come here. Collective."""
+    synchronize(mesh.device)
+    dist.barrier(group=mesh.control)
+
+
+def largest(value: float, mesh: Mesh) -> float:
+    """Returns the largest ``value`` of all ranks. Collective."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.control)
+    return tensor.item()
+
+
 # torch 2.13 renamed these collectives.
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
