@@ -23,8 +23,7 @@ from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
 from hpc_train.commands.submitted import cancel_runs
-from hpc_train.config.arguments import expand, override_value, refuse_search, wants_dry_run
-from hpc_train.config.mistakes import own_files_checked
+from hpc_train.config.arguments import expand, override_value, own_files_checked, refuse_search, wants_dry_run
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_train.commands import COMMANDS
-from hpc_train.config.groups import config_groups
+from hpc_train.config.compose import config_groups
 from hpc_train.run.exits import Exit
 from hpc_train.version import __version__
 

@@ -12,11 +12,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from hpc_train.config.arguments import wants_dry_run
+from hpc_train.config.arguments import own_files_checked, wants_dry_run
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, typed, version_base
-from hpc_train.config.groups import config_directory
-from hpc_train.config.mistakes import own_files_checked
+from hpc_train.config.compose import PRIMARY, WITH_STRATEGY, config_directory, typed, version_base
 from hpc_train.config.own_files import with_file
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate

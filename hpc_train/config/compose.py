@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import omegaconf
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,7 +33,6 @@ from hpc_train.config.extensions import (
     load_source,
     location,
 )
-from hpc_train.config.groups import config_directory
 from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, TargetConfig
 from hpc_train.config.secrets import leaves, refuse_secrets
@@ -377,3 +378,32 @@ def _kind(node: DictConfig, group: str, known: tuple[str, ...]) -> str:
     if kind not in known and not is_extension(str(kind)):
         raise UserError(f"{group}.kind is {kind!r}, which is unknown", where=f"{group}.kind", fix=nearest(kind, known))
     return str(kind)
+
+
+def config_directory() -> Path:
+    """Returns ``hpc_train/conf`` in an installed wheel, or the repository's ``conf/`` in an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+@cache
+def packaged(name: str) -> Mapping[str, Any]:
+    """Returns the content of a file of the package, such as ``strategy/dp``, without composing it."""
+    text = (config_directory() / f"{name}.yaml").read_text(encoding="utf-8")
+    return MappingProxyType(yaml.safe_load(text))
+
+
+def config_groups(own: Iterable[Path] = ()) -> dict[str, list[str]]:
+    """Returns the names of the options of each config group, such as ``cluster/fabric``.
+
+    Args:
+        own: directories of the user with further groups and options.
+    """
+    groups: dict[str, set[str]] = {}
+    for directory in (config_directory(), *own):
+        for path in directory.glob("*/**/*.yaml"):
+            group = path.parent.relative_to(directory).as_posix()
+            if not any(part.startswith(".") for part in path.relative_to(directory).parts):
+                groups.setdefault(group, set()).add(path.stem)
+    return {group: sorted(groups[group]) for group in sorted(groups)}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.extensions import load_source
+from hpc_train.config.import_path import find_definition
 from hpc_train.config.schema import Config, CustomModelConfig, DataConfig
-from hpc_train.config.source_check import find_definition
 from hpc_train.errors import UserError, nearest
 
 MAIN = ""  # the name of the validation split of ``data`` among the evaluation sets

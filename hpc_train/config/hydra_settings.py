@@ -19,8 +19,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_train.config.compose import LAUNCHER, SWEEPER
-from hpc_train.config.other_launchers import instead_of_key
-from hpc_train.config.source_check import check_call
+from hpc_train.config.import_path import check_call
+from hpc_train.config.translate import instead_of_key
 from hpc_train.errors import UserError, nearest
 
 DIRECTORY = "${hpc_train.directory:${run.root},${run.name},${run.fork}}"  # as in conf/config.yaml

@@ -2,11 +2,427 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable
+import importlib.util
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
-from hpc_train.config.source_check import not_imported
+from hpc_train.errors import UserError, nearest
+
+IMPORTABLE = "package.module.Name, importable where the workers run (installed, or in the directory of the call)"
+
+_EXTRAS = {  # module -> the extra of hpc_train that installs it
+    "PIL": "images", "datasets": "datasets", "matplotlib": "plots", "mlflow": "mlflow",
+    "opentelemetry.exporter.otlp.proto.http": "otlp", "opentelemetry.sdk.metrics": "otlp", "peft": "lora",
+    "prometheus_client": "prometheus", "safetensors": "hf", "tensorboard": "tensorboard",
+    "tokenizers": "tokenizers", "torchao": "fp8", "torchmetrics": "metrics", "transformers": "hf",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Holds what a file shows about an import path.
+
+    Attributes:
+        place: file and line for messages; empty if ``statement`` is None.
+        statement: the statement that defines the name; None if the file does not show it.
+        tree: the file; None if ``statement`` is None.
+    """
+
+    path: str
+    place: str = ""
+    statement: ast.stmt | None = None
+    tree: ast.Module | None = None
+
+    @property
+    def is_function(self) -> bool:
+        return isinstance(self.statement, ast.FunctionDef)
+
+    @property
+    def parameters(self) -> Parameters | None:
+        """Returns the parameters of a function or constructor; None if they are not known."""
+        if isinstance(self.statement, ast.FunctionDef) and not self.statement.decorator_list:
+            return Parameters.of(self.statement.args, bound=0)
+        if isinstance(self.statement, ast.ClassDef) and self.tree is not None:
+            return _constructor(self.tree, self.statement)
+        return None
+
+    def declaration(self, added: Sequence[str]) -> str:
+        """Returns the first line of the function or constructor with the parameters ``added`` before its own."""
+        known = self.parameters
+        own = () if known is None else (*known.positional, *known.keyword_only)
+        kept = ["..."] if own or (known is not None and (known.more_positional or known.more_keywords)) else []
+        if isinstance(self.statement, ast.FunctionDef):
+            return f"def {self.statement.name}({', '.join([*added, *kept])}): ..."
+        return f"def __init__({', '.join(['self', *added, *kept])}): ..."
+
+    @property
+    def methods(self) -> set[str] | None:
+        """Returns the names that a class binds; None if it is not a class, or inherits or may get others."""
+        found = self.statement
+        if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
+            return None
+        return self.names | {"__class__"}
+
+    @property
+    def names(self) -> set[str]:
+        """Returns the names that the body of a class binds; none if it is not a class."""
+        body = self.statement.body if isinstance(self.statement, ast.ClassDef) else []
+        return set().union(*(_bound(statement) for statement in body))
+
+    @property
+    def bases(self) -> set[str] | None:
+        """Returns the full names of the classes of other files from which a class derives, or the class of the same
+        file that a function returns by its annotation; None if the file does not show it.
+        """
+        found = self.statement
+        if isinstance(found, ast.FunctionDef) and not found.decorator_list and isinstance(found.returns, ast.Name):
+            assert self.tree is not None
+            found = _statement(self.tree, found.returns.id)
+        return _bases(self.tree, found) if self.tree is not None and isinstance(found, ast.ClassDef) else None
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Holds the parameters of a function, without the bound ones (self).
+
+    Attributes:
+        positional: the names of those that may be given by position.
+        required: the names of all without a default.
+        more_positional, more_keywords: whether there are ``*args`` and ``**kwargs``.
+    """
+
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    required: frozenset[str]
+    more_positional: bool
+    more_keywords: bool
+
+    @classmethod
+    def of(cls, found: ast.arguments, bound: int) -> Parameters:
+        places = [each.arg for each in (*found.posonlyargs, *found.args)]
+        required = places[: len(places) - len(found.defaults)][bound:]
+        pairs = zip(found.kwonlyargs, found.kw_defaults, strict=True)
+        required += [each.arg for each, default in pairs if default is None]
+        return cls(
+            tuple(places[bound:]),
+            tuple(each.arg for each in found.kwonlyargs),
+            frozenset(required),
+            found.vararg is not None,
+            found.kwarg is not None,
+        )
+
+    def names_after(self, positional: int) -> list[str]:
+        """Returns the names that may be given as keywords after ``positional`` arguments."""
+        return [*self.positional[positional:], *self.keyword_only]
+
+
+def find_definition(path: str, where: str, follow: int = 8) -> Definition:
+    """Finds the definition of ``package.module.Name`` or ``package.module:Name`` in the source file.
+
+    Args:
+        where: the config key that holds ``path``, for messages.
+        follow: how many imports from one file of the name in another one are followed.
+
+    Raises:
+        UserError: there is no such module, or its file does not define the name.
+    """
+    parts = re.split("[.:]", path)
+    named = path.partition(":")[0].count(".") + 1 if ":" in path else 0  # parts of the module, if the path tells
+    cuts = [named] if named else range(len(parts) - 1, 0, -1)
+    cut = next((cut for cut in cuts if module_spec(".".join(parts[:cut]))), None)
+    if cut is None and parts[0] == "torch" and module_spec("torch") is None:
+        return Definition(path)  # workers have torch
+    if cut is None:
+        raise not_imported(path, f"there is no module {'.'.join(parts[: named or -1]) or path}", where)
+    spec = module_spec(".".join(parts[:cut]))
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return Definition(path)
+    tree = _parsed(spec.origin, path, where)
+    found = _statement(tree, parts[cut])
+    if found is None and not _may_define(tree, parts[cut]):
+        raise not_imported(path, f"{spec.origin} defines no {parts[cut]}", where)
+    if found is None or len(parts) > cut + 1:
+        return Definition(path)
+    if isinstance(found, ast.ImportFrom):
+        return _imported_from(found, path, ".".join(parts[:cut]), spec.origin, parts[cut], follow)
+    return Definition(path, f"{spec.origin}:{found.lineno}", found, tree)
+
+
+def _imported_from(found: ast.ImportFrom, path: str, module: str, file: str, name: str, follow: int) -> Definition:
+    """Returns the definition of a name that ``module`` imports from another one, such as a package from its modules."""
+    source = next((each.name for each in found.names if (each.asname or each.name) == name), None)
+    package = module if Path(file).name == "__init__.py" else module.rpartition(".")[0]
+    above = package.split(".")[: len(package.split(".")) - found.level + 1] if found.level else []
+    origin = ".".join([*above, *filter(None, [found.module])])
+    if source is None or not follow:
+        return Definition(path)
+    try:
+        return replace(find_definition(f"{origin}:{source}", "", follow - 1), path=path)
+    except UserError:  # only an import can tell
+        return Definition(path)
+
+
+def _parsed(file: str, path: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f"{file}:{line}" if line else file
+        what = f"{path!r} cannot be imported: {place}: {getattr(error, 'msg', error)}"
+        raise UserError(what, where=f"{where}, {place}", fix=f"correct {place}") from error
+
+
+def check_imports(path: str, where: str) -> None:
+    """Checks that the packages which the module of ``path`` imports are installed, as far as its file shows that.
+
+    Not checked are imports inside of functions, classes and blocks such as ``try``, other files that it imports, files
+    that change where Python looks for modules, and installed packages.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    try:
+        found = find_definition(path, where)
+    except UserError:  # check_call reports it
+        return
+    if found.tree is None or "site-packages" in found.place or _changes_search(found):
+        return
+    for statement in found.tree.body:
+        for package in dict.fromkeys(full.partition(".")[0] for full in _imported(statement).values()):
+            if module_spec(package) is None:
+                place = f"{found.place.rpartition(':')[0]}:{statement.lineno}"
+                what = f"{place} imports {package}, which is not installed here"
+                raise UserError(what, where=where, fix=how_to_install(package))
+
+
+_SEARCH = re.compile(rb"\bsys\.(path|path_hooks|meta_path)\b|\bfrom sys import\b|\baddsitedir\b")
+
+
+def _changes_search(found: Definition) -> bool:
+    """Returns whether the file, or a package that contains it, may add to ``sys.path`` or to Python's finders."""
+    file = Path(found.place.rpartition(":")[0])
+    packages = [folder / "__init__.py" for folder in file.parents if (folder / "__init__.py").is_file()]
+    return any(_SEARCH.search(each.read_bytes()) for each in (file, *packages))
+
+
+def how_to_install(package: str, extra: str | None = None) -> str:
+    """Returns the command that installs the extra of hpc_train with ``package``, or a hint for any other package.
+
+    Args:
+        extra: its name, if several have the package.
+    """
+    extra = extra or _EXTRAS.get(package)
+    return f"pip install 'hpc_train[{extra}]'" if extra else f"install {package}, or correct the import"
+
+
+def not_imported(path: str, reason: object, where: str) -> UserError:
+    """Returns the error for an import path that cannot be imported."""
+    detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
+    package = re.split("[.:]", reason.name or "" if isinstance(reason, ModuleNotFoundError) else path)[0]
+    fix = how_to_install(package) if package in _EXTRAS and module_spec(package) is None else IMPORTABLE
+    return UserError(f"{path!r} cannot be imported: {detail}", where=where, fix=fix)
+
+
+def check_call(
+    path: str,
+    where: str,
+    *,
+    positional: int = 0,
+    given: Sequence[str] = (),
+    arguments: Collection[str] = (),
+    arguments_key: str = "",
+    optional: Sequence[str] = (),
+    complete: bool = True,
+) -> Definition:
+    """Checks that hpc_train can call ``path``, as far as its source shows that.
+
+    Args:
+        where: the config key that holds ``path``, for messages.
+        positional: the number of arguments that hpc_train passes by position.
+        given: keywords that it passes.
+        arguments: keywords that the config passes, in the key ``arguments_key``.
+        optional: keywords that it passes only if they are declared.
+        complete: whether these are all arguments.
+
+    Raises:
+        UserError: ``path`` does not exist, or a parameter is missing or unknown.
+    """
+    found = find_definition(path, where)
+    parameters = found.parameters
+    if parameters is None:
+        return found
+    called = ", ".join([*["one argument"] * positional, *given, *arguments])
+    too_few = len(parameters.positional) < positional and not parameters.more_positional
+    names = parameters.names_after(positional)
+    missing = sorted({*names} & parameters.required - {*given, *arguments, *optional}) if complete else []
+    if too_few:
+        raise UserError(
+            f"{path} does not take {positional} positional argument{'s' * (positional != 1)}",
+            where=f"{where}, {found.place}",
+            fix=f"declare {positional} parameter{'s' * (positional != 1)}, and defaults for all others",
+        )
+    if not parameters.more_keywords:
+        refuse_unknown(path, arguments, names, arguments_key)
+    undeclared = [] if parameters.more_keywords else [name for name in given if name not in names]
+    if undeclared:
+        what = f"{path} has no parameter {', '.join(undeclared)}"
+        parameter = "the parameter" if len(undeclared) == 1 else "the parameters"
+        fix = f"declare {parameter} {', '.join(undeclared)}: {found.declaration(undeclared)}"
+        if "site-packages" in found.place:
+            added = ", ".join(undeclared)
+            fix = f"set {where} to a function of yours that calls it: def make({added}, **values): ..."
+        raise UserError(what, where=f"{where}, {found.place}", fix=fix)
+    if missing:
+        fix = " ".join(f"+{arguments_key}.{name}=VALUE" for name in missing) if arguments_key else "defaults for them"
+        what = (
+            f"{path} requires {', '.join(missing)}, but is called {f'with {called}' if called else 'without arguments'}"
+        )
+        raise UserError(what, where=f"{where}, {found.place}", fix=fix)
+    return found
+
+
+def refuse_unknown(path: str, arguments: Collection[str], names: Sequence[str], where: str) -> None:
+    """Raises ``UserError`` if one of the ``arguments`` in the config key ``where`` is not among the ``names``."""
+    for argument in arguments:
+        if argument not in names:
+            fix = nearest(argument, names) if names else f"remove {where}.{argument}"
+            raise UserError(f"{path} has no parameter {argument}", where=f"{where}.{argument}", fix=fix)
+
+
+def method_parameters(path: str, method: str) -> list[str]:
+    """Returns the names of the parameters of ``method`` in the class ``package.module.Class``, from its source.
+
+    The list is empty if the file, the class or the method is not found, or if the file cannot be parsed. Base classes
+    count if the same file defines them.
+    """
+    module, _, name = path.rpartition(".")
+    spec = module_spec(module) if module else None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return []
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # reported when the workers import it
+        return []
+    names = [name]
+    for each in names:
+        found = _statement(tree, each)
+        if not isinstance(found, ast.ClassDef):
+            continue
+        for inner in found.body:
+            if isinstance(inner, ast.FunctionDef) and inner.name == method:
+                parameters = Parameters.of(inner.args, bound=0)
+                return parameters.names_after(0)
+        names += [base.id for base in found.bases if isinstance(base, ast.Name) and base.id not in names]
+    return []
+
+
+def module_spec(name: str) -> ModuleSpec | None:
+    """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages, except namespace
+    packages, which have no code.
+    """
+    search: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        own = ".".join(parts[:depth])
+        try:
+            try:
+                spec = importlib.util.find_spec(own) if depth == 1 else PathFinder.find_spec(own, search)
+            except KeyError:  # a namespace package in one that is not imported
+                importlib.import_module(".".join(parts[: depth - 1]))
+                spec = PathFinder.find_spec(own, search)
+        except (ImportError, ValueError):
+            return None
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            return None
+        search = spec.submodule_search_locations and list(spec.submodule_search_locations)
+    return spec
+
+
+def _statement(tree: ast.Module, name: str) -> ast.stmt | None:
+    """Returns the top-level statement that binds ``name``. A star import may bind any name."""
+    for statement in reversed(tree.body):
+        if name in _bound(statement) or "*" in _bound(statement):
+            return statement
+    return None
+
+
+WITHOUT_INIT = ("torch.utils.data.Dataset", "torch.utils.data.IterableDataset", "typing.Generic", "abc.ABC")
+
+
+def _constructor(tree: ast.Module, found: ast.ClassDef) -> Parameters | None:
+    """Returns the parameters of the constructor of a class, which a class of the same file may define; None if the file
+    does not show it. A class without any takes none.
+    """
+    if found.decorator_list or found.keywords:
+        return None
+    for inner in found.body:
+        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            return Parameters.of(inner.args, bound=1)
+        names = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(inner)}
+        if names & {"__init__", "__new__"}:
+            return None
+    plain = [_unsubscripted(base) for base in found.bases]
+    inherited = [_statement(tree, base.id) for base in plain if isinstance(base, ast.Name)]
+    own = [each for each in inherited if isinstance(each, ast.ClassDef) and each is not found]
+    if own:
+        return _constructor(tree, own[0]) if len(found.bases) == 1 else None
+    bases = _bases(tree, ast.ClassDef("", plain, [], [], []))
+    if bases is None or not bases.issubset(WITHOUT_INIT):
+        return None
+    return Parameters((), (), frozenset(), more_positional=False, more_keywords=False)
+
+
+def _unsubscripted(base: ast.expr) -> ast.expr:
+    """Returns ``Dataset`` for ``Dataset[int]``."""
+    return base.value if isinstance(base, ast.Subscript) else base
+
+
+def _bases(tree: ast.Module, found: ast.ClassDef) -> set[str] | None:
+    imported = {name: full for statement in tree.body for name, full in _imported(statement).items()}
+    bases: set[str] = set()
+    classes = [found]
+    for each in classes:
+        for base in each.bases:
+            name, _, attributes = ast.unparse(base).partition(".")
+            own = _statement(tree, name)
+            if name in imported:
+                bases.add(".".join(filter(None, [imported[name], attributes])))
+            elif isinstance(own, ast.ClassDef) and not attributes:
+                classes += [own] if own not in classes else []
+            else:
+                return None
+    return bases
+
+
+def _imported(statement: ast.stmt) -> dict[str, str]:
+    """Returns the full names of what an import statement binds; nothing for relative imports."""
+    if isinstance(statement, ast.ImportFrom) and not statement.level:
+        return {each.asname or each.name: f"{statement.module}.{each.name}" for each in statement.names}
+    if isinstance(statement, ast.Import):
+        pairs = ((each.asname or each.name.partition(".")[0], each) for each in statement.names)
+        return {name: each.name if each.asname else name for name, each in pairs}
+    return {}
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in statement.names}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Returns whether a block such as ``try`` or ``if`` defines ``name``, or the module computes its attributes."""
+    nested = [node for node in tree.body if isinstance(node, ast.If | ast.Try | ast.With)]
+    inner = [each for node in nested for each in ast.walk(node) if isinstance(each, ast.stmt)]
+    return any(name in _bound(each) for each in inner) or _statement(tree, "__getattr__") is not None
 
 
 def locate(path: str, where: str) -> Callable[..., Any]:

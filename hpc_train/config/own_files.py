@@ -16,12 +16,11 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.groups import config_directory
+from hpc_train.config.compose import config_directory
 from hpc_train.config.jobs import parsed_override
-from hpc_train.config.other_launchers import instead_of, instead_of_key
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING
-from hpc_train.config.translate import KINDS_OF_NODES, relative
+from hpc_train.config.translate import KINDS_OF_NODES, instead_of, instead_of_key, relative
 from hpc_train.errors import UserError, UserErrors
 
 GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)

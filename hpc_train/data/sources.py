@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.extensions import IMAGES, TOKENS, DataSource, load_source, source_of
+from hpc_train.config.import_path import check_call
 from hpc_train.config.schema import (
     CIFAR100DataConfig,
     CustomDataConfig,
@@ -27,7 +28,6 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.schema.key import check_keys
-from hpc_train.config.source_check import check_call
 from hpc_train.data.image_folders import check_classes, class_names
 from hpc_train.data.sft import records, tokenizer
 from hpc_train.errors import UserError

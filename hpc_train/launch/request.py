@@ -16,10 +16,9 @@ from pathlib import Path
 
 from hydra.core.plugins import Plugins
 
-from hpc_train.config.arguments import expand, with_right_plus
+from hpc_train.config.arguments import expand, own_files_checked, with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register, typed
-from hpc_train.config.mistakes import own_files_checked
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code

@@ -13,10 +13,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from hpc_train.config.description_file import is_import_path
-from hpc_train.config.extensions import IMAGES, family_of
+from hpc_train.config.extensions import IMAGES, family_of, is_import_path
+from hpc_train.config.import_path import method_parameters
 from hpc_train.config.schema import Config, CustomModelConfig, StreamDataConfig
-from hpc_train.config.source_check import method_parameters
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError, check_all
 from hpc_train.layout.compilation import CompilerMode, compiler_mode

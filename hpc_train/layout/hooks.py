@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_train.config.evaluation import check_metric_name, highest_is_best
+from hpc_train.config.import_path import check_call, find_definition
 from hpc_train.config.schema import Config, TargetConfig
-from hpc_train.config.source_check import check_call, find_definition
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 

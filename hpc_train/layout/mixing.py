@@ -6,7 +6,7 @@ another loss.
 
 from __future__ import annotations
 
-from hpc_train.config import hf_config, hf_loss
+from hpc_train.config import hf_config
 from hpc_train.config.schema import Config, HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
@@ -25,7 +25,7 @@ def check_declared_balancing(config: Config, layout: Layout) -> None:
         return
     accepted = model.split_dependent_loss
     values = hf_config.read(model.name_or_path, model.revision, model.config) or {}
-    if hf_loss.balances_experts(values, model.task):
+    if hf_config.balances_experts(values, model.task):
         check_balancing(layout, accepted)
 
 

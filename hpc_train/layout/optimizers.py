@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hpc_train.config.import_path import check_call
 from hpc_train.config.schema import OptimConfig
-from hpc_train.config.source_check import check_call
 from hpc_train.errors import UserError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")

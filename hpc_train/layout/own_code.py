@@ -14,8 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.import_path import check_call
 from hpc_train.config.schema import Config
-from hpc_train.config.source_check import check_call
 from hpc_train.config.values import command_words, runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout

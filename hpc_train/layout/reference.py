@@ -16,8 +16,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from hpc_train.config.compose import config_directory
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
-from hpc_train.config.groups import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import MISSING, KeyInfo, info
 from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN

@@ -18,6 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.extensions import location
+from hpc_train.config.import_path import (
+    Definition,
+    check_call,
+    check_imports,
+    find_definition,
+    how_to_install,
+    module_spec,
+)
 from hpc_train.config.schema import (
     Config,
     CustomDataConfig,
@@ -25,14 +33,6 @@ from hpc_train.config.schema import (
     ImagesDataConfig,
     ShardsDataConfig,
     StreamDataConfig,
-)
-from hpc_train.config.source_check import (
-    Definition,
-    check_call,
-    check_imports,
-    find_definition,
-    how_to_install,
-    module_spec,
 )
 from hpc_train.errors import Mistakes, UserError
 from hpc_train.layout.optimizers import own_targets, parse_schedule

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeVar, get_args
 
-from hpc_train.config.description_file import IMPORT_PATH, is_import_path, load_row
+from hpc_train.config.extensions import IMPORT_PATH, is_import_path, load_row
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.layout import orders

@@ -14,10 +14,9 @@ from math import ceil
 
 from hpc_train.config.evaluation import check_evaluation, sequence_lengths
 from hpc_train.config.extensions import family_of, is_extension, source_of
+from hpc_train.config.import_path import check_call
 from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
-from hpc_train.config.services import server_uri
-from hpc_train.config.source_check import check_call
 from hpc_train.config.values import (
     check_divides,
     check_profiled_steps,
@@ -28,6 +27,7 @@ from hpc_train.config.values import (
     parse_save_every,
     preflight_actions,
     runs_own_code,
+    server_uri,
 )
 from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.layout.compatibility import OF_RUN, check_compatibility

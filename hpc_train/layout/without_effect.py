@@ -1,6 +1,6 @@
 """Finds the keys that a user sets although nothing reads them in this job, such as ``optim.betas`` with SGD.
 
-The schema states when a key is read (``config.schema.condition``). Such a key gets a notice and is not a mistake,
+The schema states when a key is read (``config.schema.key``). Such a key gets a notice and is not a mistake,
 because the jobs of a sweep over optimizers or strategies share their other keys. This module imports no torch.
 """
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Config
-from hpc_train.config.schema.condition import FACTS
-from hpc_train.config.schema.key import KeyInfo, info
+from hpc_train.config.schema.key import FACTS, KeyInfo, info
 from hpc_train.config.values import runs_own_code
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.recomputation import OFFLOAD, kept_if_less

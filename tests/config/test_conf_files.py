@@ -11,8 +11,7 @@ import yaml
 from benchmarks.savers import ROWS
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import typed
-from hpc_train.config.groups import config_directory
+from hpc_train.config.compose import config_directory, typed
 from hpc_train.config.run_path import SCRATCH
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError

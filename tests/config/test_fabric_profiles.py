@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.groups import config_directory
+from hpc_train.config.compose import config_directory
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import check_values
 from hpc_train.machine.network.decision import FabricJob, decide, site_profile

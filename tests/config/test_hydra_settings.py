@@ -16,9 +16,8 @@ from hpc_train.config.arguments import expand, first_values, refuse_search, with
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import WITH_STRATEGY, initialized, typed
 from hpc_train.config.hydra_settings import refuse_without_effect
-from hpc_train.config.other_launchers import SUBMITIT_KEYS
 from hpc_train.config.schema import Config
-from hpc_train.config.translate import translate
+from hpc_train.config.translate import SUBMITIT_KEYS, translate
 from hpc_train.errors import UserError
 
 GRID = 'hydra.sweeper.params={optim.lr:"1e-3,3e-4",strategy:"dp,pp"}'

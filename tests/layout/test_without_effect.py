@@ -10,8 +10,7 @@ from hpc_train.config.arguments import expand, with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.schema import Config
-from hpc_train.config.schema.condition import FACTS, AnyOf
-from hpc_train.config.schema.key import keys
+from hpc_train.config.schema.key import FACTS, AnyOf, keys
 from hpc_train.config.values import for_debugging
 from hpc_train.launch.request import check_job, notices_of
 from hpc_train.layout.resolve import resolve_layout

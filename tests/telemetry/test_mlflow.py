@@ -18,7 +18,7 @@ import pytest
 
 from hpc_train.commands import sync
 from hpc_train.config.schema import MlflowConfig
-from hpc_train.config.services import server_uri
+from hpc_train.config.values import server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.metrics import MetricsLog

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.bench.doctor.disk import check_root, probe
-from hpc_train.config.groups import config_directory
+from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.errors import UserError

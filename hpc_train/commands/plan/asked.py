@@ -13,8 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from hpc_train.config.arguments import STRATEGY, with_right_plus
 from hpc_train.config.command_line import CommandLine
-from hpc_train.config.compose import typed
-from hpc_train.config.groups import packaged
+from hpc_train.config.compose import packaged, typed
 from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError

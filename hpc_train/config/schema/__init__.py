@@ -35,9 +35,14 @@ from hpc_train.config.schema.operation import (
     TelemetryConfig,
     WandbConfig,
 )
-from hpc_train.config.schema.precision import PrecisionConfig
-from hpc_train.config.schema.target import TargetConfig
-from hpc_train.config.schema.training import BatchConfig, OptimConfig, StrategyConfig, TrainConfig
+from hpc_train.config.schema.training import (
+    BatchConfig,
+    OptimConfig,
+    PrecisionConfig,
+    StrategyConfig,
+    TargetConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from hpc_train.config.schema.condition import when
-from hpc_train.config.schema.key import key, required
+from hpc_train.config.schema.key import key, required, when
 
 _PACKING = (
     "Whether whole documents share a sequence without attending to each other. false cuts windows from the whole text."

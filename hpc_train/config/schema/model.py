@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config import hf_config
-from hpc_train.config.schema.condition import unless, when
-from hpc_train.config.schema.key import group, key, required
+from hpc_train.config.schema.key import group, key, required, unless, when
 
 WRAP = (
     "The class names of the blocks that are sharded, recomputed and compiled one by one. By default those are the "

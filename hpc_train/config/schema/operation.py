@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.config.schema.condition import NOT_DEBUGGED, any_of, unless, when
-from hpc_train.config.schema.key import group, key
+from hpc_train.config.schema.key import NOT_DEBUGGED, any_of, group, key, unless, when
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.hf_loss import check_loss
+from hpc_train.config.hf_config import check_loss
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import DOCUMENT_ENDS

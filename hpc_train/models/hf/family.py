@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config import hf_config, hf_loss
+from hpc_train.config import hf_config
 from hpc_train.config.extensions import IMAGES, HuggingFaceFormat, ModelFamily
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
@@ -30,7 +30,7 @@ def check(model: HFModelConfig, data: Any) -> None:
     values = sizes.values_of(model) or {}
     if model.pretrained:
         hf_config.check_weights(model.name_or_path)
-    hf_loss.check_loss(values, model.task)
+    hf_config.check_loss(values, model.task)
     if model.lora.rank is not None:
         _check_lora(model)
     if model.wrap is not None and not hf_config.why_not_stages(values, model.task):

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.config import hf_loss
-from hpc_train.config.hf_loss import CLASSIFIERS, MULTI, REGRESSION, SINGLE
+from hpc_train.config import hf_config
+from hpc_train.config.hf_config import CLASSIFIERS, MULTI, REGRESSION, SINGLE
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error, widened
@@ -37,12 +37,12 @@ class ConfiguredLoss:
     def __init__(self, module: nn.Module, task: str) -> None:
         config: Any = module.config
         values: dict[str, Any] = config.to_dict()
-        hf_loss.check_loss(values, task)
+        hf_config.check_loss(values, task)
         self._classifies_samples = task in CLASSIFIERS
         self._problem: str | None = values.get("problem_type")
         self._labels: int = config.num_labels
         self._kind: str = config.model_type
-        self._smoothing = hf_loss.label_smoothing(values)
+        self._smoothing = hf_config.label_smoothing(values)
         self.balance = load_balancing(module) if task == "causal_lm" else 0.0
 
     def __call__(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -95,7 +95,7 @@ def load_balancing(module: nn.Module) -> float:
     if not any(getattr(part, "output_router_logits", False) for part in parts):
         return 0.0
     places = [module, *parts]
-    coefficients = (getattr(place, name, None) for place in places for name in hf_loss.COEFFICIENTS)
+    coefficients = (getattr(place, name, None) for place in places for name in hf_config.COEFFICIENTS)
     return float(next((value for value in coefficients if value is not None), 0.0))
 
 
@@ -118,7 +118,7 @@ def refuse_unless(module: nn.Module, loss: str) -> None:
             setting = ""
     if load_balancing(module):
         setting = "output_router_logits=True"
-    if hf_loss.label_smoothing(values):
+    if hf_config.label_smoothing(values):
         setting = f"label_smoothing={values['label_smoothing']}"
     if setting:
         raise UserError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpc_train.config.hf_loss import SMOOTHING
+from hpc_train.config.hf_config import SMOOTHING
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from hpc_train.config.description_file import is_import_path
+from hpc_train.config.extensions import is_import_path
 from hpc_train.config.import_path import locate
 from hpc_train.data.dataset import Batch
 from hpc_train.data.document_ends import with_equal_numbers

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.config.import_path import how_to_install
 from hpc_train.config.schema import PrecisionConfig
-from hpc_train.config.source_check import how_to_install
 from hpc_train.errors import UserError
 from hpc_train.layout.float8 import MULTIPLES, OFF, WHERE, check_architecture, why_not_float8
 from hpc_train.layout.optimizers import shortened

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hpc_train.config.schema import MlflowConfig
-from hpc_train.config.services import check_answers, server_uri
+from hpc_train.config.values import check_answers, server_uri
 from hpc_train.report.registry.lineage import MANIFEST
 from hpc_train.report.registry.registry import CHECKPOINT, Model, Promoted, bad_reference
 from hpc_train.telemetry.sinks.identity import Identity

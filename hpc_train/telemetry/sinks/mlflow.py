@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpc_train.config.schema import MlflowConfig
-from hpc_train.config.services import check_answers, server_uri
+from hpc_train.config.values import check_answers, server_uri
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry.sinks.backend import HEAD, Line

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hpc_train.config.import_path import locate
+from hpc_train.config.import_path import locate, refuse_unknown
 from hpc_train.config.schema import OptimConfig
-from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import SCHEDULES, Schedule, parse_schedule
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.state import TensorShape
+from hpc_train.config.import_path import refuse_unknown
 from hpc_train.config.schema import OptimConfig
-from hpc_train.config.source_check import refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
 from hpc_train.train.compact_adamw import CompactAdamW

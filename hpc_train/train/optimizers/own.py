@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_train.checkpoint.state import TensorShape
-from hpc_train.config.import_path import locate
-from hpc_train.config.source_check import refuse_unknown
+from hpc_train.config.import_path import locate, refuse_unknown
 from hpc_train.errors import UserError
 from hpc_train.layout.optimizers import GIVEN, Target
 from hpc_train.train.optimizers.held import Held, local_part
