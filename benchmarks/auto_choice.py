@@ -23,8 +23,7 @@ from hpc_train.bench.request import Spread, paired_ratio
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
-from hpc_train.layout.layout import Layout
-from hpc_train.layout.shape import JobShape
+from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.layout.validate import validate
 from hpc_train.planner.auto import choose
 from hpc_train.planner.gpu_types import machine_of_job

@@ -32,10 +32,9 @@ from gpu_checks.training import SAME, differing
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.peak.program import peak_of
-from hpc_train.layout.peak.ranks import ranks_of
-from hpc_train.layout.peak.sizes import sizes_of
+from hpc_train.layout.memory import peak_of, ranks_of
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import sizes_of
 from hpc_train.models.model import Model
 from hpc_train.parallel import fsdp, replica_engine
 from hpc_train.parallel.mesh import AXES, Mesh, all_gather_tensor

@@ -16,8 +16,7 @@ from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
 from hpc_train.launch.request import check_config, compose_job, parse_line
-from hpc_train.layout.layout import Layout
-from hpc_train.layout.shape import JobShape
+from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.machine.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.machine.temporary import BENCH, TemporaryDirectory
 from hpc_train.run.access import open_run

@@ -25,7 +25,7 @@ from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.launcher import Ended
 from hpc_train.launch.request import check_job, complete_arguments, freeze_job, print_notices
 from hpc_train.launch.search import JobFailed
-from hpc_train.layout.shape import Place
+from hpc_train.layout.layout import Place
 from hpc_train.machine.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

@@ -28,7 +28,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import command_words, parse_hang_timeout
 from hpc_train.elastic.hang_bounds import START_S
-from hpc_train.layout.own_code import PYTHONS, own_code_notes
+from hpc_train.layout.user_code import PYTHONS, own_code_notes
 from hpc_train.machine.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
 from hpc_train.run.clock import Clock

@@ -14,7 +14,7 @@ from functools import cache
 
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.errors import UserError
-from hpc_train.layout.open_keys import open_keys
+from hpc_train.layout.resolve import open_keys
 from hpc_train.machine.gpus import gpu_memory, gpu_names
 from hpc_train.schedulers.slurm.client import own_job, show_job
 from hpc_train.schedulers.slurm.records import JobRecord, gpus_of

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import Layout
-from hpc_train.layout.shape import JobShape
+from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import TRUST
 

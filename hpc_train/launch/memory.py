@@ -8,9 +8,8 @@ from functools import lru_cache
 
 from hpc_train.config.schema import Config
 from hpc_train.launch.job import Job
-from hpc_train.layout.layout import Layout
+from hpc_train.layout.layout import JobShape, Layout, Place
 from hpc_train.layout.memory import Memory, estimate, needed_bytes
-from hpc_train.layout.shape import JobShape, Place
 from hpc_train.machine.gpus import gpu_memory
 from hpc_train.units import format_bytes
 

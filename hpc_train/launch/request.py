@@ -26,14 +26,12 @@ from hpc_train.errors import Mistakes, UserError
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job import Choice, Job
 from hpc_train.launch.search import tolerate_failed_trials
-from hpc_train.layout.compilation import check_compiler_device
 from hpc_train.layout.float8 import check_gpus
-from hpc_train.layout.layout import Layout
-from hpc_train.layout.open_keys import check_chosen, open_keys
-from hpc_train.layout.shape import JobShape
-from hpc_train.layout.user_keys import user_keys
+from hpc_train.layout.layout import JobShape, Layout
+from hpc_train.layout.resolve import check_chosen, open_keys
+from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.layout.validate import validate
-from hpc_train.layout.without_effect import WithoutEffect, notices, without_effect
+from hpc_train.layout.without_effect import WithoutEffect, notices, user_keys, without_effect
 from hpc_train.registration import CHOOSE_LAYOUT, MACHINE_OF_JOB, registered
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_freeze, freeze

@@ -18,24 +18,26 @@ from hpc_train.config.import_path import method_parameters
 from hpc_train.config.schema import Config, CustomModelConfig, StreamDataConfig
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError, check_all
-from hpc_train.layout.compilation import CompilerMode, compiler_mode
-from hpc_train.layout.hooks import EARLY_STOPPING, EMA, SAMPLES
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.optimizers import own_targets
-from hpc_train.layout.peak.sizes import trained_share
+from hpc_train.layout.optimizers import EMA, own_targets
 from hpc_train.layout.recomputation import knows_sizes
+from hpc_train.layout.sizes import trained_share
 from hpc_train.layout.techniques import (
     CARRYING,
     KINDS,
+    CompilerMode,
     DataParallelKind,
     PipelineSchedule,
     asked_kind,
+    compiler_mode,
     find_kind,
     kinds_where,
     schedules_where,
     supports,
 )
 
+EARLY_STOPPING = "hpc_train.train.hooks.early_stopping.EarlyStopping"
+SAMPLES = "hpc_train.train.hooks.samples.Samples"
 Value = Callable[[Config, Layout], Any]
 
 

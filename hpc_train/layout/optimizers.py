@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hpc_train.config.import_path import check_call
-from hpc_train.config.schema import OptimConfig
+from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.errors import UserError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 GIVEN = ("params", "lr", "weight_decay")  # arguments of an optimizer that are not set in ``args``
+EMA = "hpc_train.train.hooks.ema.EMA"
 ASSUMED = 2.0  # values per parameter that an unknown optimizer keeps
 _TORCH: dict[str, float] = {  # those of torch.optim that compute each element alone, and their values per parameter
     "ASGD": 1, "Adadelta": 2, "Adagrad": 1, "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1,
@@ -223,6 +224,11 @@ def values_per_parameter(optim: OptimConfig) -> float:
         return optim.state_per_parameter
     name = target_of(optim).torch_name
     return ASSUMED if name is None else (_TORCH | _WHOLE)[name]
+
+
+def averages_of_weights(config: Config) -> int:
+    """Returns how many values the built-in hooks keep for each trained parameter; hooks of the user's are unknown."""
+    return sum(hook._target_ == EMA for hook in config.hooks.values())
 
 
 def held_whole(optim: OptimConfig) -> bool:

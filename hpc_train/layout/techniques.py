@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 from typing import Literal, TypeVar, get_args
 
@@ -391,3 +392,42 @@ def schedules_where(holds: Callable[[PipelineSchedule], bool]) -> str:
 def kinds_where(holds: Callable[[DataParallelKind], bool]) -> str:
     """Returns the names of the built-in data-parallel kinds for which ``holds`` is true, for messages."""
     return " or ".join(row.name for row in KINDS.values() if holds(row))
+
+
+_GRAPHS, _ASYNC = "train.cuda_graphs", "strategy.async_tp"
+
+
+class CompilerMode(StrEnum):
+    """Lists what compiled code may do besides computing; the layouts of the two options exclude each other."""
+
+    PLAIN = "plain"
+    CUDA_GRAPHS = "cuda_graphs"
+    ASYNC_TP = "async_tp"
+
+
+def compiler_mode(config: Config) -> CompilerMode:
+    """Returns the mode of what the config compiles."""
+    if not config.train.compile:
+        return CompilerMode.PLAIN
+    if config.train.cuda_graphs:
+        return CompilerMode.CUDA_GRAPHS
+    return CompilerMode.ASYNC_TP if config.strategy.async_tp else CompilerMode.PLAIN
+
+
+def check_compiler_device(config: Config, gpus: int) -> None:
+    """Checks that the nodes have the GPUs that an option of the compiler needs.
+
+    Args:
+        gpus: the GPUs of a node.
+
+    Raises:
+        UserError: ``config`` asks for an option that needs GPUs, without a GPU.
+    """
+    mode = compiler_mode(config)
+    if mode != CompilerMode.PLAIN and gpus == 0:
+        key = _GRAPHS if mode == CompilerMode.CUDA_GRAPHS else _ASYNC
+        raise UserError(
+            f"{key} needs GPUs, and this run trains on CPUs",
+            where=key,
+            fix=f"{key}=false, or train on GPUs (cluster.gpus_per_node)",
+        )

@@ -32,17 +32,23 @@ from hpc_train.config.values import (
 from hpc_train.errors import Mistakes, UserError, check_all
 from hpc_train.layout.compatibility import OF_RUN, check_compatibility
 from hpc_train.layout.float8 import check_float8, check_skip
-from hpc_train.layout.hooks import check_targets
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import check_loss_chunks
 from hpc_train.layout.mixing import check_declared_balancing
-from hpc_train.layout.open_keys import for_nodes
 from hpc_train.layout.optimizers import check_optimizers, own_code
-from hpc_train.layout.own_code import check_own_code, check_own_layout, own_code_notes
 from hpc_train.layout.recomputation import check_budget, parse_activation_offload
-from hpc_train.layout.requirements import check_built_model, check_own_model, check_packages, check_tried_optimizer
-from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.resolve import for_nodes, resolve_layout
 from hpc_train.layout.techniques import AUTO, find_kind, find_schedule
+from hpc_train.layout.user_code import (
+    check_built_model,
+    check_own_code,
+    check_own_layout,
+    check_own_model,
+    check_packages,
+    check_targets,
+    check_tried_optimizer,
+    own_code_notes,
+)
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
 

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc_train.config.schema import Config
-from hpc_train.layout.compilation import CompilerMode
+from hpc_train.layout.techniques import CompilerMode
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of

@@ -19,10 +19,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.compilation import CompilerMode, compiler_mode
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import LossForm, loss_form
 from hpc_train.layout.recomputation import parse_activation_offload, recomputation_of
+from hpc_train.layout.techniques import CompilerMode, compiler_mode
 from hpc_train.models import batch_norm
 from hpc_train.models.hf.whole import HFWhole
 from hpc_train.models.linear_head import LinearHead

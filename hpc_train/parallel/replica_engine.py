@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
-from hpc_train.layout.compilation import CompilerMode, compiler_mode
+from hpc_train.layout.techniques import CompilerMode, compiler_mode
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, aliases, named_buffers, named_parameters, refuse_ragged
 from hpc_train.models.modes import evaluating

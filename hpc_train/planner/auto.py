@@ -19,9 +19,9 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import keys
 from hpc_train.errors import UserError
-from hpc_train.layout.compilation import compiler_mode
-from hpc_train.layout.open_keys import SIMPLEST, open_keys
-from hpc_train.layout.shape import JobShape
+from hpc_train.layout.layout import JobShape
+from hpc_train.layout.resolve import SIMPLEST, open_keys
+from hpc_train.layout.techniques import compiler_mode
 from hpc_train.layout.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
 from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, nested, refusal, with_values

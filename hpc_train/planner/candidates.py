@@ -16,7 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import counted
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.open_keys import SIMPLEST
+from hpc_train.layout.resolve import SIMPLEST
 from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step

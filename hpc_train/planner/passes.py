@@ -10,8 +10,8 @@ from __future__ import annotations
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
-from hpc_train.layout.compilation import CompilerMode, compiler_mode
 from hpc_train.layout.layout import Layout
+from hpc_train.layout.techniques import CompilerMode, compiler_mode
 from hpc_train.planner.async_tp import Pass, Traffic, traffic_left
 from hpc_train.planner.collectives import gather, group_of, scatter
 from hpc_train.planner.float8 import IN_BF16, Float8, check_float8_rate, float8_of

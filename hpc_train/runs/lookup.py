@@ -17,7 +17,7 @@ from typing import Any
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.open_keys import NAME as AUTO
+from hpc_train.layout.techniques import AUTO
 from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load

@@ -25,9 +25,8 @@ from hpc_train.data.feed import NOTHING, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.errors import UserError
-from hpc_train.layout.compilation import check_compiler_device
-from hpc_train.layout.open_keys import for_nodes
-from hpc_train.layout.resolve import long_warmup
+from hpc_train.layout.resolve import for_nodes, long_warmup
+from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.models.modes import parts_in_evaluation
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts

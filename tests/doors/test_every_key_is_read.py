@@ -21,8 +21,8 @@ import numpy as np
 from hpc_train.config import schema
 from hpc_train.config.extensions import SOURCES, load_source
 from hpc_train.config.schema.key import info
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.shape import JobShape, Place
 from hpc_train.layout.without_effect import without_effect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load

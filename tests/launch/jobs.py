@@ -17,8 +17,8 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.values import node_range
 from hpc_train.launch.job import Job
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.shape import JobShape, Place
 from hpc_train.run.directory import RunDirectory
 
 TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)

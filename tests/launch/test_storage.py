@@ -11,7 +11,8 @@ from hpc_train.config.schema import CheckpointConfig, ClusterConfig, GPTConfig, 
 from hpc_train.errors import UserError
 from hpc_train.launch import dry_run, storage
 from hpc_train.launch.storage import check_room, check_shared
-from hpc_train.layout.memory import parameter_count, state_bytes
+from hpc_train.layout.memory import state_bytes
+from hpc_train.layout.sizes import parameter_count
 from hpc_train.machine.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.models.build import build_model
 from hpc_train.schedulers.slurm.records import NodeRecord

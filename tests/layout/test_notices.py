@@ -14,8 +14,8 @@ from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import check_evaluation
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.hooks import check_targets
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.user_code import check_targets
 from hpc_train.parallel.build import build_engine
 from tests.config.composing import compose
 from tests.data.layouts import replicas

@@ -13,10 +13,9 @@ from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import FACTS, AnyOf, keys
 from hpc_train.config.values import for_debugging
 from hpc_train.launch.request import check_job, notices_of
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.shape import JobShape, Place
-from hpc_train.layout.user_keys import user_keys
-from hpc_train.layout.without_effect import WithoutEffect, facts_of, notices, without_effect
+from hpc_train.layout.without_effect import WithoutEffect, facts_of, notices, user_keys, without_effect
 from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
 

@@ -28,8 +28,8 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
 )
 from hpc_train.errors import UserError
-from hpc_train.layout.memory import estimate, parameter_count, state_bytes
-from hpc_train.layout.peak.sizes import sizes_of
+from hpc_train.layout.memory import estimate, state_bytes
+from hpc_train.layout.sizes import parameter_count, sizes_of
 from hpc_train.layout.validate import validate
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.build import build_model

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.layout.validate import validate
 from hpc_train.parallel.build import build_engine
 from tests.parallel.cells import Cell

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from hpc_train.errors import UserError
-from hpc_train.layout.compilation import check_compiler_device
+from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.parallel.build import build_engine
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import TOLERANCE, Outcome, compare_cells, local_batch, merge, mesh_of

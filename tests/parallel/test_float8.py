@@ -16,13 +16,13 @@ from torch import Tensor, fx, nn
 from hpc_train.config.schema import Config, PrecisionConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
-from hpc_train.layout import requirements
+from hpc_train.layout import user_code
 from hpc_train.layout.float8 import check_float8, check_skip
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.memory import estimate
-from hpc_train.layout.peak.sizes import sizes_of
-from hpc_train.layout.requirements import check_packages
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import sizes_of
+from hpc_train.layout.user_code import check_packages
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
@@ -388,8 +388,8 @@ def per_micro_batch_difference(cell: Cell, layout: Any) -> float:
 
 
 def test_a_missing_package_is_refused_before_a_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = requirements.module_spec
-    monkeypatch.setattr(requirements, "module_spec", lambda name: None if name == "torchao" else real(name))
+    real = user_code.module_spec
+    monkeypatch.setattr(user_code, "module_spec", lambda name: None if name == "torchao" else real(name))
     with pytest.raises(UserError, match=r"precision\.fp8=rowwise needs torchao") as refused:
         check_packages(config_of(cell_of("gpt", {}), "rowwise"))
     assert "hpc_train[fp8]" in refused.value.fix

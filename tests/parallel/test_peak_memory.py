@@ -18,11 +18,9 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.layout.memory import estimate
-from hpc_train.layout.peak.program import peak_of
-from hpc_train.layout.peak.ranks import rank_of, stages_of
-from hpc_train.layout.peak.sizes import sizes_of
+from hpc_train.layout.memory import estimate, peak_of, rank_of, stages_of
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import sizes_of
 from hpc_train.layout.techniques import SCHEDULES
 from hpc_train.parallel.build import build_engine
 from hpc_train.train.optimizers.optimizer import Optimizer

@@ -23,8 +23,8 @@ from hpc_train.config.schema import (
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.layout.memory import estimate
-from hpc_train.layout.peak.sizes import sizes_of
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import sizes_of
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh

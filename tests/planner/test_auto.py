@@ -13,9 +13,8 @@ import yaml
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.request import check_job
-from hpc_train.layout.open_keys import check_chosen, for_nodes, open_keys
-from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.shape import JobShape
+from hpc_train.layout.layout import JobShape
+from hpc_train.layout.resolve import check_chosen, for_nodes, open_keys, resolve_layout
 from hpc_train.layout.validate import validate
 from hpc_train.planner import auto
 from hpc_train.planner.auto import ERROR, choose

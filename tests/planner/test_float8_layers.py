@@ -14,8 +14,8 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.request import check_job
 from hpc_train.layout.counted import counted, read_counts
-from hpc_train.layout.peak.sizes import sizes_of
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import sizes_of
 from hpc_train.models import counting
 from hpc_train.models.build import build_model
 from hpc_train.parallel.precision.float8 import Float8Linear, use_float8

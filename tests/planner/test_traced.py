@@ -18,8 +18,9 @@ from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.counted import Counts, counted, key_of, read_counts, sample_shape
-from hpc_train.layout.memory import estimate, parameter_count, state_bytes
+from hpc_train.layout.memory import estimate, state_bytes
 from hpc_train.layout.resolve import resolve_layout
+from hpc_train.layout.sizes import parameter_count
 from hpc_train.models import counting
 from hpc_train.models.build import build_model
 from hpc_train.planner import traced

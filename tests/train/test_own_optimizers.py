@@ -21,7 +21,7 @@ from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.compatibility import OF_RUN, check_compatibility
 from hpc_train.layout.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
-from hpc_train.layout.requirements import check_tried_optimizer
+from hpc_train.layout.user_code import check_tried_optimizer
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import materialize

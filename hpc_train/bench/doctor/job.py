@@ -22,8 +22,8 @@ from hpc_train.launch.job import Job
 from hpc_train.launch.request import choose_and_check, compose_job, parse_line
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.layout.resolve import resolve_layout
-from hpc_train.layout.shape import JobShape, Place
 from hpc_train.layout.validate import check_values
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding

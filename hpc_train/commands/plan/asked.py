@@ -18,8 +18,9 @@ from hpc_train.config.jobs import JobComposer
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
-from hpc_train.layout.memory import parameter_count
-from hpc_train.layout.open_keys import NAME, SIMPLEST
+from hpc_train.layout.resolve import SIMPLEST
+from hpc_train.layout.sizes import parameter_count
+from hpc_train.layout.techniques import AUTO
 from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.candidates import Candidate, with_values
 from hpc_train.planner.machine import Machine
@@ -104,7 +105,7 @@ class Asked:
 
 def without_auto(line: CommandLine) -> CommandLine:
     """Returns ``line`` without ``strategy=auto``, since a plan compares all strategies unless one is named."""
-    kept = (text for text in line.overrides if _key(text) != "strategy" or text.partition("=")[2] != NAME)
+    kept = (text for text in line.overrides if _key(text) != "strategy" or text.partition("=")[2] != AUTO)
     return replace(line, overrides=tuple(kept))
 
 

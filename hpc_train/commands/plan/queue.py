@@ -11,7 +11,7 @@ from hpc_train.commands.plan.rows import Row
 from hpc_train.config.schema import Config
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import arguments, options
-from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.planner.candidates import with_values
 from hpc_train.run.directory import RunDirectory
 from hpc_train.schedulers.slurm.client import SlurmError

@@ -22,7 +22,7 @@ from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import survives_node_loss
 from hpc_train.launch.script import node_loss_options, python, step_on_nodes
 from hpc_train.launch.storage import check_room
-from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.gpus import gpu_memory, visible_gpus
 from hpc_train.opening import open_to_append

@@ -21,7 +21,7 @@ from hpc_train.config.values import fewest_nodes, node_range, runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
 from hpc_train.launch.job import Job
-from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.amd_gpus import restrict_to
 from hpc_train.machine.gpus import Machine, visible_devices

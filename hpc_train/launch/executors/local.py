@@ -23,7 +23,7 @@ from hpc_train.config.schema import Config
 from hpc_train.launch.executors.executor import RunAgent, Share, local_shape
 from hpc_train.launch.job import Job
 from hpc_train.launch.storage import check_room
-from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.gpus import visible_gpus
 from hpc_train.opening import open_to_append
 from hpc_train.run.code import frozen_code

@@ -44,7 +44,7 @@ from hpc_train.launch.sbatch import (
 )
 from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_task, submit_chain
 from hpc_train.launch.storage import check_room, check_shared
-from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import append_line, write_text

@@ -12,7 +12,7 @@ from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.config.import_path import locate
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_save_every
-from hpc_train.layout.own_code import own_code_notes
+from hpc_train.layout.user_code import own_code_notes
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.run import nccl_log, preflight

@@ -13,7 +13,7 @@ from hpc_train.bench.doctor.job import check_slurm_and_job, composed, resources
 from hpc_train.commands import doctor
 from hpc_train.config.schema import Config
 from hpc_train.launch import command_job
-from hpc_train.layout.shape import JobShape, Place
+from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.health.finding import ERROR, OK
 
 

@@ -1,7 +1,7 @@
 """What the engines of published measurements hold in memory where they differ from hpc_train's.
 
 ``peak`` replays the step of a row with the program of its source: the same order of passes as the product's estimate
-(``hpc_train.layout.peak``), with other sizes. Facts that a source states or its code shows are in the docstrings;
+(``hpc_train.layout.memory``), with other sizes. Facts that a source states or its code shows are in the docstrings;
 numbers that are fitted to its rows say so.
 """
 
@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from hpc_train.config.schema import Config
+from hpc_train.layout import sizes as rank_sizes
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import LossForm
-from hpc_train.layout.memory import estimate
-from hpc_train.layout.peak import sizes as peak_sizes
-from hpc_train.layout.peak.program import peak_of
-from hpc_train.layout.peak.ranks import Rank, ranks_of
-from hpc_train.layout.peak.replay import Memory
-from hpc_train.layout.peak.sizes import PerParameter, Sizes, sizes_of
+from hpc_train.layout.memory import Memory, Rank, estimate, peak_of, ranks_of
+from hpc_train.layout.sizes import PerParameter, Sizes, sizes_of
 
 Row = Mapping[str, str]
 IN_BF16 = PerParameter(held=2, optimizer=0, hooks=0, cast=0, gathered=0, fresh=2, whole=2, shard=0, updated=0)
@@ -43,7 +40,7 @@ class Program:
 
 def peak(row: Row, config: Config, layout: Layout) -> Memory | None:
     """Returns the memory of the fullest rank of a row, in the engine of its source, which keeps whole logits."""
-    with patch.object(peak_sizes, "loss_form", lambda config, layout: LossForm()):
+    with patch.object(rank_sizes, "loss_form", lambda config, layout: LossForm()):
         return _peak(row, config, layout)
 
 

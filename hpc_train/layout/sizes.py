@@ -14,10 +14,9 @@ from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, PrecisionConfig
 from hpc_train.config.values import LayerMode
 from hpc_train.layout.counted import CountedModel
-from hpc_train.layout.hooks import averages_of_weights
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.loss_chunks import loss_form
-from hpc_train.layout.optimizers import held_whole, values_per_parameter
+from hpc_train.layout.optimizers import averages_of_weights, held_whole, values_per_parameter
 from hpc_train.layout.recomputation import layer_bytes, moved_by_mode
 
 MATRIX_SHARE = 0.25  # of the parameters of a layer in its largest matrix; a third in a ViT, 0.22 in a Llama
