@@ -43,7 +43,7 @@ from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.elastic.rendezvous.server import RendezvousServer, beat_s
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.machine.allocation import Allocation
-from hpc_train.preflight.expected import expected_bandwidths, read_fabric
+from hpc_train.preflight.bandwidth import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.processes import raise_descriptor_limit

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from hpc_train.bench.request import CollectivesRequest, write_progress, write_result
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.preflight.bandwidth import OPERATIONS, Rate
-from hpc_train.preflight.collectives import Ranks, measure
-from hpc_train.preflight.expected import expected_bandwidths, read_fabric
+from hpc_train.preflight.bandwidth import OPERATIONS, Rate, expected_bandwidths, read_fabric
+from hpc_train.preflight.measure import Ranks, measure
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory

@@ -25,8 +25,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.planner.passes import ATTENTION_BACKWARD, PRODUCTS
 from hpc_train.planner.work import TOUCHES, Block, count_work
-from hpc_train.preflight.collectives import Ranks, measure
-from hpc_train.preflight.measure import copy_rate, to_first
+from hpc_train.preflight.measure import Ranks, copy_rate, measure, to_first
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

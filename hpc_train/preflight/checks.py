@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from hpc_train.machine.network.rccl import NO_GPU_DIRECT
-from hpc_train.preflight.bandwidth import SlowNode
-from hpc_train.preflight.expected import ExpectedBandwidths
+from hpc_train.preflight.bandwidth import ExpectedBandwidths, SlowNode
 from hpc_train.preflight.nccl_log import Transport
 
 WARNING, ERROR = "warning", "error"
@@ -136,29 +135,30 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
     """
     logged = [rank for rank in ranks if rank.transport is not None]
     sockets = [rank for rank in logged if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
-    slow = tuple(dict.fromkeys(rank.node for rank in sockets))
-    few = 2 * len(slow) < len({rank.node for rank in logged})  # otherwise the cause is not in the nodes
-    for nodes in [(node,) for node in slow] if few else filter(None, [slow]):
+    slow: dict[str, str | None] = {rank.node: rank.node for rank in sockets}  # what is named -> the unfit node
+    if 2 * len(slow) >= len({rank.node for rank in logged}) and slow:
+        slow = {", ".join(slow): None}  # the cause is not in the nodes
+    for nodes, unfit in slow.items():
         yield PreflightFinding(
             TCP,
             ERROR,
-            f"NCCL sends over TCP (NET/Socket) on {', '.join(nodes)}, although RDMA ports are active there",
+            f"NCCL sends over TCP (NET/Socket) on {nodes}, although RDMA ports are active there",
             "run `doctor` on that node; the usual causes are NCCL_IB_DISABLE or NCCL_NET in the environment, a missing "
             "plugin (aws-ofi-nccl) or libibverbs, a container without /dev/infiniband, or a small memlock limit",
-            nodes[0] if few else None,
+            unfit,
         )
     staged = _nodes(rank for rank in logged if rank.transport and rank.transport.gpu_direct is False
                     and not rank.transport.over_sockets)  # fmt: skip
-    if staged:
-        amd = any("rccl" in rank.versions for rank in ranks)
-        yield PreflightFinding(
-            TCP,
-            WARNING,
-            f"{'RCCL' if amd else 'NCCL'} stages data in host memory on {staged}: its log has no GDRDMA",
-            NO_GPU_DIRECT
-            if amd
-            else "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster",
-        )
+    if not staged:
+        return
+    library = "NCCL"
+    fix = "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster"
+    if any("rccl" in rank.versions for rank in ranks):
+        library = "RCCL"
+        fix = NO_GPU_DIRECT
+    yield PreflightFinding(
+        TCP, WARNING, f"{library} stages data in host memory on {staged}: its log has no GDRDMA", fix
+    )
 
 
 def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator[PreflightFinding]:
@@ -199,52 +199,59 @@ def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
 
 @dataclass(frozen=True)
 class SlowDevice:
-    """A rank that computes slowly. ``usual`` is the median FLOP/s of its model."""
+    """A rank that computes slowly.
+
+    Attributes:
+        usual: the median FLOP/s of its model.
+        bad: whether the run would be faster without this rank's node.
+        words: what is slow.
+        drain: the command with which the site's staff can drain the node.
+    """
 
     rank: RankFacts
     usual: float
-
-    @property
-    def share(self) -> float:
-        return self.rank.gemm / self.usual
-
-    @property
-    def bad(self) -> bool:
-        """Returns whether the run would be faster without this rank's node."""
-        return self.share < (GEMM_CPU if self.rank.gpu is None else GEMM_ERROR)
-
-    @property
-    def words(self) -> str:
-        gpu = "" if self.rank.gpu is None else f" (GPU {self.rank.gpu})"
-        return (
-            f"rank {self.rank.rank} on {self.rank.node}{gpu} reaches {self.rank.gemm / 1e12:.3g} TFLOP/s in matrix "
-            f"products, {self.share:.0%} of the median of {self.rank.device}"
-        )
-
-    @property
-    def drain(self) -> str:
-        return drain(self.rank.node, "slow CPU" if self.rank.gpu is None else f"slow GPU {self.rank.gpu}")
+    bad: bool
+    words: str
+    drain: str
 
 
 def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
     """Compares each rank with the median of its model and returns the slow ones."""
-    slow_ones = []
+    slow = []
     for same_model in _by(ranks, lambda rank: rank.device).values():
         usual = median(rank.gemm for rank in same_model)
-        slow = (SlowDevice(rank, usual) for rank in same_model)
-        slow_ones += [device for device in slow if device.share < (GEMM_CPU if device.rank.gpu is None else GEMM_WARN)]
-    return tuple(slow_ones)
+        for rank in same_model:
+            warn = GEMM_CPU
+            error = GEMM_CPU
+            name = ""
+            device = "CPU"
+            if rank.gpu is not None:
+                warn = GEMM_WARN
+                error = GEMM_ERROR
+                name = f" (GPU {rank.gpu})"
+                device = f"GPU {rank.gpu}"
+            share = rank.gemm / usual
+            if share < warn:
+                words = (
+                    f"rank {rank.rank} on {rank.node}{name} reaches {rank.gemm / 1e12:.3g} TFLOP/s in matrix "
+                    f"products, {share:.0%} of the median of {rank.device}"
+                )
+                slow.append(SlowDevice(rank, usual, share < error, words, drain(rank.node, f"slow {device}")))
+    return tuple(slow)
 
 
 def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
     """Reports slow devices; one that is clearly slow makes its node unfit."""
     for device in slow:
+        node = device.rank.node
         look = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
         if device.rank.gpu is None:
             look = "other processes may use its cores (cluster.exclusive=true), or its clock is low"
-        fix = f"cluster.exclude={device.rank.node}; {look}; {device.drain}"
-        level, unfit = (ERROR, device.rank.node) if device.bad else (WARNING, None)
-        yield PreflightFinding(SLOW_DEVICE, level, device.words, fix, unfit)
+        fix = f"cluster.exclude={node}; {look}; {device.drain}"
+        if device.bad:
+            yield PreflightFinding(SLOW_DEVICE, ERROR, device.words, fix, node)
+        else:
+            yield PreflightFinding(SLOW_DEVICE, WARNING, device.words, fix)
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
@@ -253,40 +260,30 @@ def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[st
     Args:
         features: of the nodes, as Slurm reports them.
     """
-    nodes = {
-        model: {rank.node for rank in same_model} for model, same_model in _by(ranks, lambda rank: rank.device).items()
-    }
+    by_model = _by(ranks, lambda rank: rank.device)
+    nodes = {model: {rank.node for rank in same_model} for model, same_model in by_model.items()}
     if len(nodes) < 2:
         return
     listed = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
-    most = max(nodes, key=lambda model: len(nodes[model]))
-    yield PreflightFinding(
-        SLOW_DEVICE, WARNING, f"the ranks have different device models: {listed}", _constraint(nodes[most], features)
-    )
-
-
-def _constraint(nodes: set[str], features: Mapping[str, frozenset[str]]) -> str:
-    """Returns the override that selects a feature common to all of ``nodes`` and absent from the others."""
-    node_features = [features.get(node, frozenset()) for node in nodes]
-    others = [other_features for node, other_features in features.items() if node not in nodes]
-    if node_features:
-        common = frozenset.intersection(*node_features).difference(*others)
-    else:
-        common = frozenset()
+    most = max(nodes.values(), key=len)
+    # a feature of all nodes with the most common model, and of no other node
+    common = frozenset.intersection(*(features.get(node, frozenset()) for node in most))
+    common = common.difference(*(features[node] for node in features.keys() - most))
+    fix = "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists what the nodes have"
     if common:
-        return f"cluster.constraint={min(common)}"
-    return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists what the nodes have"
+        fix = f"cluster.constraint={min(common)}"
+    yield PreflightFinding(SLOW_DEVICE, WARNING, f"the ranks have different device models: {listed}", fix)
 
 
 def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
     for offset in offsets:
         certain = abs(offset.offset_s) - offset.round_trip_s / 2
         if certain > SKEW_WARN_S:
+            side = "ahead of" if offset.offset_s > 0 else "behind"
             yield PreflightFinding(
                 CLOCK,
                 ERROR if certain > SKEW_ERROR_S else WARNING,
-                f"the clock of {offset.node} is {abs(offset.offset_s):.3g} s "
-                f"{'ahead of' if offset.offset_s > 0 else 'behind'} that of rank 0's node",
+                f"the clock of {offset.node} is {abs(offset.offset_s):.3g} s {side} that of rank 0's node",
                 f"timestamps of logs and files are misleading; ask the site to fix chrony there, and until then set "
                 f"cluster.exclude={offset.node}",
             )
@@ -297,8 +294,9 @@ def check_bandwidths(bandwidths: Bandwidths, expected: ExpectedBandwidths) -> It
     measured = [
         *((f"in {node}", bus, expected.node) for node, bus in bandwidths.nodes.items()),
         *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(bandwidths.rails)),
-        *([] if bandwidths.world is None else [("over all ranks", bandwidths.world, expected.world)]),
     ]
+    if bandwidths.world is not None:
+        measured.append(("over all ranks", bandwidths.world, expected.world))
     for where, bus, expected_bus in measured:
         if expected_bus is not None and bus < WARN * expected_bus.bus:
             yield PreflightFinding(

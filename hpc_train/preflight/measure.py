@@ -1,30 +1,166 @@
-"""Measures for the preflight the facts and clocks of all ranks, and how fast they compute and exchange data.
+"""Measures the ranks' facts and clocks, and how fast they compute and exchange data on any backend.
 
-Cheap and local measurements come first. Stages that exceed the time limit are skipped and reported. All functions are
-collective.
+Cheap and local measurements of the preflight come first. Stages that exceed the time limit are skipped and reported.
+Unless stated otherwise, all functions are collective.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hpc_train.parallel.mesh import Mesh
-from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor, reduce_scatter_tensor, synchronize
+from hpc_train.preflight.bandwidth import PairRate, Rate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import Bandwidths, ClockOffset, RankFacts, slow_devices
-from hpc_train.preflight.collectives import Ranks, measure
 from hpc_train.preflight.nccl_log import Transport
 
-FIRST_BYTES, GROWTH = 256 << 10, 16  # sizes of the all-reduces, within the time of a stage
+FIRST_BYTES = 256 << 10  # of the first all-reduce
+GROWTH = 16  # of the sizes of the all-reduces, within the time of a stage
 COPIES = 8  # number of message copies that must fit into GPU memory
 AGAIN = 5  # the second matrix products take this many times as long as the first
 EXCHANGES = 3  # exchanges of a pair per round; the fastest counts
 LEAST_EXCHANGE = 1 << 20  # bytes, more than a link buffers
+COPY_BYTES = 64 << 20
+COPIES_TO_GPU = 5  # the fastest copy counts
+MESSAGES = 8  # messages per node; the one with the shortest round trip counts
+_PERIOD = 13  # period of the test pattern, whose sums are exact in float32
+_MOST_REPEATS = 20  # as nccl-tests does
+_BYTES = 4  # of a float32
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group as seen from one of its ranks."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @classmethod
+    def world(cls, device: torch.device) -> Ranks:
+        group = dist.group.WORLD
+        assert group is not None, "join() has initialized it"
+        return cls(group, device)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank % self.size)
+
+    def largest(self, value: float) -> float:
+        """Returns the maximum of all ranks' values after all ranks have arrived."""
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return float(tensor.item())
+
+
+def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
+    """Measures one operation of ``size`` bytes, rounded up to whole elements of each rank.
+
+    The first run is verified and serves as warm-up. Then the operation is repeated for about ``seconds``, at most 20
+    times; the time is that of the slowest rank.
+    """
+    elements = -(-size // (_BYTES * ranks.size)) * ranks.size
+    run, result, expected = _CASES[operation](elements, ranks)
+
+    def timed(repeats: int) -> float:
+        """Returns the seconds of one run on the slowest rank, the same on all ranks."""
+        synchronize(ranks.device)
+        ranks.largest(0.0)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        synchronize(ranks.device)
+        return ranks.largest((time.perf_counter() - began) / repeats)
+
+    first_s = timed(1)
+    wrong = int(ranks.largest(float((result != expected).sum().item())))
+    repeats = max(1, min(_MOST_REPEATS, int(seconds / first_s)))
+    return Rate(operation, ranks.size, elements * _BYTES, timed(repeats), repeats, wrong)
+
+
+# runs an operation; the buffer of its result; the content of that buffer after the first run
+_Case = tuple[Callable[[], object], Tensor, Tensor]
+
+
+def _pattern(elements: int, ranks: Ranks) -> Tensor:
+    return torch.arange(elements, device=ranks.device, dtype=torch.float32) % _PERIOD
+
+
+def _summed(elements: int, ranks: Ranks) -> Tensor:
+    """Returns the sum over ranks of their buffers: the pattern plus the rank number."""
+    return ranks.size * _pattern(elements, ranks) + ranks.size * (ranks.size - 1) // 2
+
+
+def _all_reduce(elements: int, ranks: Ranks) -> _Case:
+    buffer = _pattern(elements, ranks) + ranks.rank
+    return lambda: dist.all_reduce(buffer, group=ranks.group), buffer, _summed(elements, ranks)
+
+
+def _reduce_scatter(elements: int, ranks: Ranks) -> _Case:
+    source = _pattern(elements, ranks) + ranks.rank
+    part = torch.zeros(elements // ranks.size, device=ranks.device)
+    expected = _summed(elements, ranks).chunk(ranks.size)[ranks.rank]
+    return lambda: reduce_scatter_tensor(part, source, group=ranks.group), part, expected
+
+
+def _all_gather(elements: int, ranks: Ranks) -> _Case:
+    share = elements // ranks.size
+    part = _pattern(share, ranks) + ranks.rank
+    gathered = torch.zeros(elements, device=ranks.device)
+    expected = torch.cat([_pattern(share, ranks) + rank for rank in range(ranks.size)])
+    return lambda: all_gather_tensor(gathered, part, group=ranks.group), gathered, expected
+
+
+def _broadcast(elements: int, ranks: Ranks) -> _Case:
+    expected = _pattern(elements, ranks)
+    first = ranks.global_rank(0)
+    buffer = torch.zeros_like(expected)
+    if ranks.rank == 0:
+        buffer.copy_(expected)
+    return lambda: dist.broadcast(buffer, first, group=ranks.group), buffer, expected
+
+
+def _send_recv(elements: int, ranks: Ranks) -> _Case:
+    sent = _pattern(elements, ranks) + ranks.rank
+    received = torch.zeros_like(sent)
+    after = ranks.global_rank(ranks.rank + 1)
+    before = ranks.global_rank(ranks.rank - 1)
+
+    def run() -> None:
+        _exchange(sent, after, received, before, ranks.group)
+
+    return run, received, _pattern(elements, ranks) + (ranks.rank - 1) % ranks.size
+
+
+_CASES: dict[str, Callable[[int, Ranks], _Case]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "send_recv": _send_recv,
+}
+
+
+def _exchange(sent: Tensor, target: int, received: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Sends to the global rank ``target`` and receives from ``source`` at the same time."""
+    operations = [
+        dist.P2POp(dist.isend, sent, target, group=group),
+        dist.P2POp(dist.irecv, received, source, group=group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 @dataclass(frozen=True)
@@ -38,13 +174,23 @@ class Effort:
     limit_s: float
 
 
-def effort(mode: str, cuda: bool) -> Effort:
-    """Returns the effort of the modes ``quick`` and ``full``."""
+def effort(mode: str, crew: Crew) -> Effort:
+    """Returns the effort of the modes ``quick`` and ``full``, with messages that fit into all GPUs several times."""
     # on CPUs a product takes less than a time slice, so that the fastest one is undisturbed by other processes
-    size, largest = (8192, 1 << 30) if cuda else (256, 4 << 20)
+    size = 256
+    largest = 4 << 20
+    cuda = crew.mesh.device.type == "cuda"
+    if cuda:
+        size = 8192
+        largest = 1 << 30
+    chosen = Effort(0.1, size, 0.25, largest, 20.0)
     if mode == "full":
-        return Effort(1.0, size, 1.0, 4 * largest, 120.0)
-    return Effort(0.1, size, 0.25, largest, 20.0)
+        chosen = Effort(1.0, size, 1.0, 4 * largest, 120.0)
+    if cuda:
+        free, _ = torch.cuda.mem_get_info(crew.mesh.device)
+        least_free = int(-crew.world.largest(-float(free)))
+        chosen = replace(chosen, bytes=min(chosen.bytes, least_free // COPIES))
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -70,30 +216,22 @@ class Crew:
 
     @property
     def world(self) -> Ranks:
-        group = dist.group.WORLD
-        assert group is not None, "it was joined"
-        return Ranks(group, self.mesh.device)
+        return Ranks.world(self.mesh.device)
 
     def agree(self, on_first: bool) -> bool:
-        """Returns what rank 0 says. Collective."""
+        """Returns the value of rank 0."""
         return self.world.largest(float(on_first and self.mesh.rank == 0)) > 0
 
 
 def to_first(value: Any, mesh: Mesh) -> list[Any]:
     """Returns the values of all ranks on rank 0, and [] on the others: if each rank received the facts of all, these
-    would be 8 MB per rank with 8,000 ranks. Collective.
+    would be 8 MB per rank with 8,000 ranks.
     """
-    gathered: list[Any] = [None] * mesh.layout.world_size if mesh.rank == 0 else []
+    gathered: list[Any] = []
+    if mesh.rank == 0:
+        gathered = [None] * mesh.layout.world_size
     dist.gather_object(value, gathered or None, group=mesh.control, group_dst=0)
     return gathered
-
-
-def fitting(effort: Effort, crew: Crew) -> Effort:
-    """Limits the messages to what fits into all GPUs several times. Collective."""
-    if crew.mesh.device.type != "cuda":
-        return effort
-    free, _ = torch.cuda.mem_get_info(crew.mesh.device)
-    return replace(effort, bytes=min(effort.bytes, int(-crew.world.largest(-float(free))) // COPIES))
 
 
 @dataclass(frozen=True)
@@ -119,7 +257,9 @@ def measure_all(
     mesh = crew.mesh
     began = time.monotonic()
     clocks = clock_offsets(crew.nodes, range(0, mesh.layout.world_size, crew.per_node), mesh.control, now)
-    facts = replace(facts, gemm=_gemm(crew, effort), copy=_copy(crew))
+    facts = replace(facts, gemm=_gemm(crew, effort.gemm_size, effort.gemm_s))
+    if mesh.device.type == "cuda":
+        facts = replace(facts, copy=copy_rate(mesh.device, mesh.control))
     bandwidths = Bandwidths()
     left_out = []
     stages = {"in the node": _in_node, "over each rail": _over_rails, "over all ranks": _over_all}
@@ -133,29 +273,16 @@ def measure_all(
     ranks = tuple(to_first(replace(facts, transport=transport()), mesh))
     # the better of two counts: a GPU may have been waking up, a CPU busy
     if crew.agree(bool(slow_devices(ranks))):
-        again = to_first(_gemm(crew, replace(effort, gemm_s=AGAIN * effort.gemm_s)), mesh)
+        again = to_first(_gemm(crew, effort.gemm_size, AGAIN * effort.gemm_s), mesh)
         ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
     return Measured(ranks, clocks, bandwidths, tuple(left_out))
-
-
-def paired_test(crew: Crew, world_bus: float, effort: Effort) -> tuple[PairRate, ...]:
-    """Exchanges data between all nodes in pairs, and repeats it if a node seems slow. Rank 0 receives the rates.
-
-    Args:
-        world_bus: all-reduce bandwidth in bytes/s, from which the message size is chosen.
-    """
-    size = int(min(effort.bytes, max(LEAST_EXCHANGE, world_bus * effort.stage_s / 8)))
-    first_pass = _pass(crew, size)
-    if crew.agree(bool(slow_nodes(first_pass))):
-        return best_of(first_pass, _pass(crew, size))
-    return first_pass
 
 
 def _in_node(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
     if crew.per_node == 1 or crew.count == 1:
         return bandwidths  # the only node has all ranks
     first = crew.node_position * crew.per_node
-    bus = to_first(_all_reduce_among(crew, range(first, first + crew.per_node), effort), crew.mesh)
+    bus = to_first(_bandwidth_among(crew, range(first, first + crew.per_node), effort), crew.mesh)
     return replace(bandwidths, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
 
 
@@ -163,28 +290,28 @@ def _over_rails(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidth
     if crew.per_node == 1 or crew.count == 1:
         return bandwidths  # the only rail equals the group of all ranks
     rail = range(crew.local, crew.mesh.layout.world_size, crew.per_node)
-    bus = to_first(_all_reduce_among(crew, rail, effort), crew.mesh)
+    bus = to_first(_bandwidth_among(crew, rail, effort), crew.mesh)
     return replace(bandwidths, rails=tuple(bus[: crew.per_node]))
 
 
 def _over_all(crew: Crew, effort: Effort, bandwidths: Bandwidths) -> Bandwidths:
     if crew.world.size == 1:
         return bandwidths
-    return replace(bandwidths, world=_all_reduce(crew.world, effort))
+    return replace(bandwidths, world=_all_reduce_bandwidth(crew.world, effort))
 
 
-def _all_reduce_among(crew: Crew, ranks: Sequence[int], effort: Effort) -> float:
+def _bandwidth_among(crew: Crew, ranks: Sequence[int], effort: Effort) -> float:
     """Measures an all-reduce in a temporary group. All ranks call it at once, each with its group of a partition of all
     ranks, since NCCL splits the communicator of all ranks for it.
     """
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="preflight")
-    bus = _all_reduce(Ranks(group, crew.mesh.device), effort)
+    bus = _all_reduce_bandwidth(Ranks(group, crew.mesh.device), effort)
     dist.barrier(group=crew.mesh.control)  # no rank closes a connection that another still reads
     dist.destroy_process_group(group)
     return bus
 
 
-def _all_reduce(ranks: Ranks, effort: Effort) -> float:
+def _all_reduce_bandwidth(ranks: Ranks, effort: Effort) -> float:
     """Returns the best bus bandwidth over growing sizes in bytes/s."""
     rate = measure("all_reduce", FIRST_BYTES, ranks, 0.0)
     best = rate.bus
@@ -194,68 +321,75 @@ def _all_reduce(ranks: Ranks, effort: Effort) -> float:
     return best
 
 
-def _pass(crew: Crew, size: int) -> tuple[PairRate, ...]:
-    """Runs all rounds once."""
+def paired_test(crew: Crew, world_bus: float, effort: Effort) -> tuple[PairRate, ...]:
+    """Exchanges data between all nodes in pairs, and repeats it if a node seems slow. Rank 0 receives the rates.
+
+    Args:
+        world_bus: all-reduce bandwidth in bytes/s, from which the message size is chosen.
+    """
+    size = int(min(effort.bytes, max(LEAST_EXCHANGE, world_bus * effort.stage_s / 8)))
+    first_pass = _all_pairs(crew, size)
+    if crew.agree(bool(slow_nodes(first_pass))):
+        return best_of(first_pass, _all_pairs(crew, size))
+    return first_pass
+
+
+def _all_pairs(crew: Crew, size: int) -> tuple[PairRate, ...]:
+    """Exchanges ``size`` bytes between the ranks of the same local rank on two nodes, for each pair of nodes."""
     elements = size // 4 // crew.per_node
-    sent, received = (torch.zeros(elements, device=crew.mesh.device) for _ in range(2))
+    sent = torch.zeros(elements, device=crew.mesh.device)
+    received = torch.zeros_like(sent)
     exchanges: list[tuple[tuple[int, int], float]] = []
     for pairs in rounds(crew.count):
-        partner = _partners(pairs).get(crew.node_position)
         dist.barrier(group=crew.mesh.control)
-        if partner is not None:
-            seconds = min(_exchange(crew, partner, sent, received) for _ in range(EXCHANGES))
-            first, second = sorted((crew.node_position, partner))
-            exchanges.append(((first, second), seconds))
+        pair = next((pair for pair in pairs if crew.node_position in pair), None)
+        if pair is None:
+            continue
+        peer = (sum(pair) - crew.node_position) * crew.per_node + crew.local
+        seconds = float("inf")
+        for _ in range(EXCHANGES):
+            began = time.perf_counter()
+            _exchange(sent, peer, received, peer, crew.world.group)
+            if crew.mesh.device.type == "cuda":
+                torch.cuda.synchronize(crew.mesh.device)
+            seconds = min(seconds, time.perf_counter() - began)
+        exchanges.append((pair, seconds))
     slowest: dict[tuple[int, int], float] = {}
-    for positions, seconds in (exchange for rank in to_first(exchanges, crew.mesh) for exchange in rank):
-        slowest[positions] = max(seconds, slowest.get(positions, 0.0))
+    for pair, seconds in (exchange for rank in to_first(exchanges, crew.mesh) for exchange in rank):
+        first, second = sorted(pair)
+        slowest[first, second] = max(seconds, slowest.get((first, second), 0.0))
     return tuple(
         PairRate((crew.nodes[first], crew.nodes[second]), elements * 4 * crew.per_node / seconds)
         for (first, second), seconds in slowest.items()
     )
 
 
-def _partners(pairs: Sequence[tuple[int, int]]) -> Mapping[int, int]:
-    return dict(pairs) | {b: a for a, b in pairs}
-
-
-def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tensor) -> float:
-    """Returns the seconds in which this rank exchanged data with the rank of the same local rank on node
-    ``partner``.
-    """
-    peer = partner * crew.per_node + crew.local
-    group = crew.world.group
-    operations = [
-        dist.P2POp(dist.isend, sent, peer, group=group),
-        dist.P2POp(dist.irecv, received, peer, group=group),
-    ]
-    began = time.perf_counter()
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    if crew.mesh.device.type == "cuda":
-        torch.cuda.synchronize(crew.mesh.device)
-    return time.perf_counter() - began
-
-
-def _gemm(crew: Crew, effort: Effort) -> float:
+def _gemm(crew: Crew, size: int, seconds: float) -> float:
     """Returns the FLOP/s of this rank's device; on the CPU of one core."""
     device = crew.mesh.device
-    threads = torch.get_num_threads()
     if device.type == "cuda":
-        return measured_gemm_flops(device, torch.bfloat16, effort.gemm_size, effort.gemm_s)
+        return measured_gemm_flops(device, torch.bfloat16, size, seconds)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other while other processes run
-    flops = measured_gemm_flops(device, torch.float32, effort.gemm_size, effort.gemm_s)
+    flops = measured_gemm_flops(device, torch.float32, size, seconds)
     torch.set_num_threads(threads)
     return flops
 
 
-COPY_BYTES, COPIES_TO_GPU = 64 << 20, 5  # the fastest copy counts
+def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 1.0) -> float:
+    """Returns the FLOP/s of the fastest product of two ``size`` x ``size`` matrices: 2 ``size``³ / time.
 
-
-def _copy(crew: Crew) -> float | None:
-    if crew.mesh.device.type == "cuda":
-        return copy_rate(crew.mesh.device, crew.mesh.control)
-    return None
+    Repeats for ``seconds``, so that a short disturbance by another process does not lower the result.
+    """
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    until = time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < until:
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2.0 * size**3 / best
 
 
 def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:
@@ -273,13 +407,10 @@ def copy_rate(device: torch.device, control: dist.ProcessGroup) -> float:
     return COPY_BYTES / best
 
 
-MESSAGES = 8  # messages per node; the one with the shortest round trip counts
-
-
 def clock_offsets(
     names: Sequence[str], first_ranks: Sequence[int], group: dist.ProcessGroup, now: Callable[[], float]
 ) -> tuple[ClockOffset, ...]:
-    """Compares the clocks of all nodes with that of rank 0, one node at a time. Collective over ``group``, on the CPU.
+    """Compares the clocks of all nodes with that of rank 0, one node at a time, over ``group`` on the CPU.
 
     With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's times of receiving and sending,
     the other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the round trip (NTP, RFC 5905,
@@ -293,14 +424,18 @@ def clock_offsets(
     Returns:
         The offsets of all nodes but the first on rank 0; () on the other ranks.
     """
-    if dist.get_rank(group) == 0:
-        return tuple(_ask(name, peer, group, now) for name, peer in zip(names[1:], first_ranks[1:], strict=True))
-    if dist.get_rank(group) in first_ranks:
-        _answer(group, now)
+    rank = dist.get_rank(group)
+    if rank == 0:
+        return tuple(_offset(name, peer, group, now) for name, peer in zip(names[1:], first_ranks[1:], strict=True))
+    if rank in first_ranks:
+        for _ in range(MESSAGES):
+            dist.recv(torch.zeros(2, dtype=torch.float64), 0, group=group)
+            received = now()
+            dist.send(torch.tensor([received, now()], dtype=torch.float64), 0, group=group)
     return ()
 
 
-def _ask(name: str, peer: int, group: dist.ProcessGroup, now: Callable[[], float]) -> ClockOffset:
+def _offset(name: str, peer: int, group: dist.ProcessGroup, now: Callable[[], float]) -> ClockOffset:
     answers = []
     for _ in range(MESSAGES):
         times = torch.zeros(2, dtype=torch.float64)
@@ -311,27 +446,3 @@ def _ask(name: str, peer: int, group: dist.ProcessGroup, now: Callable[[], float
         t1, t2 = times.tolist()
         answers.append(ClockOffset(name, ((t1 - t0) + (t2 - t3)) / 2, (t3 - t0) - (t2 - t1)))
     return min(answers, key=lambda answer: answer.round_trip_s)
-
-
-def _answer(group: dist.ProcessGroup, now: Callable[[], float]) -> None:
-    for _ in range(MESSAGES):
-        times = torch.zeros(2, dtype=torch.float64)
-        dist.recv(times, 0, group=group)
-        received = now()
-        dist.send(torch.tensor([received, now()], dtype=torch.float64), 0, group=group)
-
-
-def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 1.0) -> float:
-    """Returns the FLOP/s of the fastest product of two ``size`` x ``size`` matrices: 2 ``size``³ / time.
-
-    Repeats for ``seconds``, so that a short disturbance by another process does not lower the result.
-    """
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    until = time.perf_counter() + seconds
-    while (begin := time.perf_counter()) < until:
-        torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2.0 * size**3 / best

@@ -63,16 +63,19 @@ class Transport:
 def parse_transport(log: str) -> Transport:
     """Parses the log of one rank; missing facts stay empty."""
     version = _VERSION.search(log)
+    networks = dict.fromkeys(_CHOSEN.findall(log)[-1:])
+    gpu_direct = None
     channels = _NETWORK.findall(log)
-    chosen = _CHOSEN.findall(log)
-    nics = [nic for line in _NICS.findall(log) for nic in _NIC.findall(line)]
+    if channels:
+        networks = dict.fromkeys(name for name, _ in channels)
+        gpu_direct = all("/GDRDMA" in rest for _, rest in channels)
     inside = ("SHM" if "shared" in transport else transport for transport in _INSIDE.findall(log))
     return Transport(
-        nccl=None if version is None else version[1],
-        networks=tuple(dict.fromkeys(name for name, _ in channels)) or tuple(chosen[-1:]),
-        gpu_direct=all("/GDRDMA" in rest for _, rest in channels) if channels else None,
+        nccl=version and version[1],
+        networks=tuple(networks),
+        gpu_direct=gpu_direct,
         inside=tuple(dict.fromkeys(inside)),
-        nics=tuple(dict.fromkeys(nics)),
+        nics=tuple(dict.fromkeys(nic for line in _NICS.findall(log) for nic in _NIC.findall(line))),
     )
 
 

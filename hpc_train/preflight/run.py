@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +28,17 @@ from hpc_train.machine.network.facts import NodeFacts
 from hpc_train.machine.network.machines import by_machine
 from hpc_train.machine.network.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
+from hpc_train.preflight.bandwidth import (
+    SLOW,
+    SLOW_ON_CPUS,
+    Expected,
+    ExpectedBandwidths,
+    PairRate,
+    SlowNode,
+    expected_bandwidths,
+    read_fabric,
+    slow_nodes,
+)
 from hpc_train.preflight.checks import (
     ERROR,
     PreflightFinding,
@@ -47,8 +57,7 @@ from hpc_train.preflight.checks import (
     drain,
     slow_devices,
 )
-from hpc_train.preflight.expected import Expected, ExpectedBandwidths, expected_bandwidths, read_fabric
-from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test, to_first
+from hpc_train.preflight.measure import Crew, Measured, effort, measure_all, paired_test, to_first
 from hpc_train.preflight.nccl_log import NCCLLog, copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -56,6 +65,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import UnfitNode
 from hpc_train.run.freeze import config_hash
 from hpc_train.schedulers.slurm.site import node_features
+from hpc_train.units import counted
 
 clock = time.time  # seconds since the epoch on this node
 KEY = "cluster.preflight_action"
@@ -102,14 +112,15 @@ def preflight(
     mode = config.cluster.preflight
     if mode == "off" or spec.checked or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
         return
-    allocation = current_allocation()
-    crew = _crew(spec, mesh, allocation.node_name)
     began = time.monotonic()
+    allocation = current_allocation()
+    node = allocation.node_name
+    crew = Crew(mesh, tuple(to_first(node, mesh)[:: spec.local_world_size]), spec.local_world_size)
     actions = actions_of(config, spec, allocation)
     facts = read_fabric(run) if mesh.rank == 0 else ()
-    expected = _broadcast(crew, expected_bandwidths(facts, spec.gpus_per_node))
-    chosen_effort = fitting(effort(mode, mesh.device.type == "cuda"), crew)
-    local_facts = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
+    expected = _broadcast(mesh, expected_bandwidths(facts, spec.gpus_per_node))
+    chosen_effort = effort(mode, crew)
+    local_facts = rank_facts(mesh.rank, node, config_hash(run), mesh.device)
     measured = measure_all(crew, local_facts, chosen_effort, lambda: logged_transport(log), clock)
     low = [*check_bandwidths(measured.bandwidths, expected)]
     pairs = tuple[PairRate, ...]()
@@ -118,11 +129,20 @@ def preflight(
     findings: Sequence[PreflightFinding] = ()
     if mesh.rank == 0:  # the events are written before any rank fails: they name the nodes to drop
         slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
-        findings = _judge(measured, low, slow, facts)
-        head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
-        reported = _report(events, head, findings, measured, slow, _numbers(measured, pairs, expected))
-        _report_unfit(events, findings, actions, reported)
-    stop_for(_broadcast(crew, findings), actions)
+        findings = [*_all_findings(measured, facts), *low, *check_slow_nodes(slow)]
+        event = {
+            "launch": allocation.launch_id,
+            "mode": mode,
+            "seconds": round(time.monotonic() - began, 3),
+            "nodes": list(dict.fromkeys(rank.node for rank in measured.ranks)),
+            "findings": [asdict(finding) for finding in findings],
+            "left_out": measured.left_out,
+            **_numbers(measured, pairs, expected),
+        }
+        events.write("preflight", **event)
+        _print(event, findings, measured)
+        _report_nodes(events, findings, measured, slow, actions)
+    stop_for(_broadcast(mesh, findings), actions)
 
 
 def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict[str, str]:
@@ -135,94 +155,71 @@ def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict
     return {kind: "warn" if action == "exclude" else action for kind, action in actions.items()}
 
 
-def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
-    names: list[str] = to_first(node, mesh)
-    return Crew(mesh, tuple(names[:: spec.local_world_size]), spec.local_world_size)
-
-
-def _broadcast(crew: Crew, value: Any) -> Any:
+def _broadcast(mesh: Mesh, value: Any) -> Any:
     """Returns the value of rank 0 on every rank."""
     values = [value]
-    dist.broadcast_object_list(values, 0, group=crew.mesh.control)
+    dist.broadcast_object_list(values, 0, group=mesh.control)
     return values[0]
 
 
-def _judge(
-    measured: Measured, low: Sequence[PreflightFinding], slow: Sequence[SlowNode], facts: Sequence[NodeFacts]
-) -> list[PreflightFinding]:
-    rdma = {node.node: any(verdict.usable for verdict in judge_ports(node)) for node in facts if node.node is not None}
-    mixed = len({rank.device for rank in measured.ranks}) > 1
-    features = {}
-    if mixed:
-        features = node_features(dict.fromkeys(rank.node for rank in measured.ranks))
-    return [
-        *check_config(measured.ranks),
-        *check_versions(measured.ranks),
-        *check_shared_gpu(measured.ranks),
-        *(check_transport(measured.ranks, rdma) if len({rank.node for rank in measured.ranks}) > 1 else ()),
-        *check_inside(measured.ranks, _with_nvlink(facts)),
-        *check_copies(measured.ranks),
-        *check_clocks(measured.clocks),
-        *check_gemm(slow_devices(measured.ranks)),
-        *check_models(measured.ranks, features),
-        *low,
-        *check_slow_nodes(slow),
-    ]
+def _all_findings(measured: Measured, facts: Sequence[NodeFacts]) -> Iterator[PreflightFinding]:
+    """Yields the findings about ranks and nodes by themselves. ``facts`` are those of the run's nodes."""
+    ranks = measured.ranks
+    nodes = dict.fromkeys(rank.node for rank in ranks)
+    yield from check_config(ranks)
+    yield from check_versions(ranks)
+    yield from check_shared_gpu(ranks)
+    if len(nodes) > 1:
+        rdma = {node.node: any(verdict.usable for verdict in judge_ports(node)) for node in facts if node.node}
+        yield from check_transport(ranks, rdma)
+    with_nvlink = set()
+    for alike in by_machine(facts):
+        links = [alike[0].link(a.name, b.name) or "" for a, b in combinations(alike[0].gpus, 2)]
+        if links and all(link.startswith("NV") for link in links):
+            with_nvlink |= {node.node for node in alike if node.node is not None}
+    yield from check_inside(ranks, with_nvlink)
+    yield from check_copies(ranks)
+    yield from check_clocks(measured.clocks)
+    yield from check_gemm(slow_devices(ranks))
+    if len({rank.device for rank in ranks}) > 1:
+        yield from check_models(ranks, node_features(nodes))
 
 
-def _with_nvlink(nodes: Sequence[NodeFacts]) -> set[str]:
-    """Returns the names of the nodes all of whose GPUs are connected by NVLink."""
-    able = [alike for alike in by_machine(nodes) if _all_nvlink(alike[0])]
-    return {facts.node for alike in able for facts in alike if facts.node is not None}
-
-
-def _all_nvlink(facts: NodeFacts) -> bool:
-    links = [facts.link(a.name, b.name) or "" for a, b in combinations(facts.gpus, 2)]
-    return bool(links) and all(link.startswith("NV") for link in links)
-
-
-def _report(
-    events: EventLog,
-    head: Mapping[str, Any],
-    findings: Sequence[PreflightFinding],
-    measured: Measured,
-    slow: Sequence[SlowNode],
-    numbers: Mapping[str, Any],
-) -> frozenset[str]:
-    """Writes the findings to the event log and prints them to the log of rank 0's node; returns the slow nodes."""
-    nodes = list(dict.fromkeys(rank.node for rank in measured.ranks))
-    events.write(
-        "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings],
-        left_out=measured.left_out, **numbers,
-    )  # fmt: skip
+def _print(event: Mapping[str, Any], findings: Sequence[PreflightFinding], measured: Measured) -> None:
+    """Prints the findings to the log of rank 0's node."""
     world = ""
     if measured.bandwidths.world is not None:
         world = f", all-reduce {measured.bandwidths.world / 1e9:.3g} GB/s"
-    of = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} in {head['seconds']:.1f} s"
-    print(f"preflight ({head['mode']}) of {of}{world}: {len(findings)} findings")
+    nodes = counted(len(event["nodes"]), "node", "nodes")
+    print(f"preflight ({event['mode']}) of {nodes} in {event['seconds']:.1f} s{world}: {len(findings)} findings")
     for finding in findings:
         print(f"preflight: {finding}")
     for stage in measured.left_out:
         print(f"preflight: skipped the bandwidth {stage} because earlier stages took too long")
+
+
+def _report_nodes(
+    events: EventLog,
+    findings: Sequence[PreflightFinding],
+    measured: Measured,
+    slow: Sequence[SlowNode],
+    actions: Mapping[str, str],
+) -> None:
+    """Records each slow node and GPU, and each other node that the run drops."""
+    reported = set()
     for node in slow:
-        command = drain(node.node, f"slow with {' and '.join(node.partners)}")
         events.write(
             "slow_node", node=node.node, message=node.words, rate=node.rate, usual=node.usual,
-            partners=node.partners, drain=command,
+            partners=node.partners, drain=drain(node.node, f"slow with {' and '.join(node.partners)}"),
         )  # fmt: skip
-    gpus = [device for device in slow_devices(measured.ranks) if device.bad and device.rank.gpu is not None]
-    for device in gpus:
-        events.write(
-            "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
-            message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
-        )  # fmt: skip
-    return frozenset({node.node for node in slow} | {device.rank.node for device in gpus})
-
-
-def _report_unfit(
-    events: EventLog, findings: Sequence[PreflightFinding], actions: Mapping[str, str], reported: Container[str]
-) -> None:
-    """Records the nodes that the run drops, without those that other events have ``reported``."""
+        reported.add(node.node)
+    for device in slow_devices(measured.ranks):
+        if device.bad and device.rank.gpu is not None:
+            events.write(
+                "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
+                message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
+            )  # fmt: skip
+            reported.add(device.rank.node)
     for finding in findings:
         if finding.unfit is not None and actions[finding.kind] == "exclude" and finding.unfit not in reported:
             events.write("unfit_node", node=finding.unfit, message=finding.message, reason=finding.kind)
@@ -276,30 +273,26 @@ def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str]) -
     )
 
 
-_DRIVER, _CPUS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _AMD_DRIVER = Path("/sys/module/amdgpu/version")
+_CPUS = Path("/proc/cpuinfo")
 
 
 def rank_facts(rank: int, node: str, config_hash: str, device: torch.device) -> RankFacts:
     """Returns the facts of this process, without measurements."""
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return RankFacts(
-        rank=rank,
-        node=node,
-        config_hash=config_hash,
-        versions=versions(cuda=gpu is not None),
-        device=cpu_model() if gpu is None else gpu.name,
-        gpu=None if gpu is None else _identity(gpu),
-        gemm=0.0,
-    )
-
-
-def _identity(gpu: Any) -> str:
-    """Returns the UUID of a GPU. Some AMD GPUs have none, so the PCI address is added there."""
-    if torch.version.hip is None:
-        return str(gpu.uuid)
-    places = [getattr(gpu, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return f"{gpu.uuid} at {':'.join(f'{place:02x}' for place in places)}"
+    if device.type != "cuda":
+        model = platform.machine()
+        if _CPUS.exists():
+            match = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE)
+            if match is not None:
+                model = match[1].strip()
+        return RankFacts(rank, node, config_hash, versions(cuda=False), model, None, gemm=0.0)
+    gpu: Any = torch.cuda.get_device_properties(device)
+    identity = str(gpu.uuid)
+    if torch.version.hip is not None:  # some AMD GPUs have no UUID, so the PCI address is added
+        places = [getattr(gpu, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+        identity = f"{gpu.uuid} at {':'.join(f'{place:02x}' for place in places)}"
+    return RankFacts(rank, node, config_hash, versions(cuda=True), gpu.name, identity, gemm=0.0)
 
 
 def versions(cuda: bool) -> dict[str, str]:
@@ -307,22 +300,14 @@ def versions(cuda: bool) -> dict[str, str]:
     installed = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):
         installed["hpc_train"] = version("hpc_train")
-    if cuda:
-        installed["nccl" if torch.version.hip is None else "rccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        driver = None
-        if _DRIVER.exists():
-            driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text())
+    if not cuda:
+        return installed
+    amd = torch.version.hip is not None
+    installed["rccl" if amd else "nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if amd and _AMD_DRIVER.exists():
+        installed["driver"] = _AMD_DRIVER.read_text().strip()
+    elif _DRIVER.exists():
+        driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text())
         if driver is not None:
             installed["driver"] = driver[1]
-        if torch.version.hip is not None and _AMD_DRIVER.exists():
-            installed["driver"] = _AMD_DRIVER.read_text().strip()
     return installed
-
-
-def cpu_model() -> str:
-    match = None
-    if _CPUS.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE)
-    if match:
-        return match[1].strip()
-    return platform.machine()

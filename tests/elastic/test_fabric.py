@@ -15,7 +15,7 @@ from hpc_train.elastic.rendezvous.orders import Start
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.network.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
 from hpc_train.machine.network.nccl_settings import Setting
-from hpc_train.preflight.expected import read_fabric
+from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_json

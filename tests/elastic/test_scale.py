@@ -29,7 +29,7 @@ from hpc_train.machine.network import rails
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.machine.network.machines import Machines, by_machine
 from hpc_train.machine.network.rank_binding import bindings
-from hpc_train.preflight.expected import expected_bandwidths, read_fabric
+from hpc_train.preflight.bandwidth import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Action

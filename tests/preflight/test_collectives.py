@@ -19,9 +19,8 @@ from hpc_train.commands import doctor
 from hpc_train.errors import UserError
 from hpc_train.machine.network.discovery import read_tree
 from hpc_train.machine.network.facts import GpuLink, NodeFacts
-from hpc_train.preflight.bandwidth import OPERATIONS, Rate
-from hpc_train.preflight.collectives import Ranks, measure
-from hpc_train.preflight.expected import ExpectedBandwidths, expected_bandwidths
+from hpc_train.preflight.bandwidth import OPERATIONS, ExpectedBandwidths, Rate, expected_bandwidths
+from hpc_train.preflight.measure import Ranks, measure
 from tests.doors.command import hpc_train
 from tests.machine.network.machines import hgx
 from tests.ranks import run_ranks

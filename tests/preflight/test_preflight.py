@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.machine.allocation import Allocation
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
+from hpc_train.preflight.bandwidth import Expected, ExpectedBandwidths, PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import (
     Bandwidths,
     ClockOffset,
@@ -38,7 +38,6 @@ from hpc_train.preflight.checks import (
     check_versions,
     slow_devices,
 )
-from hpc_train.preflight.expected import Expected, ExpectedBandwidths
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport
 from hpc_train.preflight.run import actions_of, nccl_log, preflight, stop_for

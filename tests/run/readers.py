@@ -9,7 +9,7 @@ from hpc_train.commands.plot import _curves, _results
 from hpc_train.elastic.killed_step import find_killed_step
 from hpc_train.elastic.nodes import NodeFailures, have_been_checked
 from hpc_train.errors import UserError
-from hpc_train.preflight.expected import read_fabric
+from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.report.live.app import _event
 from hpc_train.report.live.snapshot import Details, Row
 from hpc_train.report.monitoring.snapshot import Identity, RunReader

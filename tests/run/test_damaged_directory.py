@@ -22,7 +22,7 @@ from hpc_train.commands import agent
 from hpc_train.config.schema import Config
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.errors import UserError
-from hpc_train.preflight.expected import read_fabric
+from hpc_train.preflight.bandwidth import read_fabric
 from hpc_train.run import freeze as freezing
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
