@@ -19,11 +19,11 @@ from hpc_train.launch.request import check_config, compose_job, parse_line
 from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.machine.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.machine.temporary import BENCH, TemporaryDirectory
-from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
+from hpc_train.run.owner import open_run
 from hpc_train.run.streams import unescaped
 
 

@@ -13,8 +13,8 @@ from hpc_train.checkpoint.removals import Kept, best_step
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.config.evaluation import BestMetric
 from hpc_train.errors import UserError
-from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
+from hpc_train.run.owner import open_run
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
 
@@ -159,7 +159,7 @@ def find_run(target: str, root: Path, command: str, trust_owner: bool = False) -
     """Returns the run, or the imported weights, in the directory ``target`` or ``root``/``target``.
 
     Args:
-        command: the command that opens the run (see ``run.access``).
+        command: the command that opens the run (see ``run.owner``).
         trust_owner: whether the caller has passed ``--trust-owner``.
 
     Raises:

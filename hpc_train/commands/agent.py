@@ -9,12 +9,11 @@ from pathlib import Path
 from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.machine.allocation import refuse_misplaced
-from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
-from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.run.owner import TRUST
+from hpc_train.run.owner import TRUST, open_run
+from hpc_train.run.snapshot import check_copy
 from hpc_train.run.streams import stdout_for_results
 
 

@@ -37,10 +37,9 @@ from hpc_train.machine.gpus import UnusableGpus
 from hpc_train.machine.placement import switch_address
 from hpc_train.machine.rejected_variable import refuse_unreadable_sizes
 from hpc_train.registration import MONITOR, registered
-from hpc_train.run.clock import VARIABLE, Clock
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
+from hpc_train.run.event_log import CLOCK, Clock, EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or, write_for_group
@@ -140,7 +139,7 @@ def _run(
         if read_or(lambda: stop_was_requested(run), False):  # by a signal that came before this process watched them
             stop.request("SIGUSR1")
     node = _this_node(config, allocation)
-    os.environ.pop(VARIABLE, None)  # of a job around this one
+    os.environ.pop(CLOCK, None)  # of a job around this one
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0, clock=Clock.at(time.time()))
     output = FileWriter("the output of the workers")
     with (

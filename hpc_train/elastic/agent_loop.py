@@ -33,9 +33,8 @@ from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.environment import threads_per_rank
 from hpc_train.machine.network.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
+from hpc_train.run.event_log import Clock, EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import read_or

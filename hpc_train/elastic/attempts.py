@@ -32,9 +32,8 @@ from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.clock import age_of_this_process
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
+from hpc_train.run.event_log import EventLog, age_of_this_process
 from hpc_train.run.exits import CRASHED_IMPORT, EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently, read_or
 from hpc_train.run.record import with_digest

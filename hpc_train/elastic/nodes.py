@@ -20,9 +20,9 @@ from hpc_train.machine.gpus import KEY as GPUS_KEY
 from hpc_train.machine.network.facts import NodeFacts, distance
 from hpc_train.machine.placement import node_order, with_nvlink_domain
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.field_types import check_fields
 from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import BackgroundCall, patiently
+from hpc_train.run.rows import check_fields
 
 HEALTH_CHECK_KEY = "cluster.health_check"
 NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist

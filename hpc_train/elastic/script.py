@@ -31,9 +31,9 @@ from hpc_train.elastic.hang_bounds import START_S
 from hpc_train.layout.user_code import PYTHONS, own_code_notes
 from hpc_train.machine.temporary import SCRIPTS, TemporaryDirectory
 from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
-from hpc_train.run.clock import Clock
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RUN_DIRECTORY, RunDirectory
+from hpc_train.run.event_log import Clock
 from hpc_train.run.files import BackgroundCall
 from hpc_train.telemetry.metrics import MetricsLog
 

@@ -19,7 +19,6 @@ from hpc_train.launch.monitor import hand_over, report, wait, worst
 from hpc_train.launch.submission import JobQueue
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.code import FrozenCode, frozen_code
-from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
@@ -28,7 +27,7 @@ from hpc_train.run.freeze import claim_run
 from hpc_train.run.lease import ENDING_JOB_WAIT_S, refuse_live
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.requests import stop_was_requested
-from hpc_train.run.snapshot import has_changed, snapshot_code
+from hpc_train.run.snapshot import check_copy, has_changed, snapshot_code
 from hpc_train.runs.comparison import Comparison
 from hpc_train.runs.job_status import attempt_end, outcome
 from hpc_train.runs.lookup import RunHandle

@@ -28,7 +28,7 @@ class FrozenCode:
         paths: directories of the copy that come first on ``sys.path``, the copies of those that were on it.
         commit: None in a repository without commits.
         diff: a file with the diff of tracked files to the commit; None without changes.
-        content: the digest of the copied files (see ``code_copies``); None for a copy of an earlier version.
+        content: the digest of the copied files; None for a copy of an earlier version.
     """
 
     work_tree: str

@@ -1,6 +1,10 @@
-"""Writes the event log of a run, which has one file per writing process and attempt.
+"""Writes the event log of a run, which has one file per writing process and attempt, by the clock of the job.
 
 No two processes share a file, because two clients of a network file system that append to one file lose lines.
+
+Times are in seconds since 1970 as the job's first agent saw them when it started, plus the seconds that have passed
+since then, so that a clock that is wrong or is set meanwhile is not taken for work in the time ledger. The processes of
+a node share the count of seconds since its boot; the agents of other nodes take over the clock with the first order.
 """
 
 from __future__ import annotations
@@ -8,16 +12,63 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event, misfit
 from hpc_train.run.exits import Failure, classify_message
 from hpc_train.run.file_writer import FileWriter, Outage
+from hpc_train.run.processes import boot_id
+
+CLOCK = "HPC_TRAIN_CLOCK"  # in the environment of workers: the boot of their node, and the offset
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tells the time in seconds since 1970. Without an ``offset`` it is the wall clock.
+
+    Attributes:
+        offset: the time minus the seconds since the boot of this node.
+    """
+
+    offset: float | None = None
+
+    @classmethod
+    def at(cls, now: float) -> Clock:
+        """Returns a clock that shows ``now`` at this moment."""
+        return cls(now - _since_boot())
+
+    @classmethod
+    def inherited(cls, environment: Mapping[str, str] = os.environ) -> Clock:
+        """Returns the clock of the job whose agent has started this process; elsewhere the wall clock."""
+        boot, _, offset = environment.get(CLOCK, "").partition(" ")
+        return cls(float(offset)) if offset and boot == boot_id() else cls()
+
+    def now(self) -> float:
+        return time.time() if self.offset is None else self.offset + _since_boot()
+
+    def of_wall(self, then: float) -> float:
+        """Returns what this clock showed at ``then`` of the wall clock, which has not been set since."""
+        return then if self.offset is None else then + self.now() - time.time()
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variable from which ``inherited`` returns this clock."""
+        return {} if self.offset is None else {CLOCK: f"{boot_id()} {self.offset!r}"}
+
+
+def age_of_this_process() -> float:
+    """Returns the seconds since this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+    return _since_boot() - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 STRICT = "HPC_TRAIN_STRICT_EVENTS"  # for development: an event that is not as its row says raises an error
 

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import platform
 import secrets
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +32,7 @@ from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown_override
 from hpc_train.errors import UserError
-from hpc_train.run.access import open_run
 from hpc_train.run.code import FrozenCode
-from hpc_train.run.config_text import text_of
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory, parsed_config
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_lock import exclusive
@@ -46,9 +49,10 @@ from hpc_train.run.files import (
 )
 from hpc_train.run.imported import PUBLISHED, check_start, imported_model, published
 from hpc_train.run.lease import refuse_live
+from hpc_train.run.owner import open_run
 from hpc_train.run.processes import this_process
 from hpc_train.run.record import RECORD
-from hpc_train.run.versions import environment_versions, project_version
+from hpc_train.version import __version__
 
 
 def freeze(
@@ -396,3 +400,84 @@ def config_hash(run: RunDirectory) -> str:
 
 def _hash(config: bytes) -> str:
     return hashlib.sha256(config).hexdigest()
+
+
+def text_of(config: Config) -> str:
+    """Returns the frozen form: plain YAML without interpolations. Equal configs give equal text."""
+    return "".join(_yaml(pickle.dumps({name: values})) for name, values in asdict(config).items())
+
+
+@lru_cache(maxsize=256)
+def _yaml(group: bytes) -> str:
+    """Returns a pickled group as YAML. Most runs of a sweep share most groups, and most keys of the other groups."""
+    ((name, values),) = pickle.loads(group).items()
+    if not isinstance(values, dict) or not values:
+        return _dumped({name: values})
+    return f"{name}:\n" + "".join(_yaml_of_key(pickle.dumps(item)) for item in values.items())
+
+
+@lru_cache(maxsize=4096)
+def _yaml_of_key(item: bytes) -> str:
+    key, value = pickle.loads(item)
+    return _dumped({"group": {key: value}}).partition("\n")[2]
+
+
+def _dumped(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+
+
+PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
+
+
+def project_version(code: FrozenCode | None, directory: Path) -> dict[str, Any]:
+    """Returns the git commit of the user's project, whether its tracked files differ from it, and its work tree.
+
+    The project is the work tree that ``code`` was copied from, or without a copy the one that holds ``directory``. All
+    three are None outside of git.
+    """
+    if code is not None:
+        return {"commit": code.commit, "dirty": code.diff is not None, "work_tree": code.work_tree}
+    return _version_of_tree(directory)
+
+
+@cache
+def _version_of_tree(directory: Path) -> dict[str, Any]:
+    """Cached per process, since a sweep freezes a thousand runs."""
+    work_tree = _git(directory, "rev-parse", "--show-toplevel")
+    if not work_tree:
+        return {"commit": None, "dirty": None, "work_tree": None}
+    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": _git(directory, "rev-parse", "--verify", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "work_tree": work_tree,
+    }
+
+
+@cache
+def environment_versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages from their metadata, without importing them.
+
+    If hpc_train runs from a git checkout, its version ends with the commit, as in ``0.1.0+35e5daae``.
+    """
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / ".git").exists():
+        commit = _version_of_tree(checkout)["commit"]
+        found["hpc_train"] = f"{__version__}+{commit[:8]}" if commit else __version__
+    return found
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,9 +1,15 @@
-"""Whose run a directory is: to continue a run, or to load its weights, means to execute what its directory says.
+"""Whose run a directory is, whom the caller trusts, and what each command may do with a run of another user.
 
 The frozen code, the lines of ``cluster.setup``, the interpreter and the weights of a run come from files that their
-owner may have changed at any time. Files of another user are therefore used only if the caller says ``--trust-owner``,
-or names this user or one of the user's groups in ``~/.config/hpc_train/user.yaml``. Files of root are trusted.
-``run.group`` sets the modes of files and says nothing about whom the reader trusts.
+owner may have changed at any time, so a command that executes or loads them gives that owner the rights of the caller.
+Files of another user are therefore used only if the caller says ``--trust-owner``, or names this user or one of the
+user's groups in ``~/.config/hpc_train/user.yaml`` (``$XDG_CONFIG_HOME`` replaces ``~/.config``):
+
+    trust:
+      owners: [alice, 5001]
+      groups: [vision]
+
+Files of root are trusted. ``run.group`` sets the modes of files and says nothing about whom the reader trusts.
 """
 
 from __future__ import annotations
@@ -15,10 +21,16 @@ import pwd
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
 
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
@@ -27,7 +39,6 @@ from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present
 from hpc_train.run.record import RECORD
-from hpc_train.run.trust import read_trust, user_file
 
 TRUST = "--trust-owner"
 OF_OTHERS = ".others"  # below the run root: what commands write about runs of other users
@@ -271,3 +282,164 @@ def user_name(user: int) -> str:
     """Returns the name of a user, or words with the id if the machine does not know it."""
     found = _name_or_id(user)
     return found if isinstance(found, str) else f"the user with id {user}"
+
+
+LARGEST_TRUST = 64 * 1024  # bytes
+TRUST_EXAMPLE = "trust: {owners: [alice], groups: [vision]}"
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The ids of trusted users and groups."""
+
+    owners: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+
+    def covers(self, user: int) -> bool:
+        """Returns whether the user with this id is trusted."""
+        return user in self.owners or (bool(self.groups) and not self.groups.isdisjoint(_groups_of(user)))
+
+
+def user_file() -> Path | None:
+    """Returns the path of the caller's own settings; None if the caller has no home directory."""
+    directory = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(directory):  # noqa: PTH117 - an empty one is relative; XDG ignores relative ones
+        try:
+            directory = str(Path.home() / ".config")
+        except RuntimeError:
+            return None
+    return Path(directory, "hpc_train", "user.yaml")
+
+
+def read_trust() -> Trust:
+    """Returns whom the caller trusts; nobody without the file.
+
+    Raises:
+        UserError: the file is another user's, can be written by others, or has another form.
+    """
+    path = user_file()
+    try:
+        text = None if path is None else _trust_text(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return Trust()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", where=str(path), fix="chmod u+r") from error
+    if path is None or text is None:
+        return Trust()
+    try:
+        content = yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise _bad_trust(path, f"is not YAML: {' '.join(str(error).split())}") from error
+    content = {} if content is None else content
+    if not isinstance(content, dict) or content.keys() - {"trust"}:
+        raise _bad_trust(path, "may only have the key trust")
+    trust = {} if content.get("trust") is None else content["trust"]
+    if not isinstance(trust, dict) or trust.keys() - {"owners", "groups"}:
+        raise _bad_trust(path, "may only have the keys owners and groups below trust")
+    owners = _trusted_ids(path, "owners", trust.get("owners"), lambda name: pwd.getpwnam(name).pw_uid)
+    groups = _trusted_ids(path, "groups", trust.get("groups"), lambda name: grp.getgrnam(name).gr_gid)
+    return Trust(owners, groups)
+
+
+def _trust_text(path: Path) -> str:
+    """Returns the content of a regular file that only the caller can write.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: it is another user's, or others can write it.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is not a regular file", where=str(path), fix="replace it by a file")
+        if status.st_uid != os.geteuid():
+            what = f"{path}, which says whom you trust, belongs to another user"
+            raise UserError(what, where=str(path), fix="replace it by a file that you own")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            what = f"{path}, which says whom you trust, can be written by other users"
+            raise UserError(what, where=str(path), fix=f"chmod go-w {path}")
+        return file.read(LARGEST_TRUST).decode(errors="replace")
+
+
+def _trusted_ids(path: Path, key: str, values: Any, id_of: Callable[[str], int]) -> frozenset[int]:
+    """Returns the ids of a list of names and ids."""
+    listed = [] if values is None else values
+    if not isinstance(listed, list) or not all(type(value) in (int, str) for value in listed):
+        raise _bad_trust(path, f"needs a list of names or ids as trust.{key}")
+    found = set()
+    for value in listed:
+        try:
+            found.add(value if isinstance(value, int) else id_of(value))
+        except KeyError:
+            raise _bad_trust(path, f"names {value!r} in trust.{key}, which this machine does not know") from None
+    return frozenset(found)
+
+
+def _groups_of(user: int) -> set[int]:
+    try:
+        account = pwd.getpwuid(user)
+    except KeyError:
+        return set()
+    return set(os.getgrouplist(account.pw_name, account.pw_gid))
+
+
+def _bad_trust(path: Path, what: str) -> UserError:
+    return UserError(f"{path} {what}", where=str(path), fix=f"correct the file, as in: {TRUST_EXAMPLE}")
+
+
+class Access(StrEnum):
+    """The three classes of access to a run."""
+
+    READS = "reads"  # allowed for every run; files are written to a directory of the caller
+    ACTS = "acts"  # on processes and jobs of the caller that belong to the run
+    EXECUTES = "executes"  # runs code of the run or loads its weights, so the caller must trust the owner
+
+
+# each command that takes a run; docs/howto/shared-runs.md has the same table
+ACCESS: Mapping[str, Access] = MappingProxyType(
+    {
+        "status": Access.READS,
+        "top": Access.READS,
+        "logs": Access.READS,
+        "why": Access.READS,
+        "compare": Access.READS,
+        "compare --baseline": Access.READS,
+        "plot": Access.READS,
+        "report": Access.READS,
+        "wait": Access.READS,
+        "sync": Access.READS,
+        "checkpoint list": Access.READS,
+        "checkpoint verify": Access.READS,
+        "cancel": Access.ACTS,
+        "stacks": Access.ACTS,
+        "train": Access.EXECUTES,
+        "freeze": Access.EXECUTES,
+        "agent": Access.EXECUTES,
+        "resume": Access.EXECUTES,
+        "retry": Access.EXECUTES,
+        "evaluate": Access.EXECUTES,
+        "generate": Access.EXECUTES,
+        "checkpoint verify --submit": Access.EXECUTES,  # the job runs cluster.setup of the run
+        "checkpoint export": Access.EXECUTES,
+        "checkpoint promote": Access.EXECUTES,
+        "checkpoint import": Access.EXECUTES,
+    }
+)
+
+
+def open_run(run: RunDirectory, command: str, trust_owner: bool = False) -> bool:
+    """Checks that ``command`` may use ``run``. Every command that takes a run calls this before it uses the run.
+
+    Args:
+        command: a key of ``ACCESS``.
+        trust_owner: whether the caller has passed ``--trust-owner``.
+
+    Returns:
+        Whether the command executes files of other users, whom the caller trusts. Jobs then need ``--trust-owner``.
+
+    Raises:
+        UserError: the command executes the run, which has files of a user whom the caller does not trust.
+    """
+    if ACCESS[command] is not Access.EXECUTES:
+        return False
+    return check_owner(deciding_files(run), run.path, trust_owner)

@@ -18,10 +18,10 @@ from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.techniques import AUTO
-from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory, refuse_empty_name, sweep_given
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
+from hpc_train.run.owner import open_run
 from hpc_train.run.processes import is_alive
 from hpc_train.run.record import RECORD
 from hpc_train.run.requests import record_stop_request
@@ -110,7 +110,7 @@ def find_runs(target: str, command: str, *, trust_owner: bool = False, unreadabl
     """Returns the run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
 
     Args:
-        command: the command that opens the runs (see ``run.access``).
+        command: the command that opens the runs (see ``run.owner``).
         trust_owner: whether the caller has passed ``--trust-owner``.
         unreadable: whether to return directories that cannot be read, with their ``error``, instead of raising it.
 
@@ -145,7 +145,7 @@ def find_run(target: str, command: str, *, trust_owner: bool = False) -> RunHand
     """Returns the one run in ``target``.
 
     Args:
-        command: the command that opens the run (see ``run.access``).
+        command: the command that opens the run (see ``run.owner``).
         trust_owner: whether the caller has passed ``--trust-owner``.
 
     Raises:

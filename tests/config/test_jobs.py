@@ -14,7 +14,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.jobs import JobConfigs
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.run.config_text import text_of
+from hpc_train.run.freeze import text_of
 
 SWEEPS = {  # overrides, and how many of the jobs take the short way
     "strategies and floats": ("+strategy=dp,hybrid optim.lr=1,2e-4 optim.weight_decay=0,0.1", 6),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.commands import COMMANDS
-from hpc_train.run.access import ACCESS
 from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.owner import ACCESS
 from tests.doors.command import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

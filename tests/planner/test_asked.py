@@ -14,7 +14,7 @@ from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import typed
 from hpc_train.planner.candidates import candidates
 from hpc_train.planner.machine import read_machine
-from hpc_train.run.config_text import text_of
+from hpc_train.run.freeze import text_of
 
 LATER = pytest.mark.long_form(10)
 OPEN = "# @package _global_\nstrategy:\n  pp: 2\n  bucket_cap_mb: 3\n"  # an experiment that names no strategy

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.run import code_copies, snapshot
+from hpc_train.run import snapshot
 from hpc_train.run.code import FrozenCode, frozen_code
-from hpc_train.run.code_copies import check_copy, remove_unnamed, shared_copies
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import check_owner, deciding_files
-from hpc_train.run.snapshot import has_changed, snapshot_code
+from hpc_train.run.snapshot import check_copy, has_changed, remove_unnamed, shared_copies, snapshot_code
 from tests.config.composing import config_of
 from tests.other_user import OTHER, as_other, common, needs_root
 from tests.run.test_snapshot import files, git, taken, tree, usual_umask
@@ -130,7 +129,7 @@ def test_a_copy_is_removed_with_the_last_run_that_names_it(tree: Path, monkeypat
     remove_unnamed(copies)
     assert Path(first.snapshot).is_dir(), "once a day"
     age(copies)
-    monkeypatch.setattr(code_copies, "_named", lambda root: os.utime(first.snapshot) or set())
+    monkeypatch.setattr(snapshot, "_named", lambda root: os.utime(first.snapshot) or set())
     remove_unnamed(copies)
     assert Path(first.snapshot).is_dir(), "a submission has used it meanwhile"
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.run.exits import Failure
-from hpc_train.run.field_types import check_fields
+from hpc_train.run.rows import check_fields
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import pytest
 
 from hpc_train.config.schema import Config, RunConfig
 from hpc_train.elastic.decision import over_budget
-from hpc_train.run.clock import Clock, age_of_this_process
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.event_log import EventLog
+from hpc_train.run.event_log import Clock, EventLog, age_of_this_process
 from hpc_train.run.events import Event
 from hpc_train.run.ledger import Account, Ledger, ledger, read_ledger
 from hpc_train.run.rows import Line

@@ -24,13 +24,12 @@ from hpc_train.launch import launcher, proof, resubmission
 from hpc_train.launch.executors.executor import RunAgent
 from hpc_train.launch.script import Script, one_run, render
 from hpc_train.run import owner
-from hpc_train.run.access import ACCESS, Access
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import LockOwner, acquire
 from hpc_train.run.freeze import freeze, load
 from hpc_train.run.lease import add_submission
-from hpc_train.run.owner import check_owner, deciding_files, warn_if_open
+from hpc_train.run.owner import ACCESS, Access, check_owner, deciding_files, warn_if_open
 from hpc_train.runs.job_status import JobStatus
 from hpc_train.runs.lookup import find_runs
 from tests.config.composing import config_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.run.config_text import text_of
+from hpc_train.run.freeze import text_of
 from hpc_train.runs.lookup import find_runs
 from tests.launch.jobs import make_job
 

@@ -37,12 +37,11 @@ from hpc_train.config.run_path import default_root
 from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, read_file
 from hpc_train.report.registry.registry import REGISTRIES
-from hpc_train.run.access import open_run
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import refuse_existing
 from hpc_train.run.freeze import load
-from hpc_train.run.owner import TRUST, check_owner, files_below, output_directory
+from hpc_train.run.owner import TRUST, check_owner, files_below, open_run, output_directory
 from hpc_train.telemetry.sinks.identity import Identity
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import text_table, wide

@@ -18,10 +18,10 @@ from hpc_train.launch.command_job import follow, submit, without_submission
 from hpc_train.launch.request import register_launcher
 from hpc_train.machine.allocation import current_allocation
 from hpc_train.run.code import frozen_code
-from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.owner import TRUST, output_directory
+from hpc_train.run.snapshot import check_copy
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,8 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous.channel import Message
 from hpc_train.elastic.rendezvous.orders import NodeReport
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.field_types import check_fields
 from hpc_train.run.processes import this_process
+from hpc_train.run.rows import check_fields
 
 FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "beat": {"kind"},

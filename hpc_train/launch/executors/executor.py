@@ -26,11 +26,11 @@ from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.amd_gpus import restrict_to
 from hpc_train.machine.gpus import Machine, visible_devices
 from hpc_train.registration import RUN_ENDED, registered
-from hpc_train.run.access import open_run
 from hpc_train.run.code import reexec_from_snapshot
-from hpc_train.run.code_copies import check_copy
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.owner import open_run
 from hpc_train.run.requests import StopRequests
+from hpc_train.run.snapshot import check_copy
 from hpc_train.runs.job_status import JobStatus, View, view_of
 from hpc_train.schedulers.slurm.here import in_allocation
 

@@ -11,10 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 from hpc_train.config.secrets import ASSIGNMENT, SECRET_NAME, SHORTEST
-from hpc_train.run.attempts import NUMBER, Attempt, attempts_of
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event
-from hpc_train.run.ledger import Ledger, account_for, read_frozen
+from hpc_train.run.ledger import NUMBERS, Attempt, Ledger, account_for, attempts_of, read_frozen
 from hpc_train.run.rows import Line
 from hpc_train.runs.diagnosis import Diagnosis, diagnose
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses
@@ -130,8 +129,8 @@ class RunFacts:
         if key not in self._values:
             found = [line.get(key) for line in self.shown]
             pairs: list[tuple[float, Any]] = list(zip(self._steps, found, strict=True))
-            whole = {*map(type, found)} <= {*NUMBER}
-            self._values[key] = pairs if whole else [pair for pair in pairs if isinstance(pair[1], NUMBER)]
+            whole = {*map(type, found)} <= {*NUMBERS}
+            self._values[key] = pairs if whole else [pair for pair in pairs if isinstance(pair[1], NUMBERS)]
         return self._values[key]
 
 

@@ -21,10 +21,10 @@ from hpc_train.planner.prediction import predict_step
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, section, table
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.field_types import check_fields
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import load
+from hpc_train.run.rows import check_fields
 from hpc_train.units import format_bytes
 
 NAMES = {

@@ -9,8 +9,8 @@ from typing import Any
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import without_secrets
-from hpc_train.run.config_text import text_of
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import text_of
 from hpc_train.run.imported import PUBLISHED, published
 
 MANIFEST, CONFIG_DIGEST = "manifest_sha256", "config_sha256"

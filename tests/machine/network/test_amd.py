@@ -17,7 +17,7 @@ from hpc_train.machine.network.rails import match
 from hpc_train.machine.network.rank_binding import bindings, devices
 from hpc_train.machine.network.recording import read_recording
 from hpc_train.machine.network.rocm_smi import is_rocm_smi, parse_showtopo
-from hpc_train.run.field_types import check_fields
+from hpc_train.run.rows import check_fields
 from tests.machine.amd_nodes import MI300X, AmdMachine, lumi
 from tests.machine.network.machines import Machine
 

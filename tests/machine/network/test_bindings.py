@@ -14,7 +14,7 @@ from hpc_train.machine.network.facts import NodeFacts, format_cpu_list
 from hpc_train.machine.network.nccl_settings import Setting
 from hpc_train.machine.network.nvidia_smi import with_slices
 from hpc_train.machine.network.rank_binding import bindings, devices, refuse_slices_of_same_gpu
-from hpc_train.run.field_types import check_fields
+from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import Machine, hgx, switch
 
 LISTING = """\

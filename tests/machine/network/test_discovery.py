@@ -13,7 +13,7 @@ from hpc_train.machine.network.rails import different_rails, judge_ports, match,
 from hpc_train.machine.network.rank_binding import cpu_masks
 from hpc_train.machine.network.rdma import parse_rate, parse_rdma_text, parse_state, read_rdma
 from hpc_train.machine.network.recording import read_recording
-from hpc_train.run.field_types import check_fields
+from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import Machine, hgx, matrix, switch
 
 IBSTAT = """CA 'mlx5_10'

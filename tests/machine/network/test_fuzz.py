@@ -15,7 +15,7 @@ from hpc_train.machine.network.rails import match
 from hpc_train.machine.network.rank_binding import bindings, cpu_masks
 from hpc_train.machine.network.rdma import parse_rdma_text
 from hpc_train.machine.network.recording import report
-from hpc_train.run.field_types import check_fields
+from hpc_train.run.rows import check_fields
 from tests.machine.network.machines import matrix
 
 FAST = settings(max_examples=2000 if os.environ.get("HPC_TRAIN_LONG") else 30, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpc_train.machine.health.gpu_health import GpuReading, GpuState
 from hpc_train.machine.network.facts import Gpu, NodeFacts
 from hpc_train.machine.network.node import filled, gpus_of
-from hpc_train.run.field_types import check_fields
+from hpc_train.run.rows import check_fields
 
 A100 = "NVIDIA A100-SXM4-40GB"
 FIRST = GpuState(0, "0000:01:00.0", A100, "GPU-1")

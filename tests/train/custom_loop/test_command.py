@@ -13,8 +13,8 @@ import pytest
 from hpc_train.elastic.script import FolderLooks, FolderProgress, ScriptProgress, StepLog
 from hpc_train.elastic.workers import class_of_script_end
 from hpc_train.machine.kernel_counters import OomKills
-from hpc_train.run.clock import Clock
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.event_log import Clock
 from hpc_train.run.exits import Exit, Failure, end_of_script
 from hpc_train.run.snapshot import snapshot_code
 from tests.config.composing import config_of
