@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN, check_compatibility
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compression.build import make_exchange
+from hpc_train.parallel.compression import make_exchange
 from hpc_train.parallel.mesh import Mesh, largest, synchronize, synchronize_ranks
 from hpc_train.parallel.precision.dtypes import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction

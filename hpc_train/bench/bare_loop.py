@@ -35,7 +35,7 @@ from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import (
     apply_loss_form,

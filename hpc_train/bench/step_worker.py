@@ -28,9 +28,9 @@ from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.collectives import gather_plain
 from hpc_train.parallel.mesh import Mesh, synchronize_ranks
 from hpc_train.parallel.pipeline.balance import plan_split
-from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec

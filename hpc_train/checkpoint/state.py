@@ -188,8 +188,8 @@ def compression_state(engine: ModelState) -> dict[str, Tensor]:
     """Returns this rank's state of gradient compression under its names in a checkpoint."""
     state = {}
     for compression in engine.compressions():
-        for held in compression.local_state():
-            state[f"{PREFIX}{held.name}.{held.key}.{held.slot}"] = held.tensor
+        for residual in compression.local_state():
+            state[f"{PREFIX}{residual.name}.residual.{residual.slot}"] = residual.tensor
         state |= {f"{PREFIX}{name}": tensor for name, tensor in compression.shared_state()}
     return state
 
@@ -247,12 +247,12 @@ class CompressionLoad:
         self._sums: list[tuple[Tensor, list[Tensor]]] = []
         slots = _slots(stored)
         for compression in engine.compressions():
-            for held in compression.local_state():
-                head = f"{PREFIX}{held.name}.{held.key}"
-                names = [f"{head}.{slot}" for slot in slots.get(head, ()) if slot % held.slots == held.slot]
-                parts = [torch.empty_like(held.tensor) for _ in names]
+            for residual in compression.local_state():
+                head = f"{PREFIX}{residual.name}.residual"
+                names = [f"{head}.{slot}" for slot in slots.get(head, ()) if slot % residual.slots == residual.slot]
+                parts = [torch.empty_like(residual.tensor) for _ in names]
                 self.targets |= zip(names, parts, strict=True)
-                self._sums.append((held.tensor, parts))
+                self._sums.append((residual.tensor, parts))
             for name, tensor in compression.shared_state():
                 stored_shape = stored.get(f"{PREFIX}{name}")
                 if stored_shape is not None and stored_shape.shape == tuple(tensor.shape):

@@ -263,7 +263,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
         replace(
             _ZBV,
             name="dualpipev",
-            torch_class="hpc_train.parallel.pipeline.dual_pipe:DualPipeV",
+            torch_class="hpc_train.parallel.pipeline.schedules:DualPipeV",
             in_flight=lambda shape, rank: (2 * shape.ranks - rank, 1 + rank),
             order=orders.dual_pipe_v,
         ),

@@ -5,7 +5,7 @@ pass writes the gradient of the input once instead of adding three. With grouped
 alone are too narrow for a GPU to be fast. But the weights must be concatenated, and the gradients of the results as
 well, since they come one by one:
 
-- Weights are concatenated once per step, when they are cast (``parallel/precision/kept_casts.py``); their gradient is
+- Weights are concatenated once per step, when they are cast (``parallel/precision/dtypes.py``); their gradient is
   cut into views. Without these casts each projection is computed on its own: in evaluation, in fp32, under tensor
   parallelism and under ZeRO, which gathers parameters again and would keep a second copy of them for the backward pass.
 - The gradients of queries, keys and values are small: one copy of them is less than the two sums that it saves.

@@ -18,8 +18,8 @@ from hpc_train.models.model import Model
 from hpc_train.models.own_loss import Loss, place
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.collectives import gather
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import sharder_of
 from hpc_train.parallel.precision.float8 import check_use

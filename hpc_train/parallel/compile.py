@@ -42,8 +42,8 @@ from hpc_train.layout.techniques import CompilerMode
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import kernel_for
 from hpc_train.models.wrapped import layers_of
+from hpc_train.parallel.collectives import gather_plain
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import gather_plain
 
 FUSES_FP64 = not torch.__version__.startswith(("2.11.", "2.12."))  # compiled attention on CPUs
 # The settings of TorchInductor for the number of parts of a concatenation that one kernel writes; torch 2.13 has both.

@@ -22,8 +22,8 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.models.own_loss import check_global_count
-from hpc_train.parallel.compression.build import Compression
-from hpc_train.parallel.in_backward import UpdatesInBackward
+from hpc_train.parallel.compression import Compression
+from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 
 

@@ -21,19 +21,23 @@ between replicas stays as it is, since FSDP does not let it be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from itertools import pairwise, zip_longest
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from hpc_train.errors import UserError
 from hpc_train.layout.techniques import DataParallelKind
+from hpc_train.models.model import canonical_name
 from hpc_train.models.wrapped import layers_of
-from hpc_train.parallel.mesh import Mesh, reduce_scatter_tensor
+from hpc_train.parallel.engine import changed_training
+from hpc_train.parallel.gradient_norm import sparse_gradient
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor, reduce_scatter_tensor
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
 
 
@@ -126,3 +130,152 @@ def release(modules: Iterable[FSDPModule]) -> None:
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """Returns the groups of ``model`` that are gathered together, each as its module."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+STEADY_STEPS = 20  # equal ones, after which the ranks no longer wait for each other before each collective
+END = "ends the step"
+
+
+class SharedGroups:
+    """Keeps the collectives of ZeRO in step for a user's ``module``, whose forward pass may depend on the data.
+
+    FSDP gathers a group of parameters when its block is called, and reduces the gradients that the block has. Ranks
+    that call other blocks, as a mixture of experts or layer drop does, would exchange the parameters of different
+    blocks or wait for each other forever. So the ranks compare what they gather and reduce: before each collective,
+    until that was the same in many steps, and then once in each step before the gradients are used. In a group, a
+    parameter without a gradient counts as zero, and a gradient that is missing on all ranks stays None, as in one
+    process.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._control = mesh.control
+        self._kind = mesh.layout.data_parallel
+        self._steady = 0  # how many steps did the same as the one before them
+        self._last: list[int] = []  # by this rank in the last step
+        self._texts = [END]  # what a rank can do next; a number stands for each
+        self._done: list[int] = []  # by this rank in this step
+        self._held: list[Any] = []  # FSDP's record of each parameter
+        self._parameters: list[Any] = []  # those that train
+        self._used: set[Any] = set()  # those with a gradient on this rank in this step
+        for name, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                self._watch(canonical_name(name) or "the rest of the model", part)
+
+    def _watch(self, name: str, part: FSDPModule) -> None:
+        state = part._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is None:
+                continue
+            self._held += group.fsdp_params
+            self._parameters += [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+            gathers, reduces = len(self._texts), len(self._texts) + 1
+            self._texts += [f"gathers {name}", f"reduces {name}"]
+            part.set_custom_all_gather(_CheckedAllGather(partial(self._next, gathers)))  # type: ignore[arg-type]
+            group.post_backward = self._completing(group, group.post_backward, reduces)
+
+    def _completing(self, group: Any, post_backward: Callable[..., None], number: int) -> Callable[..., None]:
+        def complete_and_reduce(*unused: Any) -> None:
+            if group.reduce_grads and group.is_unsharded and _is_trained(group):
+                self._complete(group)
+                self._next(number)
+            post_backward(*unused)
+
+        return complete_and_reduce
+
+    def _complete(self, group: Any) -> None:
+        """Adds zeros for missing gradients, so that all ranks reduce the same parameters."""
+        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        # earlier micro-batches may have added up in another dtype, and all gradients of a message need the same
+        is_wide = any(parameter.unsharded_accumulated_grad is not None for parameter in trained)
+        for parameter in trained:
+            if parameter.unsharded_accumulated_grad is not None:
+                self._used.add(parameter)
+                continue
+            if parameter.unsharded_param.grad is not None and parameter.unsharded_param.grad.is_sparse:
+                raise sparse_gradient(canonical_name(parameter._param_fqn))
+            if parameter.unsharded_param.grad is None:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+            else:
+                self._used.add(parameter)
+            if is_wide:
+                parameter.to_accumulated_grad_if_needed()
+
+    def _next(self, number: int) -> None:
+        """Raises UserError if another rank does something else now, unless the steps are steady."""
+        self._done.append(number)
+        if self._steady < STEADY_STEPS:
+            self._agree(number, [])
+
+    def finish(self) -> None:
+        """Ends a step: the gradients of parameters that no rank has used become None again. Collective."""
+        self._next(0)
+        for parameter in self._held:  # the forward pass sees the gathered parameters and not the shards
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad is not parameter.sharded_param.requires_grad:
+                raise changed_training(canonical_name(parameter._param_fqn), gathered.requires_grad)
+        used = [int(parameter in self._used) for parameter in self._parameters]
+        for parameter, uses in zip(self._parameters, self._agree(hash(tuple(self._done)) >> 1, used), strict=True):
+            if uses == 0:
+                parameter.sharded_param.grad = None
+        self._used.clear()
+        self._steady = self._steady + 1 if self._done == self._last else 0
+        self._last = self._done
+        self._done = []
+
+    def evaluated(self) -> None:
+        """Ends forward passes without a backward pass. Collective."""
+        self._next(0)
+        self._agree(hash(tuple(self._done)) >> 1, [])
+        self._done.clear()
+
+    def _agree(self, number: int, flags: Sequence[int]) -> list[int]:
+        """Returns the flags that any rank has set.
+
+        Raises:
+            UserError: the ranks have different numbers; raised on all ranks.
+        """
+        message = torch.tensor([number, -number, *flags])
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self._control)
+        highest, lowest, *result = message.tolist()
+        if highest != -lowest:
+            self._refuse()
+        return result
+
+    def _refuse(self) -> NoReturn:
+        done: list[list[int]] = [[] for _ in range(dist.get_world_size(self._control))]
+        dist.all_gather_object(done, self._done, group=self._control)
+        raise UserError(
+            f"the ranks do not use the same blocks of the model: {_first_difference(done, self._texts)}",
+            where=f"strategy.data_parallel={self._kind}, model.wrap",
+            fix="model.wrap=[] shards the model as one group, which may use any of its parts on any rank; or "
+            "strategy.data_parallel=allreduce; or name in model.wrap only classes of blocks that every rank calls",
+        )
+
+
+def _first_difference(done: Sequence[Sequence[int]], texts: Sequence[str]) -> str:
+    """Returns what two ranks do at the first difference between the ranks."""
+    numbers = next(numbers for numbers in zip_longest(*done, fillvalue=0) if len({*numbers}) > 1)
+    rank = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+    return f"rank 0 {texts[numbers[0]]} while rank {rank} {texts[numbers[rank]]}"
+
+
+def _is_trained(group: Any) -> bool:
+    return any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+
+
+class _CheckedAllGather:
+    """Calls ``check`` before each all-gather of a group; replaces FSDP's, with its methods."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a buffer of FSDP for the parameters of all ranks."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._check()
+        work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work

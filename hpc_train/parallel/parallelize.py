@@ -30,8 +30,8 @@ from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.modes import begin_training
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
-from hpc_train.parallel.activations.offload import offload_activations
+from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activation_offload import offload_activations
 from hpc_train.parallel.compile import compile_model, share_memory
 from hpc_train.parallel.context import apply_context_parallel
 from hpc_train.parallel.gradient_norm import sparse_gradient

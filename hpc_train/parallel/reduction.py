@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpc_train.layout.techniques import IN_FLIGHT
-from hpc_train.parallel.exchange import Dense, Exchange
+from hpc_train.parallel.compression import Dense, Exchange
 from hpc_train.parallel.gradient_norm import sparse_gradient
 
 SendOrder = list["GradientReduction"]

@@ -16,17 +16,16 @@ from hpc_train.models.model import Model, aliases, named_buffers, named_paramete
 from hpc_train.models.modes import evaluating
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
-from hpc_train.parallel.buffers import SharedBuffers
-from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens, whole_sequence
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
-from hpc_train.parallel.in_backward import UpdatesInBackward
+from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import parallelize
-from hpc_train.parallel.precision.dtypes import autocast, kept_dtype
-from hpc_train.parallel.precision.kept_casts import KeptCasts
+from hpc_train.parallel.precision.dtypes import KeptCasts, autocast, kept_dtype
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
+from hpc_train.parallel.writes import SharedBuffers
 from hpc_train.parallel.wrong_target import refusing_wrong_targets
 
 
@@ -134,7 +133,7 @@ class ReplicaEngine:
     def commit(self, finite: Tensor) -> None:
         """See ``Engine.commit``."""
         for compression in self.compressions():
-            compression.commit(finite)
+            compression.exchange.commit(finite)
         self._statistics.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:

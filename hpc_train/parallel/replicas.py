@@ -25,13 +25,12 @@ from hpc_train.layout.layout import Layout
 from hpc_train.models.model import canonical_name
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import fsdp
-from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.engine import Replicas
-from hpc_train.parallel.gradient_norm import multiply_
-from hpc_train.parallel.in_backward import UpdatesInBackward
+from hpc_train.parallel.fsdp import SharedGroups
+from hpc_train.parallel.gradient_norm import UpdatesInBackward, multiply_
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
-from hpc_train.parallel.shared_groups import SharedGroups
 
 
 class LocalReplicas:

@@ -1,7 +1,7 @@
-"""Finds the parameters that a forward pass writes to: teachers, clipped weights, normalized prototypes.
+"""Finds the parameters that a forward pass writes to, and keeps the buffers that it changes equal on all replicas.
 
-Autograd and the optimizer write between the passes, the forward pass of most models never does. ZeRO computes with
-copies of the parameters that it frees after the pass, so what is written to a copy is lost.
+Teachers, clipped weights and normalized prototypes are such parameters. ZeRO computes with copies of the parameters
+that it frees after the pass, so what is written to a copy is lost.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from hpc_train.models.model import canonical_name
 
@@ -80,3 +82,44 @@ def written_in_lookups(parts: Iterable[nn.Module]) -> list[str]:
         for name, module in part.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
     ]
+
+
+REFUSE, FIRST_RANK, MEAN = "refuse", "rank0", "mean"  # the values of ``train.buffers``
+
+
+class SharedBuffers:
+    """Gives the buffers of ``parts`` one value on all ranks of ``group``, after each step (``train.buffers``).
+
+    Each rank sees its own samples, so a codebook, a queue or a running mean differs between the ranks after one step.
+    Batch statistics are averaged by ``models/batch_norm.py`` and are left alone here.
+
+    Args:
+        policy: the value of ``train.buffers``. ``rank0`` takes the values of the first rank, as DDP does before a
+            forward pass, ``mean`` those of buffers of integers, and the mean over the ranks of the others.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], policy: str, group: dist.ProcessGroup) -> None:
+        self._policy = policy
+        self._group = group
+        shares = policy != REFUSE and dist.get_world_size(group) > 1
+        modules = [module for part in parts for module in part.modules()] if shares else []
+        self._modules = [module for module in modules if not isinstance(module, _NormBase)]
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Makes the buffers equal. Collective; does nothing with the policy ``refuse``."""
+        by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for module in self._modules:
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.numel():
+                    by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for (dtype, _), buffers in by_type.items():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            if self._policy == MEAN and dtype.is_floating_point:
+                wide = flat.to(torch.promote_types(dtype, torch.float32))
+                dist.all_reduce(wide, group=self._group)
+                flat = (wide / dist.get_world_size(self._group)).to(dtype)
+            else:
+                dist.broadcast(flat, group=self._group, group_src=0)
+            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))

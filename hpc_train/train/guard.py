@@ -25,11 +25,10 @@ from hpc_train.layout.layout import Layout
 from hpc_train.models.model import Model
 from hpc_train.models.own_loss import place
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.buffers import REFUSE
+from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.engine import Engine, WrappedEngine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.parallel.writes import written_in_lookups
+from hpc_train.parallel.writes import REFUSE, written_in_lookups
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.debug import join_names

@@ -33,10 +33,10 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model, canonical_name, keep_shared, named_parameters
 from hpc_train.models.modes import begin_training
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.engine import Engine, seed_micro_batch
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import is_meta
-from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.writes import watching_writes
 from hpc_train.train.debug import join_names

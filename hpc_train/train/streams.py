@@ -12,8 +12,8 @@ from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States, merged_states
 from hpc_train.errors import UserError
+from hpc_train.parallel.collectives import gather_plain
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.train.changed_data import IDENTITY
 
 _KEY = "stream"  # in the checkpoint

@@ -29,11 +29,11 @@ from hpc_train.layout.resolve import for_nodes, long_warmup
 from hpc_train.layout.techniques import check_compiler_device
 from hpc_train.models.modes import parts_in_evaluation
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.compile import KeptArtifacts, kept_artifacts
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.pipeline.balance import SplitPlan, plan_split
-from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports

@@ -24,7 +24,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.models.packed_attention import BOUNDARIES, EFFICIENT, MASK, VARLEN, Scores, kernel_for
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.models import varlen as plain
 from tests.models.models import TINY_GPT, TINY_VIT, with_values
 

@@ -31,7 +31,7 @@ from hpc_train.layout.memory import estimate
 from hpc_train.layout.recomputation import kept_by_layers, node_bytes, offloaded_bytes
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.techniques import KINDS, SCHEDULES
-from hpc_train.parallel.activations import offload as offload_module
+from hpc_train.parallel import activation_offload as offload_module
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from tests.parallel.cells import Cell, Form, in_two_forms

@@ -29,7 +29,7 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.validate import checked_layout
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.parallel.precision.kept_casts import kept_by
+from hpc_train.parallel.precision.dtypes import kept_by
 from tests.parallel.cells import Cell, Form, in_two_forms
 from tests.parallel.memory import Allocations, norms_of_gpus
 from tests.parallel.oracle import check_cells

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.parallel import exchange as exchanges
+from hpc_train.parallel import compression as exchanges
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.exchange import Exchange, PowerSGD, TopK
+from hpc_train.parallel.compression import Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.parallel.cells import Cell, Form, in_two_forms
@@ -118,7 +118,7 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
         for index, parameter in enumerate(parameters):
             applied[index] += parameter.grad  # type: ignore[arg-type]
             drawn[index] += gradients[index]
-    left = [exchange.local_state(p).get("residual", torch.zeros_like(p)).detach() for p in parameters]
+    left = [exchange.residual[p] if p in exchange.residual else torch.zeros_like(p) for p in parameters]
     return {
         "applied": [value.numpy() for value in applied],
         "drawn": [value.numpy() for value in drawn],
@@ -128,9 +128,7 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
 
 
 def held(exchange: Exchange, parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [
-        value for p in parameters for value in (*exchange.local_state(p).values(), *exchange.shared_state(p).values())
-    ]
+    return [state[p] for p in parameters for state in (exchange.residual, exchange.basis) if p in state]
 
 
 @pytest.mark.parametrize("bad_step", [None, 4])

@@ -22,10 +22,10 @@ from hpc_train.models.model import canonical_name
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepResult
+from hpc_train.parallel.fsdp import SharedGroups
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize, take_first_replica
 from hpc_train.parallel.pipeline.balance import measure_blocks
-from hpc_train.parallel.shared_groups import SharedGroups
 from hpc_train.train.optimizers.optimizer import Optimizer
 from tests.parallel.cells import CLASSES, IMAGE, Cell, Form, in_two_forms
 from tests.parallel.oracle import local_batch, mesh_of, train_plainly, whole

@@ -28,9 +28,8 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import apply_loss_form, materialize
 from hpc_train.parallel.precision import float8
-from hpc_train.parallel.precision.dtypes import autocast, set_hidden_dtype
+from hpc_train.parallel.precision.dtypes import KeptCasts, autocast, set_hidden_dtype
 from hpc_train.parallel.precision.float8 import Float8Linear, check_device, check_use, matrices, use_float8
-from hpc_train.parallel.precision.kept_casts import KeptCasts
 from tests.parallel.cells import DATA_PARALLEL, Cell
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.precision.kept_casts import CASTS, KeptCasts
+from hpc_train.parallel.precision.dtypes import CASTS, KeptCasts
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch, mesh_of, whole
 from tests.ranks import run_on_world, run_ranks

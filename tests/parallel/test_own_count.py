@@ -16,7 +16,7 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.layout.techniques import KINDS, SCHEDULES
 from hpc_train.models.build import build_model
-from hpc_train.parallel import exchange as exchanges
+from hpc_train.parallel import compression as exchanges
 from hpc_train.parallel.build import build_engine
 from tests.parallel.cells import CLASSES, Cell, Form, in_two_forms
 from tests.parallel.oracle import (

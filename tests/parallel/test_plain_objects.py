@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.parallel.plain_objects import broadcast_plain, gather_plain
+from hpc_train.parallel.collectives import broadcast_plain, gather_plain
 from tests.ranks import run_on_world
 
 VALUES: list[Any] = [None, {"a": [1, 0.1 + 0.2, "é" * 1000]}, ""]  # of different lengths

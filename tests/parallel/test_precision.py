@@ -20,8 +20,7 @@ from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelize import apply_loss_form, materialize
-from hpc_train.parallel.precision.dtypes import autocast, choose_tf32, compute_dtype, set_hidden_dtype
-from hpc_train.parallel.precision.kept_casts import KeptCasts
+from hpc_train.parallel.precision.dtypes import KeptCasts, autocast, choose_tf32, compute_dtype, set_hidden_dtype
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world

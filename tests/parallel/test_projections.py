@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpc_train.models.projections import JOINED, can_join
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.precision.kept_casts import KeptCasts
+from hpc_train.parallel.precision.dtypes import KeptCasts
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from hpc_train.config.values import parse_recomputation
-from hpc_train.parallel.activations.checkpointing import apply_activation_checkpointing
+from hpc_train.parallel.activation_checkpointing import apply_activation_checkpointing
 
 
 class Mean(nn.Module):

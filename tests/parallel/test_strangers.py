@@ -15,7 +15,7 @@ from hpc_train.config.schema import Config, CustomModelConfig
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
-from hpc_train.parallel import shared_groups
+from hpc_train.parallel import fsdp
 from hpc_train.parallel.build import build_engine
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
@@ -165,7 +165,7 @@ def test_zero_refuses_blocks_that_only_some_ranks_use() -> None:
 
 def refused_late(rank: int, world_size: int) -> str:
     """What is said in a step that does not check each call."""
-    shared_groups.STEADY_STEPS = 0
+    fsdp.STEADY_STEPS = 0
     (found,) = refusals(rank, world_size, [("Swapped", cell_of(ZERO[2]))])
     return found
 

@@ -33,13 +33,20 @@ from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead
 from hpc_train.models.model import Model, refuse_ragged
 from hpc_train.models.parts import check_hidden_shape
+from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.parallelize import materialize, split_and_wrap
 from hpc_train.parallel.pipeline.split import cut, split_layers
-from hpc_train.parallel.plain_objects import broadcast_plain
-from hpc_train.parallel.precision.dtypes import autocast, compute_dtype, hidden_dtype, kept_dtype, parameter_dtype
-from hpc_train.parallel.precision.kept_casts import KeptCasts, kept_by
+from hpc_train.parallel.precision.dtypes import (
+    KeptCasts,
+    autocast,
+    compute_dtype,
+    hidden_dtype,
+    kept_by,
+    kept_dtype,
+    parameter_dtype,
+)
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import write_json
 from hpc_train.units import format_bytes

@@ -28,20 +28,19 @@ from hpc_train.models.model import Model, named_buffers, named_parameters, refus
 from hpc_train.models.modes import evaluating
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
-from hpc_train.parallel.buffers import SharedBuffers
-from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.compression import Compression
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
-from hpc_train.parallel.in_backward import UpdatesInBackward
+from hpc_train.parallel.gradient_norm import UpdatesInBackward
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import parallelize
 from hpc_train.parallel.pipeline.schedules import Part, Schedule, check_extension
 from hpc_train.parallel.pipeline.split import TiedWeights, cut, split_layers
-from hpc_train.parallel.precision.dtypes import hidden_dtype, kept_dtype, parameter_dtype
-from hpc_train.parallel.precision.kept_casts import KeptCasts
+from hpc_train.parallel.precision.dtypes import KeptCasts, hidden_dtype, kept_dtype, parameter_dtype
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
+from hpc_train.parallel.writes import SharedBuffers
 from hpc_train.parallel.wrong_target import refusing_wrong_targets
 
 
@@ -186,7 +185,7 @@ class PipelineEngine:
     def commit(self, finite: Tensor) -> None:
         """See ``Engine.commit``."""
         for compression in self.compressions():
-            compression.commit(finite)
+            compression.exchange.commit(finite)
         self._statistics.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+    ScheduleDualPipeV,
     _PipelineScheduleRuntime,
 )
 
@@ -314,3 +315,16 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
 
 def _splits(actions: Sequence[Action]) -> bool:
     return any(action == "BACKWARD_WEIGHT" for action, _ in actions)
+
+
+class DualPipeV(ScheduleDualPipeV):
+    """Torch's schedule, with each message sent as soon as it is computed.
+
+    Torch joins a forward and the backward after it into one action, so that a function of the user may compute both at
+    once. Without such a function it sends the result of the forward after the backward, and the next rank waits for it.
+    Apart, they compute the same in the same order.
+    """
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+        joined = super()._calculate_single_rank_operations(rank)
+        return [part for action in joined if action is not None for part in action.sub_actions or (action,)]

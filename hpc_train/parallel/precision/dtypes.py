@@ -1,8 +1,8 @@
-"""Defines the dtypes of a run, with the same policy for every strategy.
+"""Defines the dtypes of a run, with the same policy for every strategy, and casts weights once per step.
 
 Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run the forward pass under autocast, which
 casts the inputs of matrix products and keeps norms, softmax and losses in fp32; weights are cast once per step
-(``kept_casts.py``). ZeRO (``fsdp.py``) gathers the parameters in the compute dtype, which halves the traffic; gradients
+(``KeptCasts``). ZeRO (``fsdp.py``) gathers the parameters in the compute dtype, which halves the traffic; gradients
 are reduced in fp32 unless ``strategy.compression`` says otherwise. ``precision.weights=bf16`` keeps weights and
 gradients in bf16, with fp32 masters for the optimizer (``masters.py``), and ``precision.fp8`` computes products in fp8
 (``float8.py``). ``fp64`` is for exact comparisons.
@@ -16,15 +16,21 @@ is used, and a rank that casts whole weights computes some projections together 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.models.model import Model
+from hpc_train.models.projections import CASTS, JOINED, Together, can_join, product_dtype
+from hpc_train.parallel.precision.float8 import Float8Linear
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,7 +86,7 @@ def set_hidden_dtype(model: nn.Module, precision: PrecisionConfig) -> None:
 
 
 def kept_dtype(precision: PrecisionConfig, layout: Layout) -> torch.dtype | None:
-    """Returns the dtype of the casts that a step keeps (``kept_casts.py``); None if weights are in it already."""
+    """Returns the dtype of ``KeptCasts``; None if weights are in it already."""
     if layout.shards_state or precision.weights == "bf16":
         return None
     return compute_dtype(precision.name)
@@ -90,3 +96,135 @@ def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Returns the dtype of the hidden states between layers and between pipeline stages, under every strategy."""
     narrow = compute_dtype(precision.name) if precision.residual == "compute" else None
     return narrow or parameter_dtype(precision.name)
+
+
+_FIRST = torch.iinfo(torch.int64).max  # the priority in autograd's queue; only the accumulation of gradients is higher
+
+
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, *_operands(module, input))
+
+
+def _convolution(module: Any, input: Tensor) -> Tensor:
+    result: Tensor = module._conv_forward(input, *_operands(module, input))
+    return result
+
+
+def _operands(module: Any, input: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the casts of weight and bias, or the parameters if the caller has left autocast."""
+    casts: tuple[Tensor, Tensor | None] = module.kept_casts
+    if casts[0].dtype == product_dtype(input):
+        return casts
+    return module.weight, module.bias
+
+
+# by the forward of the class, since a subclass that overrides it may read its weight as it likes
+_FORWARDS: dict[Any, Callable[[Any, Tensor], Tensor]] = {
+    nn.Linear.forward: _linear,
+    Float8Linear.forward: Float8Linear.forward,  # which reads its casts itself
+    nn.Conv1d.forward: _convolution,
+    nn.Conv2d.forward: _convolution,
+    nn.Conv3d.forward: _convolution,
+}
+
+
+class KeptCasts:
+    """Casts each matrix to the compute dtype once per optimizer step, for the strategies that do not shard parameters.
+
+    Autocast forgets its casts after the forward pass of a micro-batch, a recomputation casts again, a frozen weight is
+    cast at every use, and compiled code casts in every call. Here linear layers and convolutions get copies of their
+    weights and biases that live until the last backward pass of a step; projections of the same input are cast into
+    one tensor (``models/projections.py``). The numbers are those of autocast: the gradient of a micro-batch is summed
+    in the compute dtype and then added to the parameter's. Norms still cast their vectors in each call, so that the
+    gradients of several calls (of the head for chunks of the loss) are summed in fp32.
+
+    Args:
+        parts: the modules that this rank trains, after they are wrapped and have their values.
+        dtype: the dtype in which matrix products are computed; None casts nothing.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        modules = [module for part in parts for module in part.modules()] if dtype is not None else []
+        self._modules = [module for module in modules if _casts_weight(module, dtype)]
+        self._owners = [module for module in modules if isinstance(getattr(module, "together", None), Together)]
+
+    def leave_out(self, written: Iterable[nn.Parameter]) -> None:
+        """Keeps no casts of the parameters ``written``, to which the forward pass itself writes."""
+        left_out = set(written)
+
+        def keeps(module: nn.Module) -> bool:
+            return not any(parameter in left_out for parameter in module.parameters())
+
+        self._modules = [module for module in self._modules if keeps(module)]
+        self._owners = [owner for owner in self._owners if keeps(owner)]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Returns a context for all forward and backward passes of a step.
+
+        A weight may change once no pass of the step uses it any more.
+        """
+        try:
+            self._begin()
+            yield
+        finally:
+            for module in (*self._modules, *self._owners):
+                for name in (CASTS, "forward", JOINED):
+                    module.__dict__.pop(name, None)
+
+    def _begin(self) -> None:
+        casts: dict[Tensor | None, Tensor | None] = {None: None}  # by parameter, since modules may share one
+        joined = {projection for owner in self._owners for projection in self._join(owner)}
+        for module in (module for module in self._modules if module not in joined):
+            parameters = [module._parameters[name] for name in ("weight", "bias")]
+            for parameter in parameters:
+                if parameter not in casts:
+                    assert parameter is not None
+                    casts[parameter] = self._cast(parameter)
+            module.__dict__[CASTS] = tuple(casts[parameter] for parameter in parameters)
+            module.__dict__["forward"] = MethodType(_FORWARDS[type(module).forward], module)
+
+    def _join(self, owner: Any) -> list[nn.Module]:
+        """Casts the weights of the projections of ``owner`` into one tensor, and returns these projections."""
+        projections: list[nn.Module] = owner.together.of(owner)
+        if not (can_join(projections) and all(_casts_weight(projection, self._dtype) for projection in projections)):
+            return []
+        owner.__dict__[JOINED] = tuple(self._cast_together(projections, name) for name in ("weight", "bias"))
+        return projections
+
+    def _cast_together(self, projections: Iterable[nn.Module], name: str) -> Tensor | None:
+        parameters = (projection._parameters[name] for projection in projections)
+        casts = [self._cast(parameter) for parameter in parameters if parameter is not None]
+        if casts:
+            return _first(torch.cat(casts))
+        return None
+
+    def _cast(self, parameter: Tensor) -> Tensor:
+        return _first(parameter.to(self._dtype))
+
+
+def kept_by(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the casts that ``module`` and what is in it keep at this time."""
+    for inner in module.modules():
+        for name in (CASTS, JOINED):
+            yield from (cast for cast in inner.__dict__.get(name, ()) if cast is not None)
+
+
+def _casts_weight(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Returns whether ``module`` only uses its weight in ``dtype``, and the weight is a parameter itself."""
+    weight = module._parameters.get("weight")
+    is_plain = type(module).forward in _FORWARDS and "forward" not in module.__dict__ and "bias" in module._parameters
+    return is_plain and weight is not None and weight.dtype in (torch.float32, dtype)
+
+
+def _first(copy: Tensor) -> Tensor:
+    """Gives the node of ``copy`` the highest priority in the backward pass.
+
+    Autograd runs the newest of the nodes that are ready first. A cast is older than every node of the later
+    micro-batches, so the gradients of all weights would wait in the compute dtype for the end of the backward pass, and
+    their reduction could not overlap with it.
+    """
+    if copy.grad_fn is not None:
+        copy.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
+    return copy

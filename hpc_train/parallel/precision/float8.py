@@ -9,8 +9,8 @@ Only plain linear layers inside the layers of a model take part. The first and t
 sensitive to rounding, and a loss that is fused with the head computes its product itself. Units of fp8 take matrices
 whose sizes are multiples of 16 (mxfp8: 32); rows of the input are padded with zeros to such a multiple.
 
-The operands are the bf16 casts that a step keeps (``kept_casts.py``) or that ZeRO gathers, and shards of tensor
-parallelism have the scales of whole matrices (``float8_scaled.py``), so all strategies compute the same numbers. A
+The operands are the bf16 casts that a step keeps (``KeptCasts``) or that ZeRO gathers, and shards of tensor
+parallelism have the scales of whole matrices (``float8_products.py``), so all strategies compute the same numbers. A
 micro-batch is scaled by itself, so the rounding depends on its size. Queries, keys and values are not computed
 together, since one scale would then serve three matrices.
 """
@@ -238,7 +238,7 @@ def _product_of(recipe: str, emulate: bool, splits_backward: bool, shards: Shard
         from hpc_train.parallel.precision.float8_blocks import BlockProducts
 
         return partial(multiply, BlockProducts(emulate), splits_backward)
-    from hpc_train.parallel.precision.float8_scaled import scaled_products
+    from hpc_train.parallel.precision.float8_products import scaled_products
 
     return partial(multiply, scaled_products(recipe, emulate, shards), splits_backward)
 

@@ -18,8 +18,8 @@ from hpc_train.machine.allocation import current_allocation
 from hpc_train.machine.kernel_counters import Traffic, read_traffic
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.parallel.collectives import gather_plain
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.run.event_log import EventLog
 from hpc_train.train.watch.step_clock import StepClock
 from hpc_train.train.watch.stragglers import RankTimes, SlowRankWatch, gather, over_ranks

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train.parallel.activations.offload import _Copy, _SavedLayer, _Transfers
+from hpc_train.parallel.activation_offload import _Copy, _SavedLayer, _Transfers
 from hpc_train.train.watch import step_clock
 from hpc_train.train.watch.step_clock import HostStopwatch, StepClock
 from tests.ranks import run_ranks

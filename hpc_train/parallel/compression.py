@@ -1,4 +1,4 @@
-"""Sums a bucket of gradients over the data-parallel ranks: dense, with top-k or with PowerSGD.
+"""Sums a bucket of gradients over the data-parallel ranks: dense, compressed with top-k or with PowerSGD.
 
 Top-k sends only the largest elements of each gradient. The other elements are added to the next gradient (error
 feedback as in arXiv:1809.07599). With the momentum correction of Deep Gradient Compression (arXiv:1712.01887, section
@@ -14,18 +14,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.mesh import all_gather_tensor
 from hpc_train.parallel.parallelize import parameter_seed
 
 
-class Exchange(Protocol):
-    """Sums buckets of gradients over the ranks of one group."""
+class PendingState:
+    """Holds one tensor per parameter; ``commit`` applies the values of a step only if the step is not skipped."""
+
+    def __init__(self, tensors: Iterable[tuple[nn.Parameter, Tensor]] = ()) -> None:
+        self._values = dict(tensors)
+        self._pending: dict[nn.Parameter, Tensor] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._values
+
+    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
+        return self._values[parameter]
+
+    def set_next(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Sets the value after this step; ``value`` is not copied."""
+        self._pending[parameter] = value.view_as(self._values[parameter])
+
+    def withdraw(self, parameter: nn.Parameter) -> None:
+        """Keeps the value from before this step."""
+        self._pending.pop(parameter, None)
+
+    def commit(self, finite: Tensor) -> None:
+        """Applies the values of the step if ``finite``, a scalar bool on the device."""
+        for parameter, value in self._pending.items():
+            present = self._values[parameter]
+            present.copy_(torch.where(finite, value, present))
+        self._pending.clear()
+
+
+def zeros(parameters: Iterable[nn.Parameter]) -> PendingState:
+    return PendingState((p, torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters)
+
+
+class Exchange:
+    """Sums buckets of gradients over the ranks of one group.
+
+    Attributes:
+        residual: what this rank has not sent of each gradient, in the shape of the parameter.
+        basis: state that is the same on all ranks of the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, residual: PendingState | None = None, basis: PendingState | None = None
+    ) -> None:
+        self._group = group
+        self.residual = residual or PendingState()
+        self.basis = basis or PendingState()
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
         """Starts collectives and yields each before it needs the result; at the end the tensors hold the sums.
@@ -38,45 +84,28 @@ class Exchange(Protocol):
             used: 1 for each parameter that has a gradient on this rank and 0 for the others, ``[parameters]`` in their
                 dtype; changed in place.
         """
+        raise NotImplementedError
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Keeps the state of ``parameter`` as it was before this step, since it has no gradient on any rank."""
+        self.residual.withdraw(parameter)
+        self.basis.withdraw(parameter)
 
+    @torch.no_grad()
     def commit(self, finite: Tensor) -> None:
         """Updates the state for the next step if ``finite``, a scalar bool. Call it after the reduction."""
-
-    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Returns the state for ``parameter`` that differs between ranks, in the shape of the parameter."""
-
-    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Returns the state for ``parameter`` that is the same on all ranks of the group."""
+        self.residual.commit(finite)
+        self.basis.commit(finite)
 
 
-class Stateless:
-    """Implements an exchange without state."""
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        pass
-
-    def commit(self, finite: Tensor) -> None:
-        pass
-
-    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return {}
-
-    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return {}
-
-
-class Dense(Stateless):
+class Dense(Exchange):
     """Sums a bucket with one all-reduce of a flat copy, in ``dtype`` if given."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
-        self._group = group
+        super().__init__(group)
         self._dtype = dtype
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
-        """See ``Exchange.run``."""
         if len(gradients) == 1 and gradients[0].is_contiguous() and self._dtype is None:
             # two messages take less memory than a copy of the gradient, which may be that of a large embedding
             works = [dist.all_reduce(each, group=self._group, async_op=True) for each in (gradients[0], used)]
@@ -100,53 +129,18 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     torch._foreach_copy_([*tensors], [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)])
 
 
-class PendingState:
-    """Holds one tensor per parameter; ``commit`` applies the values of a step only if the step is not skipped."""
-
-    def __init__(self, tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        self._values = dict(tensors)
-        self._pending: dict[nn.Parameter, Tensor] = {}
-
-    def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._values
-
-    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._values[parameter]
-
-    def set_next(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Sets the value after this step; ``value`` is not copied."""
-        self._pending[parameter] = value.view_as(self._values[parameter])
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        """Keeps the value from before this step."""
-        self._pending.pop(parameter, None)
-
-    def commit(self, finite: Tensor) -> None:
-        """Applies the values of the step if ``finite``, a scalar bool on the device."""
-        for parameter, value in self._pending.items():
-            held = self._values[parameter]
-            held.copy_(torch.where(finite, value, held))
-        self._pending.clear()
-
-
-def zeros(parameters: Iterable[nn.Parameter]) -> PendingState:
-    return PendingState((p, torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters)
-
-
-class TopK:
-    """Gathers values and indices of all ranks in one collective and adds them up; implements ``Exchange``.
+class TopK(Exchange):
+    """Gathers values and indices of all ranks in one collective and adds them up.
 
     Args:
         share: the share of the elements of each parameter that is sent, rounded up.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, share: float) -> None:
-        self._group = group
+        super().__init__(group, zeros(parameters))
         self._share = share
-        self._residual = zeros(list(parameters))
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
-        """See ``Exchange.run``."""
         values = []
         indices = []
         start = 0
@@ -168,30 +162,18 @@ class TopK:
             used += uses
         unflatten(total, gradients)
 
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        self._residual.withdraw(parameter)
-
-    def commit(self, finite: Tensor) -> None:
-        self._residual.commit(finite)
-
-    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return {"residual": self._residual[parameter]}
-
-    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        return {}
-
     def _choose(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the largest elements of gradient plus residual and their indices, ``[k]`` each; keeps the others."""
-        corrected = self._residual[parameter].view(-1) + gradient
+        corrected = self.residual[parameter].view(-1) + gradient
         # topk treats NaN as the largest
         index = corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
         value = corrected[index]
-        self._residual.set_next(parameter, corrected.index_fill_(0, index, 0))
+        self.residual.set_next(parameter, corrected.index_fill_(0, index, 0))
         return value, index
 
 
-class PowerSGD:
-    """Sums a bucket with two all-reduces, of the left and of the right factors; implements ``Exchange``.
+class PowerSGD(Exchange):
+    """Sums a bucket with two all-reduces, of the left and of the right factors.
 
     Args:
         parameters: name -> parameter; ``seed`` and the name determine the first basis.
@@ -201,18 +183,16 @@ class PowerSGD:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, rank: int, seed: int = 0
     ) -> None:
-        self._group = group
         chosen = {name: p for name, p in parameters.items() if pays(p.shape, rank)}
-        self._residual = zeros(chosen.values())
-        self._basis = PendingState((p, _first_basis(p, rank, parameter_seed(seed, name))) for name, p in chosen.items())
+        bases = ((p, _first_basis(p, rank, parameter_seed(seed, name))) for name, p in chosen.items())
+        super().__init__(group, zeros(chosen.values()), PendingState(bases))
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], used: Tensor) -> Iterator[dist.Work]:
-        """See ``Exchange.run``."""
         pairs = list(zip(parameters, gradients, strict=True))
-        others = [gradient for parameter, gradient in pairs if parameter not in self._basis]
-        matrices = [(parameter, gradient) for parameter, gradient in pairs if parameter in self._basis]
-        corrected = [_as_matrix(self._residual[parameter] + gradient) for parameter, gradient in matrices]
-        lefts = [matrix @ self._basis[p] for matrix, (p, _) in zip(corrected, matrices, strict=True)]  # [rows, rank]
+        others = [gradient for parameter, gradient in pairs if parameter not in self.basis]
+        matrices = [(parameter, gradient) for parameter, gradient in pairs if parameter in self.basis]
+        corrected = [_as_matrix(self.residual[parameter] + gradient) for parameter, gradient in matrices]
+        lefts = [matrix @ self.basis[p] for matrix, (p, _) in zip(corrected, matrices, strict=True)]  # [rows, rank]
         flat = flatten([*lefts, *others, used])
         yield dist.all_reduce(flat, group=self._group, async_op=True)
         unflatten(flat, [*lefts, *others, used])
@@ -221,31 +201,13 @@ class PowerSGD:
         lefts = [_orthonormal(left) for left in lefts]
         rights = [matrix.t() @ left for matrix, left in zip(corrected, lefts, strict=True)]  # [columns, rank]
         for matrix, left, right, (parameter, _) in zip(corrected, lefts, rights, matrices, strict=True):
-            self._residual.set_next(parameter, matrix.sub_(left @ right.t()))
+            self.residual.set_next(parameter, matrix.sub_(left @ right.t()))
         flat = flatten(rights)
         yield dist.all_reduce(flat, group=self._group, async_op=True)
         unflatten(flat, rights)
         for left, right, (parameter, gradient) in zip(lefts, rights, matrices, strict=True):
             gradient.copy_((left @ right.t()).view_as(gradient))
-            self._basis.set_next(parameter, _orthonormal(right))
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        self._residual.withdraw(parameter)
-        self._basis.withdraw(parameter)
-
-    def commit(self, finite: Tensor) -> None:
-        self._residual.commit(finite)
-        self._basis.commit(finite)
-
-    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        if parameter in self._residual:
-            return {"residual": self._residual[parameter]}
-        return {}
-
-    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        if parameter in self._basis:
-            return {"basis": self._basis[parameter]}
-        return {}
+            self.basis.set_next(parameter, _orthonormal(right))
 
 
 def pays(shape: Sequence[int], rank: int) -> bool:
@@ -271,3 +233,76 @@ def _first_basis(parameter: nn.Parameter, rank: int, seed: int) -> Tensor:
 
 def _orthonormal(columns: Tensor) -> Tensor:
     return torch.linalg.qr(columns).Q.contiguous()
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """Holds the residual of a rank for one parameter.
+
+    Each rank that sends a gradient of the parameter has a slot. Only the sum over all slots matters.
+
+    Attributes:
+        name: the canonical name of the parameter.
+        slot: the slot of this rank, in [0, ``slots``).
+    """
+
+    name: str
+    tensor: Tensor
+    slot: int
+    slots: int
+
+
+class Compression:
+    """Holds the exchange of compressed gradients of one module.
+
+    Args:
+        parameters: name -> parameter of one module; a tied copy has its own name.
+        tied: alias -> canonical name in the whole model.
+        cut: whether the model is cut into stages, each of which may have a copy of a tied parameter.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyConfig,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        tied: Mapping[str, str],
+        cut: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._tied = tied
+        self._cut = cut
+        self.exchange = make_exchange(strategy.compression, strategy, parameters, group)
+
+    def local_state(self) -> Iterator[LocalTensor]:
+        """Yields the state that differs between ranks, such as residuals."""
+        rank = dist.get_rank(self._group)
+        ranks = dist.get_world_size(self._group)
+        for local_name, parameter in self._parameters.items():
+            if parameter not in self.exchange.residual:
+                continue
+            name = self._tied.get(local_name, local_name)
+            copies = [local_name]
+            if self._cut:
+                copies = [name, *(alias for alias, canonical in self._tied.items() if canonical == name)]
+            slot = copies.index(local_name) * ranks + rank
+            yield LocalTensor(name, self.exchange.residual[parameter], slot, ranks * len(copies))
+
+    def shared_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields ``NAME.basis``, where a tied copy has its own name, and the tensor, which all ranks hold equally."""
+        for name, parameter in self._parameters.items():
+            if parameter in self.exchange.basis:
+                yield f"{name}.basis", self.exchange.basis[parameter]
+
+
+def make_exchange(
+    technique: str, strategy: StrategyConfig, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
+) -> Exchange:
+    """Returns the exchange of ``technique``, a value of ``strategy.compression``."""
+    if technique == "topk":
+        return TopK(parameters.values(), group, strategy.compression_share)
+    if technique == "powersgd":
+        return PowerSGD(parameters, group, strategy.compression_rank)
+    dtypes = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+    return Dense(group, dtypes[technique])

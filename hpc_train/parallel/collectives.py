@@ -1,12 +1,12 @@
-"""Collects the samples of all ranks for a loss that compares them, such as a contrastive loss.
+"""Exchanges plain values between ranks, and the samples for a loss that compares those of all ranks.
 
-Each rank computes the losses of its own samples against the samples of all ranks, so the losses of all ranks add up to
-that of one process. The embedding of a sample influences the losses of all ranks. The backward pass therefore adds up
-the gradients of all ranks and returns to each rank those of its own samples (a reduce-scatter).
+Plain values (texts, numbers, None, lists, and dicts with texts as keys) travel as JSON, since torch's functions for
+Python objects send pickles, which run code where they are read. A tuple arrives as a list.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -19,11 +19,44 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import all_gather_tensor, reduce_scatter_tensor
 
 
+def gather_plain(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the values of all ranks of ``group``, a group on CPUs, in the order of its ranks. Collective."""
+    encoded = _encoded(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=group)
+    longest = int(max(sizes))
+    padded = torch.cat((encoded, encoded.new_zeros(longest - encoded.numel())))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [_decoded(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_plain(value: Any, group: dist.ProcessGroup) -> Any:
+    """Returns the value of the first rank of ``group``, a group on CPUs, on every rank. Collective."""
+    is_first = group.rank() == 0
+    encoded = _encoded(value if is_first else None)
+    size = torch.tensor([encoded.numel()])
+    dist.broadcast(size, group=group, group_src=0)
+    data = encoded if is_first else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    return _decoded(data)
+
+
+def _encoded(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
+
+
 @torch._disable_dynamo
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenates the rows of ``tensor`` of all ranks in the order of the ranks. Collective; the host waits for it.
+    """Concatenates the rows of ``tensor`` of all ranks in the order of the global batch. Collective; the host waits.
 
-    The order is that of the global batch. Gradients flow back to the rank of each row.
+    Each rank computes the losses of its own samples against those of all ranks, so the losses of all ranks add up to
+    that of one process. An embedding influences all of them: the backward pass adds up the gradients of all ranks and
+    returns to each rank those of its own rows (a reduce-scatter).
 
     Args:
         tensor: ``[rows, ...]``; the number of rows may differ between ranks and may be 0.
@@ -39,19 +72,14 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         )
     if dist.get_world_size(group) == 1:
         return tensor
-    rows = _row_counts(tensor, group)
-    if not any(rows):
-        return tensor
-    gathered: Tensor = _Gather.apply(tensor, rows, group)
-    return gathered
-
-
-def _row_counts(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
     count = torch.tensor([len(tensor)], device=tensor.device)
     counts = count.new_empty(dist.get_world_size(group))
     all_gather_tensor(counts, count, group=group)
     rows: list[int] = counts.tolist()
-    return rows
+    if not any(rows):
+        return tensor
+    gathered: Tensor = _Gather.apply(tensor, rows, group)
+    return gathered
 
 
 class _Gather(torch.autograd.Function):
@@ -80,7 +108,4 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    missing = size - len(rows)
-    if missing:
-        return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing])
-    return rows
+    return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, size - len(rows)])

@@ -8,7 +8,7 @@ begins to bring back the one below, so that transfers and computation overlap (R
 Where a schedule splits the backward pass, what came back for its first part stays on the device until its second part.
 
 Weights and their views stay where they are, since nothing would be freed. So do the casts that a step keeps
-(``precision/kept_casts.py``), and those that autocast makes where a module overrides forward. So does the last
+(``precision/dtypes.py``), and those that autocast makes where a module overrides forward. So does the last
 layer of a model, whose backward pass comes next. Under activation checkpointing the inputs of a layer are what autograd
 saves; the products that ``ops`` keeps belong to torch's checkpointing and stay on the device.
 
@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import layers_of
-from hpc_train.parallel.precision.kept_casts import kept_by
+from hpc_train.parallel.precision.dtypes import kept_by
 
 
 def offload_activations(model: nn.Module, least_bytes: int, device: torch.device) -> None:
