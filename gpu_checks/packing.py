@@ -14,7 +14,7 @@ from gpu_checks.check import Probe
 from gpu_checks.commands import largest_difference
 from gpu_checks.steps import World, profiled
 from hpc_train.data.dataset import Batch
-from hpc_train.data.document_ends import with_document_ends
+from hpc_train.data.device_copy import with_document_ends
 from hpc_train.models import packed_attention
 from hpc_train.models.packed_attention import (
     BOUNDARIES,

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.data.suffixes import GZIP, JSON, JSONL, TEXT, check_is_text, is_text, suffix_of
+from hpc_train.data.files import GZIP, JSON, JSONL, TEXT, check_is_text, is_text, suffix_of
 from hpc_train.errors import UserError
 
 _DOCUMENTS = (*TEXT, *JSONL, JSON)

@@ -25,9 +25,8 @@ import numpy as np
 from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.conversion import Builder, Progress, Report, run_jobs, sole_builder
 from hpc_train.data.dataset import SPLITS
-from hpc_train.data.image_folders import check_classes, class_names, image_files
-from hpc_train.data.images import DecodedImages
-from hpc_train.data.pixels import check_content
+from hpc_train.data.files import check_classes, class_names, image_files
+from hpc_train.data.images import DecodedImages, check_content
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 

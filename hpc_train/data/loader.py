@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hpc_train.data.collate import target_count
+from hpc_train.data.custom import target_count
 from hpc_train.data.dataset import IGNORED, Array, Dataset, Nested, Sample, SampleError
 from hpc_train.data.sampler import PADDING, pad_or_truncate
 from hpc_train.errors import UserCodeError, UserError

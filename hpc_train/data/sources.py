@@ -28,8 +28,8 @@ from hpc_train.config.schema import (
 )
 from hpc_train.config.schema.data import OwnKeys
 from hpc_train.config.schema.key import check_keys
-from hpc_train.data.image_folders import check_classes, class_names
-from hpc_train.data.sft import records, tokenizer
+from hpc_train.data import sft_inputs
+from hpc_train.data.files import check_classes, class_names
 from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
@@ -80,16 +80,16 @@ def _check_text(data: TextDataConfig) -> None:
 def _check_sft(data: SFTDataConfig) -> None:
     paths = {"data.path": data.path, "data.validation_path": data.validation_path}
     forms = {
-        records.form_of(records.first_columns(path, where), f"the first record of {path}")
+        sft_inputs.form_of(sft_inputs.first_columns(path, where), f"the first record of {path}")
         for where, path in paths.items()
         if path is not None
     }
-    tokenizer.check_installed()
-    tokenizer_size = tokenizer.vocabulary(data.tokenizer)
+    sft_inputs.check_installed()
+    tokenizer_size = sft_inputs.vocabulary(data.tokenizer)
     if "messages" in forms:
-        tokenizer.check_template(data.tokenizer, data.chat_template)
+        sft_inputs.check_template(data.tokenizer, data.chat_template)
     if forms != {"messages"}:
-        tokenizer.check_end(data.tokenizer)
+        sft_inputs.check_end(data.tokenizer)
     if data.vocab_size is None or data.vocab_size < tokenizer_size:
         raise UserError(
             f"the tokenizer {data.tokenizer} has {tokenizer_size} token ids, but data.vocab_size is {data.vocab_size}",
@@ -254,9 +254,9 @@ TOKEN_FILES = DataSource(
 SFT = DataSource(
     schema=SFTDataConfig,
     gives=TOKENS,
-    builder="hpc_train.data.sft.dataset:build_sft",
+    builder="hpc_train.data.sft:build_sft",
     check_inputs=_check_sft,
-    vocabulary=tokenizer.vocabulary,
+    vocabulary=sft_inputs.vocabulary,
 )
 CIFAR100 = DataSource(
     schema=CIFAR100DataConfig,

@@ -24,8 +24,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
 
 from hpc_train.config.schema import StreamDataConfig
-from hpc_train.data.collate import target_count
-from hpc_train.data.custom import CustomDataset, ItemReader, call_target, described, seeded_generators
+from hpc_train.data.custom import CustomDataset, ItemReader, call_target, described, seeded_generators, target_count
 from hpc_train.data.dataset import Dataset, Sample, SampleError
 from hpc_train.data.loader import Stacked, check_shapes, padding_like, stacked
 from hpc_train.data.sampler import StreamRequest

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, hash_of, next_token_sample, position
-from hpc_train.data.suffixes import check_is_text
+from hpc_train.data.files import check_is_text
 from hpc_train.errors import UserError
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})

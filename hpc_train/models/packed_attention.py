@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpc_train.data.document_ends import DOCUMENT_ENDS
+from hpc_train.data.device_copy import DOCUMENT_ENDS
 
 BOUNDARIES = "document_boundaries"  # in the context of layers: ``[1 + documents]`` int32, over all sequences
 OPERATORS = ("torch_attn::_varlen_attn", "aten::_efficient_attention_forward")

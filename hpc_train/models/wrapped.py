@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpc_train.data.dataset import Ragged
-from hpc_train.data.document_ends import DOCUMENT_ENDS
+from hpc_train.data.device_copy import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.model import Model, Observe

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpc_train.checkpoint.agreement import lowest
 from hpc_train.checkpoint.extra_state import copy_extra_state
 from hpc_train.config.schema import Config
-from hpc_train.data.collate import target_count
+from hpc_train.data.custom import target_count
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm

@@ -17,17 +17,17 @@ from PIL import Image
 from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
 from hpc_train.data.dataset import Array
-from hpc_train.data.image_folders import SUFFIXES, image_files
+from hpc_train.data.files import SUFFIXES, image_files
 from hpc_train.data.image_shards import ShardsDataset, make_shards
 from hpc_train.data.images import (
     ImagesDataset,
     generator,
+    open_image,
     pixel_scale,
     random_box,
     resize,
     shifted_crop,
 )
-from hpc_train.data.pixels import open_image
 from hpc_train.data.sources import IMAGE_FOLDERS
 from hpc_train.errors import UserError
 

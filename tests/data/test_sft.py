@@ -24,10 +24,11 @@ from hpc_train.config.schema import (
     StrategyConfig,
     TrainConfig,
 )
+from hpc_train.data import sft as records
+from hpc_train.data import sft_inputs
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Dataset, StepBatch
 from hpc_train.data.feed import TrainFeed
-from hpc_train.data.sft import cache, records
 from hpc_train.data.sources import SFT
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
@@ -170,8 +171,8 @@ def test_each_record_is_read_once_from_any_input(
     made = chats(30)
     write_jsonl(tmp_path / "chats.jsonl", made)
     truth = expected(tokenizer, made)
-    monkeypatch.setattr(records, "PART_BYTES", 700)  # shorter than some lines
-    monkeypatch.setattr(records, "PART_ROWS", 7)
+    monkeypatch.setattr(sft_inputs, "PART_BYTES", 700)  # shorter than some lines
+    monkeypatch.setattr(sft_inputs, "PART_ROWS", 7)
     (tmp_path / "files").mkdir()
     write_jsonl(tmp_path / "files/b.jsonl", made[:11])
     (tmp_path / "files/a.jsonl").write_text("\n" + "\n\n".join(map(json.dumps, made[11:])))  # no newline at the end
@@ -183,7 +184,7 @@ def test_each_record_is_read_once_from_any_input(
         assert pairs(*both(sft(tmp_path, path=str(path)))) == truth
     assert not list((tmp_path / "cache").glob("*.*")), "locks or unfinished parts are left"
     assert len(list((tmp_path / "cache").iterdir())) > 30
-    monkeypatch.setattr(cache, "_write", None)  # everything is there
+    monkeypatch.setattr(records, "_write", None)  # everything is there
     assert pairs(*both(sft(tmp_path))) == truth
 
 
@@ -193,16 +194,16 @@ def test_compressed_records_are_refused_by_name(tmp_path: Path, name: str) -> No
     (tmp_path / name).write_bytes(b"compressed")
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(UserError, match=f"{name} is not text") as error:
-            records.find_files(str(path), "data.path")
+            sft_inputs.find_files(str(path), "data.path")
         assert "decompress" in error.value.fix
 
 
 def test_processes_share_the_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads stand for two processes: their locks exclude each other in the same way."""
     write_jsonl(tmp_path / "chats.jsonl", chats(30))
-    write, written, two = cache._write, [], Barrier(2)
+    write, written, two = records._write, [], Barrier(2)
 
-    def slowly(stored: cache.Stored, encoder: Any) -> None:
+    def slowly(stored: records.Stored, encoder: Any) -> None:
         if get_ident() not in {own for _, own in written}:
             written.append((stored, get_ident()))
             two.wait(30)  # the other one takes another part meanwhile
@@ -210,8 +211,8 @@ def test_processes_share_the_work(tmp_path: Path, tokenizer: Any, monkeypatch: p
             written.append((stored, get_ident()))
         write(stored, encoder)
 
-    monkeypatch.setattr(records, "PART_BYTES", 2000)
-    monkeypatch.setattr(cache, "_write", slowly)
+    monkeypatch.setattr(sft_inputs, "PART_BYTES", 2000)
+    monkeypatch.setattr(records, "_write", slowly)
     with ThreadPoolExecutor(2) as pool:
         built = list(pool.map(lambda _: build_dataset(sft(tmp_path), "train", 0), range(2)))
     assert [len(each) for each in built] == [29, 29]

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpc_train.data.sft import cache
-from hpc_train.data.sft.records import Part
+from hpc_train.data import sft
+from hpc_train.data.sft_inputs import Part
 
 FORK = multiprocessing.get_context("fork")
 LINE = '{"text": "x"}\n'
 
 
 class SlowEncoder:
-    def encode(self, record: Any) -> cache.Tokens:
+    def encode(self, record: Any) -> sft.Tokens:
         time.sleep(0.02)
         return np.array([1, 2, 3], np.uint32)
 
@@ -41,16 +41,16 @@ def parts(file: Path, count: int) -> list[Part]:
 def tokenize(made: list[Part], folder: Path, locks: bool, together: Barrier, writes: Any) -> None:
     if not locks:
         fcntl.flock = refused
-    write = cache._write
+    write = sft._write
 
     def counted(*values: Any) -> None:
         with writes.get_lock():
             writes.value += 1
         write(*values)
 
-    cache._write = counted
+    sft._write = counted
     together.wait()
-    cache.tokenized(made, folder, "settings", SlowEncoder)  # type: ignore[arg-type]
+    sft.tokenized(made, folder, "settings", SlowEncoder)  # type: ignore[arg-type]
 
 
 def refused(*_: Any) -> None:
@@ -74,12 +74,12 @@ def test_processes_take_different_parts(tmp_path: Path, locks: bool) -> None:
 def test_a_process_that_died_is_replaced_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, folder = parts(tmp_path / "a.jsonl", 2), tmp_path / "cache"
     folder.mkdir()
-    (folder / f"{cache._key(made[0], 'settings')}.lock").touch()
+    (folder / f"{sft._key(made[0], 'settings')}.lock").touch()
     monkeypatch.setattr(fcntl, "flock", refused)
-    monkeypatch.setattr(cache, "_WAITS_S", (0.1, 0.2))
-    monkeypatch.setattr(cache, "_WITHOUT_LOCKS_S", 1.0)
+    monkeypatch.setattr(sft, "_WAITS_S", (0.1, 0.2))
+    monkeypatch.setattr(sft, "_WITHOUT_LOCKS_S", 1.0)
     began = time.monotonic()
-    stored = cache.tokenized(made, folder, "settings", SlowEncoder)  # type: ignore[arg-type]
+    stored = sft.tokenized(made, folder, "settings", SlowEncoder)  # type: ignore[arg-type]
     assert all(each.exists for each in stored) and time.monotonic() - began > 0.8
 
 
@@ -98,14 +98,14 @@ def test_a_waiting_process_looks_seldom_and_replaces_one_that_died(
 ) -> None:
     made, folder = parts(tmp_path / "a.jsonl", 200), tmp_path / "cache"
     folder.mkdir()
-    locks = [str(folder / f"{cache._key(part, 'settings')}.lock") for part in made]
+    locks = [str(folder / f"{sft._key(part, 'settings')}.lock") for part in made]
     opened: Counter[str] = Counter()
-    monkeypatch.setattr(cache, "_WAITS_S", (0.1, 0.8))
+    monkeypatch.setattr(sft, "_WAITS_S", (0.1, 0.8))
     with subprocess.Popen([sys.executable, "-c", HOLD, *locks], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         encoder = type("Fast", (), {"encode": lambda self, record: np.array([1, 2], np.uint32)})
-        waiting = threading.Thread(target=cache.tokenized, args=(made, folder, "settings", encoder), daemon=True)
+        waiting = threading.Thread(target=sft.tokenized, args=(made, folder, "settings", encoder), daemon=True)
         sys.addaudithook(lambda event, values: opened.update([str(values[0])]) if event == "open" else None)
         waiting.start()
         time.sleep(3)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.data.dataset import Batch
-from hpc_train.data.document_ends import DOCUMENT_ENDS, with_document_ends
+from hpc_train.data.device_copy import DOCUMENT_ENDS, with_document_ends
 from hpc_train.models import packed_attention
 from hpc_train.models.attention import attention_backend
 from hpc_train.models.build import build_model

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpc_train.config.schema import GPTConfig
 from hpc_train.config.values import parse_recomputation
 from hpc_train.data.dataset import IGNORED, Batch
-from hpc_train.data.device_copy import DeviceCopy
-from hpc_train.data.document_ends import DOCUMENT_ENDS, with_document_ends, with_equal_numbers
+from hpc_train.data.device_copy import DOCUMENT_ENDS, DeviceCopy, with_document_ends, with_equal_numbers
 from hpc_train.models import packed_attention
 from hpc_train.models.attention import LOCAL, attention_backend
 from hpc_train.models.build import build_model

@@ -11,7 +11,7 @@ import torch
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, Sample, StepBatch
-from hpc_train.data.document_ends import with_document_ends
+from hpc_train.data.device_copy import with_document_ends
 from hpc_train.data.feed import TrainFeed
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpc_train.config.hf_config import check_loss
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.data.dataset import Batch
-from hpc_train.data.document_ends import DOCUMENT_ENDS
+from hpc_train.data.device_copy import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.hf import document_attention, sizes
 from hpc_train.models.hf.family import hf_name

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.data.dataset import Batch
-from hpc_train.data.document_ends import DOCUMENT_ENDS
+from hpc_train.data.device_copy import DOCUMENT_ENDS
 from hpc_train.models import packed_attention as packed
 from hpc_train.models.packed_attention import Scores
 

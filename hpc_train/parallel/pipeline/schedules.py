@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from hpc_train.config.extensions import is_import_path
 from hpc_train.config.import_path import locate
 from hpc_train.data.dataset import Batch
-from hpc_train.data.document_ends import with_equal_numbers
+from hpc_train.data.device_copy import with_equal_numbers
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.orders import PipelineShape

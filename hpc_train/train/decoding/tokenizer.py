@@ -17,7 +17,7 @@ from hpc_train.config.schema import (
     TokensDataConfig,
 )
 from hpc_train.data.documents import BYTES, open_tokenizer, start_of
-from hpc_train.data.sft.tokenizer import tokenizer_file
+from hpc_train.data.sft_inputs import tokenizer_file
 from hpc_train.data.sources import mixed_sources
 from hpc_train.errors import UserError
 from hpc_train.run.files import read_json

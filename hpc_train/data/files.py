@@ -1,7 +1,7 @@
-"""Lists the class directories and the image files of ``PATH/train`` and ``PATH/validation``.
+"""Finds the files of a data source by their names: text by its suffix, and images in one directory per class.
 
 The submission and the workers use the same rules. Directories of operating systems, file servers and notebooks are not
-classes, and hidden files, such as the ``._`` files of macOS, are not images.
+classes, and hidden files, such as the ``._`` files of macOS, are not images. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -106,3 +106,31 @@ def _unreadable(folder: str, error: OSError) -> UserError:
     return UserError(
         f"{folder} cannot be read: {error.strerror}", where="data.path", fix="correct its permissions (chmod)"
     )
+
+
+TEXT, JSONL, JSON, GZIP = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".json", ".gz"
+_FIXES = {
+    **dict.fromkeys((GZIP, ".zst", ".xz", ".bz2", ".lz4"), "decompress it"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z"), "unpack it"),
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), "write its rows as JSON Lines, e.g. with Dataset.to_json"),
+}
+
+
+def suffix_of(path: Path, reads_gzip: bool = False) -> str:
+    """Returns the suffix in lower case; with ``reads_gzip`` that before ``.gz``."""
+    name = path.name.lower()
+    return Path(name.removesuffix(GZIP) if reads_gzip else name).suffix
+
+
+def is_text(path: Path, reads_gzip: bool = False) -> bool:
+    """Returns whether the suffix does not name a compressed file, an archive or a binary table."""
+    return suffix_of(path, reads_gzip) not in _FIXES
+
+
+def check_is_text(path: Path, where: str, otherwise: str, reads_gzip: bool = False) -> None:
+    """Raises UserError if not ``is_text``; ``otherwise`` is the fix for those who do not want this file."""
+    if not is_text(path, reads_gzip):
+        suffix = suffix_of(path, reads_gzip)
+        raise UserError(
+            f"{path} is not text: {suffix} files are not read", where=where, fix=f"{_FIXES[suffix]}, or {otherwise}"
+        )
