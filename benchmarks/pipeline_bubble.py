@@ -97,7 +97,7 @@ def measure(rank: int, ranks: int, schedule: str, seconds: float, steps: int) ->
     """The share of this rank in each of ``steps`` steps that all ranks begin together as in training."""
     from hpc_train.parallel.build import build_engine
     from hpc_train.parallel.mesh import join_mesh
-    from hpc_train.train.watch.time_breakdown import bubble_share
+    from hpc_train.train.watch.pipeline_watch import bubble_share
 
     config = config_of(schedule, ranks, seconds)
     layout = resolve_layout(config, 1, ranks)

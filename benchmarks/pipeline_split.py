@@ -34,7 +34,7 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.pipeline.balance import plan_split
 from hpc_train.parallel.pipeline.split import split_layers
-from hpc_train.train.watch.time_breakdown import timed_stages
+from hpc_train.train.watch.pipeline_watch import timed_stages
 from tests.ranks import run_ranks
 
 SIZES = {"vocab_size": 8192, "n_layers": 8, "dim": 256, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 512}

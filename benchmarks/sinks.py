@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.train.hooks.hook import Hook, HookContext
+from hpc_train.train.hooks import Hook, HookContext
 from tests.report.serving import LocalServer, QuietHandler, serving
 from tests.telemetry.mlflow_service import service
 

@@ -43,8 +43,9 @@ from hpc_train.train.processes import join, leave
 from hpc_train.train.step import Control, StepOutcome, TrainStep
 from hpc_train.train.watch import step_gap
 from hpc_train.train.watch.measures import Measures
+from hpc_train.train.watch.pipeline_watch import bubble_share
+from hpc_train.train.watch.profiler import communication_share
 from hpc_train.train.watch.step_gap import losses, mean_of_ranks, profiled
-from hpc_train.train.watch.time_breakdown import bubble_share, communication_share
 from hpc_train.train.watch.utilization import (
     count_flops,
     describe_utilization,

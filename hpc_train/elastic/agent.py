@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from hpc_train.elastic.script import Script
 
 ENTRY = "hpc_train.train.worker:train"
-LOOP_ENTRY = "hpc_train.train.custom_loop.worker:train"  # of run.entry
+LOOP_ENTRY = "hpc_train.train.custom_loop:train"  # of run.entry
 STORE = "hpc_train.elastic.rendezvous.store:serve"
 
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]

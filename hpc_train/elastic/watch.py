@@ -33,7 +33,7 @@ from hpc_train.run.processes import activity, process_state
 from hpc_train.run.requests import answer_stacks_request
 from hpc_train.telemetry.tracebacks import stack_place
 from hpc_train.train.watch.flight_recorder import Collective, read_collectives
-from hpc_train.train.watch.streak import LEAST_BLAME, LEAST_SHARE, Streak
+from hpc_train.train.watch.stragglers import LEAST_BLAME, LEAST_SHARE, Streak
 from hpc_train.units import format_duration
 
 # the pause between two queries, which doubles: each query costs a worker some ten milliseconds

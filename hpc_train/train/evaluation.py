@@ -16,7 +16,7 @@ from hpc_train.data.feed import EvalFeed, LocalBatch
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.metrics.sums import MetricSums
+from hpc_train.train.metrics import MetricSums
 from hpc_train.train.step import Control
 
 TRAINED_PER_EVALUATED = 2  # with train.eval_samples=auto; a forward pass takes about a third of the time of a step

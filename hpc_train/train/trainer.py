@@ -3,17 +3,20 @@
 In each iteration the ranks read the agreement that they posted one step ago, post the one for the next step, and
 compute. They stop together at the same step, after a checkpoint.
 
-On GPUs the line of metrics of a step is completed after the next step was launched (``late_line``).
+On GPUs the line of metrics of a step is completed after the next step was launched (``report.Line``).
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
+
+import torch
 
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.restoring import RestoredState
@@ -22,22 +25,19 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
+from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
+from hpc_train.train.data_progress import Length, has_ended, positions, restored_positions, skipped_data
 from hpc_train.train.divergence import NO_LOSS, Divergence, DivergenceWatch
 from hpc_train.train.evaluation import Evaluation
-from hpc_train.train.first_step import FirstStep
-from hpc_train.train.garbage import GarbageCollection
-from hpc_train.train.hooks.runner import Hooks
-from hpc_train.train.length import Length
-from hpc_train.train.report import Report, name_attention, weights_sha256
+from hpc_train.train.hooks import Hooks
+from hpc_train.train.report import SKIPPED, SUMS, Line, Readback, Report, logs_late, name_attention, weights_sha256
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
-from hpc_train.train.streams import has_ended, positions, restored_positions, skipped_data
-from hpc_train.train.watch.late_line import SKIPPED, SUMS, Line, Readback, logs_late
 from hpc_train.train.watch.measures import Measures, Meter
 from hpc_train.train.watch.memory import report_memory
 from hpc_train.train.watch.profiler import Profiler
@@ -435,3 +435,75 @@ class Trainer:
 
 def _falls_on(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+@dataclass
+class FirstStep:
+    """Follows the first step of an attempt.
+
+    Attributes:
+        artifacts: those of torch.compile; None without it.
+        pending: whether the attempt has not completed a step.
+    """
+
+    device: torch.device
+    meter: Meter
+    report: Report
+    artifacts: KeptArtifacts | None
+    pending: bool = field(default=True, init=False)
+
+    def finish(self, step: int, began: float) -> None:
+        """Reports the seconds since ``began`` if the attempt is a restart or compiles, and keeps the graphs.
+
+        Args:
+            began: of ``time.monotonic()``.
+        """
+        self.pending = False
+        restarted = self.report.events.attempt > 0 or step > 1
+        if self.artifacts is None and not restarted:
+            return
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.report.first_step(step, time.monotonic() - began, self.artifacts)
+        self.keep_artifacts()
+
+    def keep_artifacts(self) -> None:
+        """Keeps the graphs that were compiled since the last call; does nothing without torch.compile."""
+        if self.artifacts is not None:
+            with self.meter.pausing():
+                self.artifacts.save()
+
+
+EVERY = 100  # steps between two collections
+
+
+class GarbageCollection:
+    """Collects after every ``every`` steps within ``scheduled``."""
+
+    def __init__(self, every: int = EVERY) -> None:
+        self._every = every
+        self._frozen = False
+
+    @contextmanager
+    def scheduled(self) -> Iterator[None]:
+        """Disables automatic collection in this context, if the process has it enabled."""
+        if not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+            gc.unfreeze()
+
+    def after(self, step: int) -> None:
+        """Collects if ``step`` is due; called after each step with the number of steps of the run."""
+        if gc.isenabled():
+            return
+        if not self._frozen:
+            self._frozen = True
+            gc.collect()
+            gc.freeze()
+        elif step % self._every == 0:
+            gc.collect()

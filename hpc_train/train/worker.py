@@ -43,26 +43,19 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently
 from hpc_train.run.freeze import config_hash, load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.changed_data import data_changes
+from hpc_train.train.data_progress import Length, data_changes, restored_positions, run_length, skipped_data
 from hpc_train.train.debug import DebuggedEngine, join_names
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.evaluation import build_evaluation
-from hpc_train.train.first_step import FirstStep
-from hpc_train.train.garbage import GarbageCollection
-from hpc_train.train.guard import check_own_code, is_own
-from hpc_train.train.hooks.hook import HookContext
-from hpc_train.train.hooks.runner import Hooks
-from hpc_train.train.length import Length, run_length
-from hpc_train.train.optimizers.groups import check_groups
+from hpc_train.train.guard import CheckedWrites, check_own_code, is_own
+from hpc_train.train.hooks import HookContext, Hooks
 from hpc_train.train.optimizers.learning_rate import describe_rates
-from hpc_train.train.optimizers.optimizer import Optimizer
-from hpc_train.train.own_writes import CheckedWrites
+from hpc_train.train.optimizers.optimizer import Optimizer, check_groups
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.report import open_report
 from hpc_train.train.saving import BestSoFar, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
-from hpc_train.train.streams import restored_positions, skipped_data
-from hpc_train.train.trainer import OpenFeed, Trainer
+from hpc_train.train.trainer import FirstStep, GarbageCollection, OpenFeed, Trainer
 from hpc_train.train.watch.measures import Measures, Meter, make_meter
 from hpc_train.train.watch.memory import explained
 from hpc_train.train.watch.pipeline_watch import PipelineWatch

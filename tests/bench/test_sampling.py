@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpc_train.bench.request import Spread, paired_ratio
-from hpc_train.train.watch.time_breakdown import uncovered
+from hpc_train.train.watch.profiler import uncovered
 
 
 def test_spread_is_the_median_with_the_tails_cut() -> None:

@@ -23,7 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
-from hpc_train.train.custom_loop.state import LoopState
+from hpc_train.train.custom_loop import LoopState
 from hpc_train.train.rehearsal import rehearse
 from tests.checkpoint.test_hf import quiet_bar
 from tests.checkpoint.training import Training, join_again

@@ -35,9 +35,9 @@ from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.requests import StopFlag
+from hpc_train.train.data_progress import has_ended, positions
 from hpc_train.train.loss_check import LossCheck, check_loss
 from hpc_train.train.step import Control
-from hpc_train.train.streams import has_ended, positions
 from tests.checkpoint.training import join_again
 from tests.parallel.oracle import error, whole
 from tests.ranks import run_on_world

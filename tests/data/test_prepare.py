@@ -30,7 +30,7 @@ from hpc_train.data.documents import find_inputs, fingerprint, read_documents
 from hpc_train.data.tokens import TokensDataset
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import STALE_S, LockOwner, acquire, newest_lock
-from hpc_train.train.decoding.tokenizer import choose_tokenizer
+from hpc_train.train.prompts import choose_tokenizer
 from tests.config.composing import compose
 
 SEPARATOR = "<|endoftext|>"

@@ -18,8 +18,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed
 from hpc_train.run.directory import RunDirectory
 from hpc_train.train.evaluation import evaluate
-from hpc_train.train.hooks.hook import HookContext
-from hpc_train.train.hooks.runner import Hooks
+from hpc_train.train.hooks import HookContext, Hooks
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import Training, join_again

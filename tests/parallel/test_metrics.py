@@ -18,9 +18,8 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.parallel.precision.dtypes import parameter_dtype
-from hpc_train.train.metrics.calls import CallFailed
+from hpc_train.train.metrics import CallFailed, MetricSums, build_metric
 from hpc_train.train.metrics.ready import F1, Accuracy, MeanIoU, Perplexity, TopK
-from hpc_train.train.metrics.sums import MetricSums, build_metric
 from tests.checkpoint.training import join_again
 from tests.parallel.cells import VOCABULARY, Cell, Form, in_two_forms
 from tests.parallel.oracle import global_batch, local_batch

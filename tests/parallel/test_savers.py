@@ -29,8 +29,8 @@ from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.run.directory import RunDirectory
+from hpc_train.train.hooks import HookContext
 from hpc_train.train.hooks.ema import EMA
-from hpc_train.train.hooks.hook import HookContext
 from hpc_train.train.optimizers.optimizer import Optimizer
 from hpc_train.train.watch.memory import MemoryReport, report_memory
 from tests.parallel.cells import Cell, Form, in_two_forms

@@ -15,7 +15,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.evaluation import LOWEST_LOSS as VAL_LOSS
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.tasks.evaluate.config import evaluation_config
+from hpc_train.tasks.evaluate import evaluation_config
 from tests.config.composing import compose
 from tests.doors.command import TINY, hpc_train
 from tests.doors.recorded import recorded_run

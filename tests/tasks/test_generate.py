@@ -23,10 +23,9 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.tasks.generate.config import check_prompts, generation_config, is_override
-from hpc_train.train.decoding.loop import Decoder, choose
-from hpc_train.train.decoding.sampling import Sampling
-from hpc_train.train.decoding.tokenizer import FileCodec, TokenizerChoice, choose_tokenizer
+from hpc_train.tasks.generate import check_prompts, generation_config, is_override
+from hpc_train.train.decoding import Decoder, choose
+from hpc_train.train.prompts import FileCodec, Sampling, TokenizerChoice, choose_tokenizer
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import join_again
 from tests.config.composing import compose

@@ -107,7 +107,7 @@ def _rank(spec: WorkerSpec, sender: Connection, prepare: Prepare | None) -> None
     if load(RunDirectory(Path(spec.run_dir))).run.entry is None:
         from hpc_train.train.worker import train
     else:
-        from hpc_train.train.custom_loop.worker import train
+        from hpc_train.train.custom_loop import train
 
     log = Path(spec.run_dir) / "logs" / f"rank-{spec.rank}-{spec.attempt:03d}.log"
     for descriptor in (1, 2):

@@ -20,7 +20,7 @@ from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.train.evaluation import Evaluation, evaluate
-from hpc_train.train.metrics.sums import MetricSums
+from hpc_train.train.metrics import MetricSums
 from tests.data.layouts import replicas
 from tests.ranks import run_ranks
 from tests.train.runs import frozen

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpc_train.parallel.build import build_engine
-from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.trainer import GarbageCollection
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch, mesh_of
 from tests.ranks import run_on_world

@@ -30,9 +30,8 @@ from hpc_train.parallel.writes import written_in_lookups
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
-from hpc_train.train.guard import padding_of_evaluation, padding_of_training
+from hpc_train.train.guard import CheckedWrites, padding_of_evaluation, padding_of_training
 from hpc_train.train.loss_check import check_loss
-from hpc_train.train.own_writes import CheckedWrites
 from hpc_train.train.rehearsal import Rehearsal, rehearse
 from tests.checkpoint.progress import LONG
 from tests.config.composing import compose

@@ -21,10 +21,9 @@ from hpc_train.layout.validate import validate
 from hpc_train.run.events import EVENTS
 from hpc_train.run.exits import Failure, classify
 from hpc_train.telemetry.progress import is_done, summary
-from hpc_train.train.hooks import Hook, HookContext
+from hpc_train.train.hooks import Hook, HookContext, Hooks
 from hpc_train.train.hooks.early_stopping import EarlyStopping
-from hpc_train.train.hooks.runner import Hooks
-from hpc_train.train.metrics.calls import CallFailed
+from hpc_train.train.metrics import CallFailed
 from tests.config.composing import compose
 from tests.train.runs import TINY, frozen, run_attempt
 

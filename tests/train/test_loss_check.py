@@ -21,8 +21,8 @@ from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.train.guard import CheckedWrites
 from hpc_train.train.loss_check import check_loss
-from hpc_train.train.own_writes import CheckedWrites
 from hpc_train.train.rehearsal import rehearse
 from tests.checkpoint.progress import LONG
 from tests.parallel.cells import CLASSES, IMAGE, Cell

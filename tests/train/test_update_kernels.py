@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train.train.compact_adamw import LARGE, CompactAdamW
+from hpc_train.train.optimizers.compact_adamw import LARGE, CompactAdamW
 from tests.ranks import run_on_world, run_ranks
 
 LAYER = [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (64, 128), (128, 64), (64,), (64,)]

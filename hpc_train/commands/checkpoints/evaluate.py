@@ -9,10 +9,9 @@ from typing import Any
 
 from hpc_train.commands.checkpoints.use_checkpoint import UsedCheckpoint, add_options
 from hpc_train.machine.allocation import current_allocation
-from hpc_train.tasks.evaluate.config import evaluation_config
-from hpc_train.tasks.evaluate.request import EvaluationRequest
+from hpc_train.tasks.evaluate import EvaluationRequest, evaluation_config
 
-ENTRY = "hpc_train.tasks.evaluate.worker:evaluate_checkpoint"
+ENTRY = "hpc_train.tasks.evaluate:evaluate_checkpoint"
 _EPILOG = """\
 examples:
   python -m hpc_train evaluate mine

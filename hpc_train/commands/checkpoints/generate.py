@@ -11,12 +11,10 @@ from typing import Any
 
 from hpc_train.commands.checkpoints.use_checkpoint import UsedCheckpoint, add_options
 from hpc_train.errors import UserError
-from hpc_train.tasks.generate.config import check_prompts, generation_config, is_override
-from hpc_train.tasks.generate.request import GenerationRequest
-from hpc_train.train.decoding.sampling import Sampling
-from hpc_train.train.decoding.tokenizer import Codec, choose_tokenizer
+from hpc_train.tasks.generate import GenerationRequest, check_prompts, generation_config, is_override
+from hpc_train.train.prompts import Codec, Sampling, choose_tokenizer
 
-ENTRY = "hpc_train.tasks.generate.worker:generate_tokens"
+ENTRY = "hpc_train.tasks.generate:generate_tokens"
 _EPILOG = """\
 examples:
   python -m hpc_train generate mine 'def main('

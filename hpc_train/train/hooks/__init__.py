@@ -1,5 +1,286 @@
-"""Provides code that runs at the events of a training: start, step, evaluation, checkpoint and end."""
+"""Runs code of a user at the events of a training: start, step, evaluation, checkpoint and end."""
 
-from hpc_train.train.hooks.hook import Hook, HookContext
+from __future__ import annotations
 
-__all__ = ["Hook", "HookContext"]
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.checkpoint.state import HOOKS, OptimizerState
+from hpc_train.config.import_path import locate
+from hpc_train.config.schema import Config, TargetConfig
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.train.metrics import named_errors
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """Holds what a hook gets to know at an event. It is the same on every rank except for ``mesh`` and the tensors.
+
+    Attributes:
+        step: the number of completed optimizer steps.
+        total_steps: the number of steps of the run.
+        metrics: the newest line of metrics, empty before the first; its key ``step`` tells the step. Times and rates
+            are those of this rank, and all other numbers the same on every rank.
+        engine: runs the model; ``parts`` are the modules that this rank holds.
+        optimizer: the optimizer; ``named_state()`` maps parameter names to their state.
+        mesh: ``rank``, ``device``, ``layout`` and the process groups of this rank.
+        config: the config of the run.
+        run: the run directory.
+    """
+
+    step: int
+    total_steps: int
+    metrics: Mapping[str, Any]
+    engine: Engine
+    optimizer: OptimizerState
+    mesh: Mesh
+    config: Config
+    run: RunDirectory
+    request_end: Callable[[str], None]
+    show_text: Callable[[int, str, str], None]
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Returns global name -> parameter of this rank: a whole tensor, or a ``DTensor`` with the rank's shard."""
+        return self.engine.named_parameters()
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.layout.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    def stop(self, reason: str) -> None:
+        """Asks to end the run as done, after a checkpoint. One rank is enough.
+
+        A request in ``evaluation`` ends the run at that step. One in ``step`` ends it up to two steps later, since the
+        ranks agree on it while they compute; the last step is evaluated.
+        """
+        self.request_end(reason)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Adds text to the log and to trackers, such as W&B. Only the call on rank 0 counts."""
+        if self.rank == 0:
+            self.show_text(self.step, name, text)
+
+
+class Hook:
+    """A hook with methods that do nothing. Any object with some of these methods is a hook.
+
+    All ranks call the same methods at the same steps, so they may communicate. An error ends the attempt like one of
+    the model.
+    """
+
+    def start(self, context: HookContext) -> None:
+        """Runs at the start of each attempt and after a rollback, when the weights are loaded."""
+
+    def step(self, context: HookContext) -> None:
+        """Runs after each optimizer step."""
+
+    def evaluation(self, context: HookContext) -> None:
+        """Runs after each evaluation, with its values in ``context.metrics`` and within ``evaluating``."""
+
+    @contextmanager
+    def evaluating(self, context: HookContext) -> Iterator[None]:
+        """Encloses each evaluation, so that it may run with other weights."""
+        yield
+
+    def checkpoint(self, context: HookContext) -> None:
+        """Runs before each save, once per step."""
+
+    def end(self, context: HookContext) -> None:
+        """Runs when the run is done, after its last save; not when the run stops on request and will continue."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns the state to save: JSON values, equal on all ranks, and tensors.
+
+        A tensor is a ``DTensor``, which each rank saves its shard of, or equal on all ranks that have its key. The
+        names, shapes and dtypes of tensors must not depend on the layout.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a saved state, after ``start``. The tensors are those of ``state_dict``, with loaded values.
+
+        It is not called for a hook that the checkpoint does not contain, nor in a fork.
+        """
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors of a hook's state."""
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+Load = Callable[[Mapping[str, Tensor]], str | None]  # loads into tensors, or returns what is missing in the checkpoint
+
+
+@dataclass
+class _Named:
+    """Holds a hook with its name in the config and the title that errors show."""
+
+    name: str
+    title: str
+    hook: Any
+
+    def call(self, method: str, context: HookContext) -> None:
+        action = getattr(self.hook, method, None)
+        if action is not None:
+            with self.errors(method, context.step):
+                action(context)
+
+    def errors(self, method: str, step: int) -> AbstractContextManager[None]:
+        return named_errors(self.title, f"{method}()", step)
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        read = getattr(self.hook, "state_dict", None)
+        if read is None:
+            return {}
+        with self.errors("state_dict", step):
+            state: Mapping[str, Any] = read()
+            json.dumps({key: value for key, value in state.items() if not isinstance(value, Tensor)})
+            return state
+
+
+@dataclass
+class Hooks:
+    """Calls hooks in the order of the config. All methods are collective.
+
+    Attributes:
+        context: what does not change during the attempt; ``bind`` sets it.
+        end_reason: why a hook of this rank asks to end the run.
+        values: the part of the states that is not tensors, by hook, since ``before_save``.
+        tensors: the tensors of the states since ``before_save``, under their names in a checkpoint.
+    """
+
+    configs: Mapping[str, TargetConfig]
+    context: HookContext | None = None
+    end_reason: str | None = None
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    _collected: int | None = field(default=None, init=False)
+    _hooks: list[_Named] = field(init=False)
+    _steppers: list[_Named] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._hooks = [_build(name, config) for name, config in self.configs.items()]
+        self._steppers = [each for each in self._hooks if hasattr(each.hook, "step")]
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def begin(self, step: int, saved: Mapping[str, Any], load: Load) -> list[str]:
+        """Starts the hooks and loads their states.
+
+        Args:
+            saved: ``values`` of the checkpoint that was loaded.
+
+        Returns:
+            A message for each hook whose state is not in the checkpoint.
+        """
+        messages = []
+        self._collected = None
+        for each in self._hooks:
+            each.call("start", self._at(step))
+            if each.name not in saved:
+                if step > 0 and each.state(step):
+                    messages.append(f"the checkpoint has no state of the hook {each.name}, which starts at step {step}")
+                continue
+            tensors = tensors_of(each.state(step))
+            missing = load({f"{HOOKS}{each.name}.{key}": tensor for key, tensor in tensors.items()})
+            if missing is not None:
+                messages.append(f"the hook {each.name} starts at step {step} without its saved state: {missing}")
+                continue
+            with each.errors("load_state_dict", step):
+                if hasattr(each.hook, "load_state_dict"):
+                    each.hook.load_state_dict({**saved[each.name], **tensors})
+        return messages
+
+    def after_step(self, step: int) -> None:
+        if self._steppers:
+            context = self._at(step)
+            for each in self._steppers:
+                each.call("step", context)
+
+    @contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """Runs an evaluation with the weights that the hooks choose."""
+        with ExitStack() as stack:
+            for each in self._hooks:
+                if hasattr(each.hook, "evaluating"):
+                    with each.errors("evaluating", step):
+                        stack.enter_context(each.hook.evaluating(self._at(step)))
+            yield
+
+    def after_evaluation(self, step: int) -> bool:
+        """Returns whether a hook of any rank asks to end the run."""
+        if not self._hooks:
+            return False
+        context = self._at(step)
+        for each in self._hooks:
+            each.call("evaluation", context)
+        ends = torch.tensor(self.end_reason is not None, dtype=torch.int64)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=context.mesh.control)
+        return bool(ends.item())
+
+    def before_save(self, step: int) -> None:
+        """Collects the states, once per step: the last save of a run may find its step saved already."""
+        if step == self._collected:
+            return
+        self._collected = step
+        self.values.clear()
+        self.tensors.clear()
+        for each in self._hooks:
+            each.call("checkpoint", self._at(step))
+            state = each.state(step)
+            tensors = tensors_of(state)
+            self.values[each.name] = {key: value for key, value in state.items() if key not in tensors}
+            self.tensors |= {f"{HOOKS}{each.name}.{key}": tensor for key, tensor in tensors.items()}
+
+    def end(self, step: int) -> None:
+        for each in self._hooks:
+            each.call("end", self._at(step))
+
+    def as_end(self, reason: str | None) -> dict[str, Any] | None:
+        """Returns what a checkpoint records about the end that a hook has asked for; None without."""
+        return None if reason is None else {"reason": reason, "hooks": self._described()}
+
+    def same_end(self, recorded: Mapping[str, Any] | None) -> str | None:
+        """Returns the reason of a recorded end, or None if the config of the hooks has changed since."""
+        return recorded["reason"] if recorded and recorded["hooks"] == self._described() else None
+
+    def _described(self) -> dict[str, Any]:
+        return {name: [config._target_, config.args] for name, config in self.configs.items()}
+
+    def bind(self, context: HookContext) -> None:
+        """Sets the context."""
+        self.context = context
+
+    def request_end(self, reason: str) -> None:
+        self.end_reason = self.end_reason or reason
+
+    def _at(self, step: int) -> HookContext:
+        assert self.context is not None, "bind was called"
+        return replace(self.context, step=step, metrics=self.metrics)
+
+
+def _build(name: str, config: TargetConfig) -> _Named:
+    title = f"hook {name} ({config._target_})"
+    target = locate(config._target_, f"hooks.{name}._target_")
+    with named_errors(title, "its constructor"):
+        return _Named(name, title, target(**config.args))

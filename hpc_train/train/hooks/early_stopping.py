@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_train.config.evaluation import highest_is_best
-from hpc_train.train.hooks.hook import Hook, HookContext
+from hpc_train.train.hooks import Hook, HookContext
 
 
 class EarlyStopping(Hook):

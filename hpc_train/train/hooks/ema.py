@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train.train.hooks.hook import Hook, HookContext
+from hpc_train.train.hooks import Hook, HookContext
 
 
 class EMA(Hook):

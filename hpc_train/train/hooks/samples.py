@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_train.data.documents import BYTES
-from hpc_train.train.decoding.loop import Decoder
-from hpc_train.train.decoding.tokenizer import ByteCodec, Codec, FileCodec
-from hpc_train.train.hooks.hook import Hook, HookContext
+from hpc_train.train.decoding import Decoder
+from hpc_train.train.hooks import Hook, HookContext
+from hpc_train.train.prompts import ByteCodec, Codec, FileCodec
 
 
 class Samples(Hook):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpc_train.data.dataset import IGNORED
-from hpc_train.train.metrics.metric import Metric
+from hpc_train.train.metrics import Metric
 
 
 def kept(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.import_path import refuse_unknown
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
-from hpc_train.layout.optimizers import ParameterGroup, Target, own_targets, parameter_groups, target_of
-from hpc_train.train.compact_adamw import CompactAdamW
+from hpc_train.layout.optimizers import ParameterGroup, Target, check_matches, own_targets, parameter_groups, target_of
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.train.optimizers import own
+from hpc_train.train.optimizers.compact_adamw import CompactAdamW
 from hpc_train.train.optimizers.held import Held, MasterShard, hold
-from hpc_train.train.optimizers.own import OwnState
-from hpc_train.train.optimizers.state import flattened
+from hpc_train.train.optimizers.own import OwnState, check_elementwise, flattened
 
 WIDENED = 2**26  # elements; the gradients of so many masters are in fp32 at once, 256 MiB, or those of a larger one
 
@@ -309,3 +311,21 @@ def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[
     # the first step from zeros gives the same result: momentum x 0 + gradient
     has_momentum = any(group["momentum"] for group in optimizer.param_groups)
     return {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
+
+
+def check_groups(optim: OptimConfig, engine: Engine, mesh: Mesh) -> None:
+    """Collective over all ranks.
+
+    Raises:
+        UserError: a group of ``optim.groups`` matches no trained parameter of any stage, or an optimizer is not
+            elementwise as the config states; raised on every rank.
+    """
+    for target in own_targets(optim):
+        check_elementwise(target)
+    groups = parameter_groups(optim)
+    if not groups:
+        return
+    own = [name for name, parameter in engine.named_parameters().items() if parameter.requires_grad]
+    first_ranks = range(0, mesh.layout.world_size, mesh.layout.stage_ranks)
+    names = [name for rank in first_ranks for name in from_rank(rank, own, mesh.control)]
+    check_matches(groups, list(dict.fromkeys(names)))

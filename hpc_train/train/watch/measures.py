@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import nn
@@ -19,10 +20,10 @@ from hpc_train.machine.kernel_counters import Traffic, read_traffic
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.collectives import gather_plain
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.run.event_log import EventLog
 from hpc_train.train.watch.step_clock import StepClock
-from hpc_train.train.watch.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
+from hpc_train.train.watch.stragglers import RankTimes, SlowRankWatch, over_ranks
 from hpc_train.train.watch.utilization import (
     FlopCount,
     GpuUtilization,
@@ -243,3 +244,17 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
 def peak_memory_bytes(device: torch.device) -> int:
     """Returns the peak memory of this rank: of the GPU's allocator, or on the CPU the resident set (VmHWM)."""
     return peak_device_memory(device) or peak_host_memory()
+
+
+def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
+    """Gathers the values of all ranks in order, with one small all-gather on the CPU. Collective."""
+    values = [math.nan if value is None else float(value) for value in astuple(own)]
+    gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
+    all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
+    return [_rank_times(row) for row in gathered.view(-1, len(values)).tolist()]
+
+
+def _rank_times(values: Sequence[float]) -> RankTimes:
+    seconds, steps, data_s, memory, *rest = (None if math.isnan(value) else value for value in values)
+    assert seconds is not None and steps is not None and data_s is not None and memory is not None
+    return RankTimes(seconds, int(steps), data_s, int(memory), *rest)  # type: ignore[arg-type]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +17,16 @@ from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.parallel.pipeline.balance import SplitPlan
 from hpc_train.preflight.measure import to_first
-from hpc_train.train.watch.time_breakdown import Chunk, timed_stages
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+STAGE_WORK = {  # method of a stage -> the kind of its work
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weight",
+}
+
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 3
@@ -135,3 +146,100 @@ def measured_balance(of_ranks: list[tuple[dict[int, float], float]], stages: int
         "imbalance": max(stage_s) * stages / sum(stage_s),
         "bubble_share": sum(bubbles) / len(bubbles),
     }
+
+
+def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
+    """Returns the share of ``steps`` passes of a pipeline schedule in which no stage of this rank computed.
+
+    ``step`` runs forward and backward over all micro-batches. The forward and backward chunks of a stage are timed with
+    the host's clock on the CPU and with events on the GPU; they do not include waiting for messages.
+    """
+    with timed_stages(device) as computing:
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize(device)
+        elapsed = time.perf_counter() - begin
+    return max(0.0, 1.0 - sum(chunk.seconds() for chunk in computing) / elapsed)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Holds one chunk of work of a pipeline stage.
+
+    Attributes:
+        kind: ``forward``, ``backward``, or ``weight`` where the gradients of weights are computed separately.
+        begin: the seconds from the beginning of ``timed_stages`` to that of the chunk, once the device has finished.
+        seconds: its duration, once the device has finished.
+    """
+
+    stage: int
+    kind: str
+    begin: Callable[[], float]
+    seconds: Callable[[], float]
+
+
+@contextmanager
+def timed_stages(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Iterator[list[Chunk]]:
+    """Times all chunks of work of pipeline stages in this context.
+
+    Yields:
+        A list of the chunks, in their order.
+
+    Args:
+        clock: the host's clock; GPUs are timed with events.
+    """
+    from torch.distributed.pipelining.stage import _PipelineStageBase  # takes a second to import
+
+    chunks: list[Chunk] = []
+    watch = _GpuWatch() if device.type == "cuda" else _HostWatch(clock)
+    originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
+    try:
+        for name, original in originals.items():
+            setattr(_PipelineStageBase, name, _timed(original, STAGE_WORK[name], watch, chunks))
+        yield chunks
+    finally:
+        for name, original in originals.items():
+            setattr(_PipelineStageBase, name, original)
+
+
+class _HostWatch:
+    """Reads the host's clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._origin = clock()
+
+    def now(self) -> Callable[[], float]:
+        seconds = self._clock() - self._origin
+        return lambda: seconds
+
+
+class _GpuWatch:
+    """Records events on the GPU."""
+
+    def __init__(self) -> None:
+        self._origin = self._recorded()
+
+    def now(self) -> Callable[[], float]:
+        event = self._recorded()
+        return lambda: self._origin.elapsed_time(event) * 1e-3
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _timed(
+    work: Callable[..., Any], kind: str, watch: _HostWatch | _GpuWatch, chunks: list[Chunk]
+) -> Callable[..., Any]:
+    def timed(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
+        begin = watch.now()
+        result = work(stage, *args, **kwargs)
+        end = watch.now()
+        chunks.append(Chunk(stage.stage_index, kind, begin, lambda: end() - begin()))
+        return result
+
+    return timed

@@ -6,9 +6,9 @@ Profiling slows the steps down, mostly on the host; the breakdown shows where to
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import write_json
-from hpc_train.train.watch.time_breakdown import Interval, cpu_intervals, gpu_intervals, uncovered
+
+Interval = tuple[float, float]
 
 MEMORY_EVENTS = 100_000  # allocator events kept for a snapshot
 
@@ -178,3 +179,94 @@ def summary(of_ranks: Mapping[int, TimeBreakdown], steps: int) -> str:
         cells = "".join(f"{shares[name]:>15.1%}" for name in names)
         lines.append(f"{rank:>4} {1e3 * breakdown.elapsed_s / steps:>9.1f}{cells}")
     return "\n".join(lines)
+
+
+def communication_share(step: Callable[[], None], device: torch.device, stages: bool, steps: int = 3) -> float:
+    """Returns the share of ``steps`` steps in which a collective ran on this rank without overlapping computation.
+
+    It uses torch.profiler: on a GPU it compares NCCL kernels with all other kernels, on the CPU gloo's operations with
+    aten operators and compiled regions. Waiting for a slower rank inside a collective counts. Point-to-point messages
+    between pipeline stages do not count, since waiting for them is the bubble.
+
+    Args:
+        stages: whether there are pipeline stages, see ``gpu_intervals``.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+    with profile(activities=activities) as profiler:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - begin
+    events = profiler.events() or []
+    found = gpu_intervals(events, stages) if on_gpu else cpu_intervals(events)
+    return uncovered(found.communication, found.computation) * 1e-6 / elapsed
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Holds (begin, end) in microseconds of computations, collectives, messages between pipeline stages, and copies
+    between a GPU and its host.
+    """
+
+    computation: list[Interval] = field(default_factory=list)
+    communication: list[Interval] = field(default_factory=list)
+    messages: list[Interval] = field(default_factory=list)
+    transfers: list[Interval] = field(default_factory=list)
+
+
+def cpu_intervals(events: Iterable[Any]) -> Intervals:
+    """Classifies CPU events by the names of gloo's operations, aten operators and compiled regions."""
+    found = Intervals()
+    for event in events:
+        interval = (event.time_range.start, event.time_range.end)
+        if event.name.startswith(("gloo:send", "gloo:recv")):
+            found.messages.append(interval)
+        elif event.name.startswith("gloo:"):
+            found.communication.append(interval)
+        elif event.name.startswith(("aten::", "Torch-Compiled", "CompiledFx")):
+            found.computation.append(interval)
+    return found
+
+
+HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # begin the names of these events
+
+
+def gpu_intervals(events: Iterable[Any], stages: bool) -> Intervals:
+    """Classifies GPU events by the names of kernels.
+
+    NCCL has one kernel for messages and for the all-to-all of context parallelism. With ``stages`` its time counts as
+    messages between them, otherwise as communication.
+    """
+    found = Intervals()
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        interval = (event.time_range.start, event.time_range.end)
+        if event.name.startswith(HOST_COPIES):
+            found.transfers.append(interval)
+        elif "nccl" not in event.name:
+            found.computation.append(interval)
+        elif stages and "SendRecv" in event.name:
+            found.messages.append(interval)
+        else:
+            found.communication.append(interval)
+    return found
+
+
+def uncovered(intervals: Iterable[Interval], covers: Iterable[Interval]) -> float:
+    """Returns the length of the union of ``intervals`` minus the union of ``covers``."""
+    covers = [*covers]
+    return _union_length([*intervals, *covers]) - _union_length(covers)
+
+
+def _union_length(intervals: Iterable[Interval]) -> float:
+    total = 0.0
+    reached = float("-inf")
+    for begin, end in sorted(intervals):
+        if end > reached:
+            total += end - max(begin, reached)
+            reached = end
+    return total

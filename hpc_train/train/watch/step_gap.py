@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hpc_train.config.schema import Config
-from hpc_train.train.watch.time_breakdown import HOST_COPIES, cpu_intervals, gpu_intervals, uncovered
+from hpc_train.train.watch.profiler import HOST_COPIES, cpu_intervals, gpu_intervals, uncovered
 
 PRODUCTS, RECOMPUTED, ELEMENTWISE = "matrix products and attention", "recomputed forward", "element-wise operations"
 LOSS, OPTIMIZER, COPIES = "loss", "optimizer", "copies and casts"

@@ -6,17 +6,12 @@ clocks of the nodes. Only the ranks of one pipeline stage are compared, since st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from hpc_train.layout.layout import Layout
-from hpc_train.parallel.mesh import Mesh, all_gather_tensor
-from hpc_train.train.watch.streak import LEAST_BLAME, LEAST_SHARE, Streak
 
 IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
 
@@ -115,20 +110,6 @@ TRAFFIC = {  # key of the metrics -> field
 }
 
 
-def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
-    """Gathers the values of all ranks in order, with one small all-gather on the CPU. Collective."""
-    values = [math.nan if value is None else float(value) for value in astuple(own)]
-    gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
-    all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
-    return [_rank_times(row) for row in gathered.view(-1, len(values)).tolist()]
-
-
-def _rank_times(values: Sequence[float]) -> RankTimes:
-    seconds, steps, data_s, memory, *rest = (None if math.isnan(value) else value for value in values)
-    assert seconds is not None and steps is not None and data_s is not None and memory is not None
-    return RankTimes(seconds, int(steps), data_s, int(memory), *rest)  # type: ignore[arg-type]
-
-
 def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
     """Returns metric name -> value, without metrics for which a rank lacks its value.
 
@@ -184,3 +165,29 @@ def _per_step(rows: Sequence[RankTimes], field: str) -> float | None:
     """Returns the sum per step over the first ranks of all nodes; None without values."""
     known = [value for row in rows if (value := getattr(row, field)) is not None]
     return sum(known) / max(1, rows[0].steps) if known else None
+
+
+T = TypeVar("T")
+
+# A straggler is a rank that the others wait for. Both searches for it, in one node and across nodes, use these.
+LEAST_SHARE = 0.2  # smallest share of the time for which the others wait
+LEAST_BLAME = 0.75  # smallest share of the waiting that one rank alone causes: on a busy machine every rank is late
+
+
+@dataclass
+class Streak(Generic[T]):
+    """Confirms each finding once, when it is the same ``length`` times in a row."""
+
+    length: int
+    confirmed: set[T] = field(default_factory=set, init=False)
+    _last: T | None = field(default=None, init=False)
+    _count: int = field(default=0, init=False)
+
+    def confirms(self, finding: T | None) -> bool:
+        """Returns whether ``finding``, the newest, is confirmed now for the first time; None interrupts the streak."""
+        self._count = self._count + 1 if finding == self._last else 1
+        self._last = finding
+        if finding is None or self._count < self.length or finding in self.confirmed:
+            return False
+        self.confirmed.add(finding)
+        return True

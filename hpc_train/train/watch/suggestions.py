@@ -14,7 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.techniques import KINDS, SCHEDULES, PipelineShape
 from hpc_train.layout.validate import validate
-from hpc_train.train.watch.streak import Streak
+from hpc_train.train.watch.stragglers import Streak
 
 LEAST_UTILIZATION = 0.6
 IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpc_train.checkpoint.state import shapes
 from hpc_train.errors import UserError
-from hpc_train.train.custom_loop.state import LoopState
+from hpc_train.train.custom_loop import LoopState
 
 
 def registered(**objects: Any) -> LoopState:

@@ -13,7 +13,7 @@ import torch
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.watch.late_line import Readback
+from hpc_train.train.report import Readback
 from hpc_train.train.watch.step_clock import DeviceStopwatch
 from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.test_numbers import GOES_BACK, poison, poison_and_stop, rollbacks

@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.parallel.engine import Engine, stream_seed
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.train.decoding.sampling import Sampling
+from hpc_train.train.prompts import Sampling
 
 GREEDY = Sampling()
 

@@ -1,1 +1,0 @@
-"""Evaluates a checkpoint of a run on any validation data and under any layout."""

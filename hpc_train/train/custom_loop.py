@@ -1,0 +1,628 @@
+"""Defines what a user's own loop gets: its ranks, its state in checkpoints, stop requests and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_train.checkpoint.failures import PRIOR_PER_GPU_HOUR
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.plain_values import decoded, encoded, tensors_in
+from hpc_train.checkpoint.state import TensorShape
+from hpc_train.config.import_path import locate
+from hpc_train.config.schema import Config
+from hpc_train.config.values import parse_save_every
+from hpc_train.errors import UserError
+from hpc_train.layout.user_code import own_code_notes
+from hpc_train.parallel.engine import seed_step
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.run import nccl_log, preflight
+from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
+from hpc_train.run.code import check_imports
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.event_log import EventLog
+from hpc_train.run.events import Event
+from hpc_train.run.exits import Exit
+from hpc_train.run.ledger import read_ledger
+from hpc_train.run.requests import StopFlag
+from hpc_train.telemetry.metrics import finite_or_none
+from hpc_train.telemetry.progress import spent_line
+from hpc_train.train.processes import answer_requests, join, leave
+from hpc_train.train.report import Report, open_report
+from hpc_train.train.saving import LastSave, SaveSchedule, failure_rate
+from hpc_train.train.step import Control
+from hpc_train.train.worker import frozen_config
+
+RESERVED = ("time", "step", "attempt", "world_size", "step_s", "save_s")  # keys of a line that hpc_train writes itself
+
+
+@dataclass
+class _Timer:
+    """Measures the time since the last line of metrics."""
+
+    since: float = field(default_factory=time.monotonic)
+    step: int = 0
+    saving_s: float = 0.0
+
+    def read(self, step: int) -> dict[str, float]:
+        """Returns seconds per step and in saves, and starts again."""
+        now, steps = time.monotonic(), step - self.step
+        found = {"step_s": max(0.0, now - self.since - self.saving_s) / steps if steps > 0 else 0.0}
+        found["save_s"] = self.saving_s
+        self.since, self.step, self.saving_s = now, step, 0.0
+        return found
+
+
+@dataclass
+class Context:
+    """Connects a loop with its run: the argument of ``run.entry``, on every rank. A step is whatever the loop counts.
+
+    ``resume``, ``steps``, ``end_step`` and ``save`` are collective: all ranks call them with the same values.
+
+    Attributes:
+        config: the whole frozen config. Only the loop itself reads its model, data, optim, precision, batch and train.
+        args: ``run.args``.
+        device: the GPU of this rank, or the CPU. The process group of ``torch.distributed`` is initialized.
+        mesh: the axes ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp`` that ``strategy`` describes; the second and the
+            third one together are ``dp`` x ``cp``.
+        seed: ``train.seed``.
+        step: the completed steps.
+        directory: the run directory, for files of the loop's own.
+    """
+
+    config: Config
+    args: Mapping[str, Any]
+    device: torch.device
+    mesh: DeviceMesh
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    attempt: int
+    seed: int
+    directory: Path
+    _mesh: Mesh
+    _spec: WorkerSpec
+    _stop: StopFlag
+    _heartbeat: Heartbeat
+    _report: Report
+    _schedule: SaveSchedule
+    _checkpoints: CheckpointManager
+    _state: LoopState
+    step: int = 0
+    _total: int | None = None
+    _pending: bool = False  # an agreement was posted and not read
+    _stopped: bool = False
+    _logged: dict[str, Any] = field(default_factory=dict)
+    _timer: _Timer = field(default_factory=_Timer)
+
+    def __post_init__(self) -> None:
+        self._control = Control(self._mesh)
+        wait_s, grace_s = self.config.checkpoint.wait_for_room_s, self._spec.stop_grace_s
+        self._last_save = LastSave(self._mesh, self._heartbeat, self._stop, self._report, wait_s, grace_s)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Returns the process group of this rank along ``pp``, ``dp``, ``cp``, ``dp_cp``, ``dp_replicate``,
+        ``dp_shard`` or ``tp``.
+
+        Ranks of ``dp`` read different samples, and ranks of ``cp`` different tokens of the same samples. Gradients are
+        averaged over ``dp_cp``, the ranks of both, which is ``dp`` if ``strategy.cp`` is 1.
+        """
+        return self._mesh.group(axis)
+
+    def resume(self, **objects: Registered) -> int:
+        """Registers what checkpoints hold, and loads the newest valid one.
+
+        Args:
+            objects: by name, modules, optimizers, tensors, and objects with ``state_dict`` and ``load_state_dict``. A
+                tensor is the same on all ranks or a DTensor, which loads under any number of ranks. Everything else in
+                a state is numbers and text, the same on all ranks.
+
+        Returns:
+            The completed steps: 0 for a new run.
+
+        Raises:
+            UserError: an object has no state, or the checkpoint does not match the objects. A fork may have other
+                optimizers, and other objects without tensors.
+        """
+        self._state.register(objects)
+        restored = self._checkpoints.restore()
+        if restored is None:
+            return 0
+        if not restored.with_optimizer:
+            self._state.forget_optimizers()
+        changes = self._state.load_values(restored.extra["loop"], restored.with_optimizer, restored.forked)
+        self.step = self._timer.step = restored.step
+        if self.rank == 0:
+            if not restored.with_optimizer:
+                changes.append("the optimizers differ, and all of them start without state")
+            print("\n  ".join([f"resumed from {restored.path} at step {restored.step}", *changes]), flush=True)
+            details = {"path": str(restored.path), "with_optimizer": restored.with_optimizer, "changes": changes}
+            self._report.events.write("resumed", step=restored.step, **details)
+        return restored.step
+
+    def steps(self, until: int | None = None) -> Iterator[int]:
+        """Yields the number of each step from the one after ``resume`` to ``until`` (by default ``train.steps``).
+
+        Before each step it seeds torch's generators by the seed, the step and the rank, so that a resumed run draws the
+        same numbers. After each step it calls ``end_step``, and ends early if that asks for it.
+        """
+        total = self.config.train.steps if until is None else until
+        if total is None:
+            raise UserError("train.steps is not set", where="context.steps", fix="context.steps(N), or train.steps=N")
+        self._total = total
+        if self.rank == 0:
+            self._report.events.record(self._report.run, total_steps=total)
+        while self.step < total:
+            seed_step(self.seed, self.step, self._mesh)
+            yield self.step + 1
+            if self.end_step(self.step + 1):
+                return
+
+    def end_step(self, step: int) -> bool:
+        """Ends step ``step``: it is a sign of life, and saves if ``checkpoint.every`` says so.
+
+        Returns:
+            Whether the function is to return, because the run was asked to stop. Then a checkpoint was saved.
+        """
+        self.step = step
+        self._heartbeat.enter(Phase.STEP, step)
+        self._checkpoints.poll()
+        agreement = self._read()
+        if agreement.stop:
+            self._stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
+            self._stopped = True
+            self._save_last()
+            return True
+        if self._schedule.falls_on(step) or agreement.save:
+            self.save(step)
+        return False
+
+    @property
+    def stop_requested(self) -> bool:
+        """Returns whether this rank was asked to stop; others may learn it later. ``end_step`` is the same on all."""
+        return self._stop.requested
+
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Saves the registered objects after ``step`` steps; a failed save is reported and the loop goes on.
+
+        Args:
+            metrics: for ``checkpoint.keep_best``.
+        """
+        began = time.monotonic()
+        with self._heartbeat.during(Phase.CHECKPOINT, step):
+            self._checkpoints.save(step, {"loop": self._state.values()}, metrics)
+        self._count_save(began)
+
+    def heartbeat(self) -> None:
+        """Tells the agent that this rank is alive, for work that takes long without a step."""
+        self._heartbeat.enter(Phase.STEP, self.step)
+
+    def log(self, step: int, **values: float | Tensor) -> None:
+        """Writes a line of metrics of ``step`` on rank 0, in the steps that ``telemetry.log_every`` names.
+
+        Args:
+            values: numbers, or tensors with one element, read only in these steps. The console shows ``loss``.
+        """
+        every = self.config.telemetry.log_every
+        if self.rank != 0 or self._report.metrics is None or (step not in (1, self._total) and step % every):
+            return
+        if taken := [name for name in values if name in RESERVED]:
+            raise UserError(f"{', '.join(taken)} is written by hpc_train", where="context.log", fix="another name")
+        head = {"time": self._report.events.now(), "step": step, "attempt": self.attempt, "world_size": self.world_size}
+        own = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        self._logged = own
+        times = self._timer.read(step)
+        self._report.metrics.write(head | own | times)
+        self._last_save.warn_of_slow_steps(step, times["step_s"])
+        total = "" if self._total is None else f"/{self._total}"
+        print("  ".join([f"step {step}{total}", *(f"{name} {value:.4g}" for name, value in own.items())]), flush=True)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Writes the event ``loop`` with this name to the event log of the run, with this rank and step."""
+        self._report.events.write("loop", step=self.step, name=name, **details)
+
+    def _read(self) -> Any:
+        """Returns what the ranks agreed on one step ago, after this rank has posted its message for the next one."""
+        if not self._pending:
+            self._control.post(self._stop.requested, 0, self._schedule.ask())
+        agreement = self._control.read(self._stop)
+        self._control.post(self._stop.requested, 0, self._schedule.ask())
+        self._pending = True
+        self._heartbeat.arrive(self.step)
+        return agreement
+
+    def _save_last(self) -> None:
+        began = time.monotonic()
+        with self._heartbeat.during(Phase.CHECKPOINT, self.step):
+            save = partial(self._checkpoints.save, self.step, {"loop": self._state.values()}, None, final=True)
+            self._last_save.run(lambda again: save(again=again), self.step)
+        self._count_save(began)
+
+    def _count_save(self, began: float) -> None:
+        seconds = time.monotonic() - began
+        self._timer.saving_s += seconds
+        self._schedule.saved(max(seconds, self._checkpoints.copied_s), self._checkpoints.durable_s)
+
+    def _finish(self) -> bool:
+        """Saves the last state and reports the end; returns whether the function was asked to stop. Collective."""
+        if self._pending:
+            self._control.read()  # completes the last all-reduce before any rank exits
+            self._pending = False
+        if not self._stopped and self._state.is_used and self.step > 0:
+            self._save_last()
+        if self.rank == 0:
+            self._report_end()
+        return self._stopped
+
+    def _report_end(self) -> None:
+        run, events = self._report.run, self._report.events
+        if self._stopped:
+            total = "" if self._total is None else f" of {self._total}"
+            print(f"stopped on request after step {self.step}{total}; the checkpoint is saved")
+        else:
+            result = {"steps": self.step, "attempt": self.attempt}
+            result |= {name: finite_or_none(value) for name, value in self._logged.items()}
+            events.record(run, result=result)
+            print("finished: " + ", ".join(f"{name} {value}" for name, value in result.items()))
+        event, last = "training_stopped" if self._stopped else "training_finished", self._timer.read(self.step)
+        head = {"event": event, "time": events.now(), "attempt": self.attempt, "step": self.step}
+        spent = read_ledger(run, closing=Event(head | last)).total
+        print(spent_line(spent), flush=True)
+        events.write(event, step=self.step, **last, ledger=spent.as_json())
+
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and of activation checkpointing
+WHERE = "context.resume"
+
+
+class Stateful(Protocol):
+    """Describes an object with a state, such as a learning rate schedule; equal on all ranks."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+Registered = nn.Module | torch.optim.Optimizer | Tensor | Stateful
+
+
+class LoopState:
+    """Presents the registered objects as ``CheckpointManager`` sees a model and its optimizer.
+
+    Attributes:
+        stored: the names of the tensors in the checkpoint that is being loaded; None outside of a load.
+    """
+
+    def __init__(self) -> None:
+        self.stored: Collection[str] | None = None
+        self._modules: dict[str, nn.Module] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._others: dict[str, Stateful] = {}
+        self._loading: dict[str, dict[str, Any]] = {}  # state dicts whose tensors a load fills
+
+    def register(self, objects: Mapping[str, Registered]) -> None:
+        """Adds objects whose state belongs to the checkpoints.
+
+        Raises:
+            UserError: an object has no state, or an optimizer has a parameter of no registered module.
+        """
+        for name, value in objects.items():
+            if isinstance(value, nn.Module):
+                self._modules[name] = value
+            elif isinstance(value, torch.optim.Optimizer):
+                self._optimizers[name] = value
+            elif isinstance(value, Tensor):
+                self._tensors[name] = value
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                self._others[name] = value
+            else:
+                fix = "a module, an optimizer, a tensor, or an object with state_dict and load_state_dict"
+                raise UserError(f"{name} is a {type(value).__name__}, which has no state", where=WHERE, fix=fix)
+        names = self._names()
+        for name, optimizer in self._optimizers.items():
+            if any(parameter not in names for parameter in _parameters(optimizer)):
+                what = f"the optimizer {name} has a parameter of no registered module"
+                raise UserError(what, where=WHERE, fix="pass all modules that it optimizes, e.g. model=model")
+
+    @property
+    def is_used(self) -> bool:
+        """Returns whether anything is registered."""
+        return bool(self._modules or self._optimizers or self._tensors or self._others)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Returns the registered modules in one module, under their names.
+
+        The first version of FSDP gathers its parameters for a state dict, so such modules are left out.
+        """
+        found = nn.Module()
+        modules = {name: _without_ddp(module) for name, module in self._modules.items()}
+        for name, module in modules.items():
+            if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+                found._modules[name] = module
+        return (found,)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {f"{name}.{inner}": value for name, inner, value in self._named(_own_parameters)}
+        found |= self._tensors
+        for name, other in self._others.items():
+            state = self._loading.setdefault(name, dict(other.state_dict())) if self.stored else other.state_dict()
+            found |= {f"{name}.{path}": tensor for path, tensor in tensors_in(state)}
+        return found
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return {f"{name}.{inner}": value for name, inner, value in self._named(_persistent_buffers)}
+
+    def compressions(self) -> tuple[()]:
+        return ()
+
+    def expect(self, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+        """Takes the names of the tensors that a load fills; an empty ``stored`` leaves the optimizers as they are."""
+        if stored:
+            self.stored = set(stored)
+        return {}
+
+    def named_state(self) -> dict[str, dict[str, Tensor]]:
+        """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load of exactly those that the checkpoint has."""
+        names = self._names()
+        found = {}
+        for name, optimizer in self._optimizers.items():
+            if self.stored is not None:
+                self._create_stored(name, optimizer, names)
+            for parameter in _parameters(optimizer):
+                values = optimizer.state.get(parameter, {})
+                tensors = {str(key): value for key, value in values.items() if isinstance(value, Tensor)}
+                if tensors:
+                    found[f"{name}.{names[parameter]}"] = tensors
+        return found
+
+    def loaded(self) -> None:
+        """Does nothing: a load fills the tensors, and ``load_values`` does the rest."""
+
+    def before_next_update(self, action: Callable[[], None]) -> None:
+        """Waits for the copies of an asynchronous save at once: the update of a custom loop is not known."""
+        action()
+
+    def forget_optimizers(self) -> None:
+        """Empties the state of the optimizers, which a load has created and not filled."""
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+
+    def values(self) -> dict[str, Any]:
+        """Returns what is not a tensor, as JSON.
+
+        Raises:
+            UserError: a value has no JSON.
+        """
+        names = self._names()
+        return {
+            "optimizers": {
+                name: {
+                    "groups": [encoded(_options(group), name, WHERE) for group in optimizer.param_groups],
+                    "state": {
+                        names[parameter]: encoded(rest, name, WHERE)
+                        for parameter in _parameters(optimizer)
+                        if (rest := _plain_values(optimizer.state.get(parameter, {})))
+                    },
+                }
+                for name, optimizer in self._optimizers.items()
+            },
+            "objects": {name: encoded(other.state_dict(), name, WHERE) for name, other in self._others.items()},
+        }
+
+    def load_values(self, values: Mapping[str, Any], with_optimizers: bool, forked: bool) -> list[str]:
+        """Takes over ``values`` of a checkpoint, after its tensors were loaded.
+
+        Args:
+            forked: whether the checkpoint is one of another run, which may have had other optimizers and objects.
+
+        Returns:
+            In what they differ, each as a sentence. What the checkpoint lacks starts as it is.
+
+        Raises:
+            UserError: they differ, and this is not a fork.
+        """
+        changes = self._changes(values)
+        if changes and not forked:
+            fix = "pass the same objects as before; run.fork=NEW starts a run from this checkpoint with others"
+            raise UserError("; ".join(changes), where=WHERE, fix=fix)
+        by_name = {name: parameter for parameter, name in self._names().items()}
+        for name, saved in values["optimizers"].items() if with_optimizers else ():
+            optimizer = self._optimizers.get(name)
+            if optimizer is None:
+                continue
+            if len(optimizer.param_groups) == len(saved["groups"]):
+                for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+                    _set_options(group, decoded(options, {}))
+            for parameter, rest in saved["state"].items():
+                optimizer.state[by_name[parameter]].update(decoded(rest, {}))
+        for name, saved in values["objects"].items():
+            if name in self._others:
+                tensors = dict(tensors_in(self._loading.pop(name, {})))
+                self._others[name].load_state_dict(decoded(saved, tensors))
+        self.stored = None
+        return changes
+
+    def _changes(self, values: Mapping[str, Any]) -> list[str]:
+        """Returns in what the optimizers and objects differ from those of a checkpoint."""
+        found = []
+        for kind, saved, now in (
+            ("optimizer", values["optimizers"], self._optimizers),
+            ("object", values["objects"], self._others),
+        ):
+            found += [f"the checkpoint has no {kind} {name}" for name in now if name not in saved]
+            found += [f"the checkpoint has an {kind} {name}, which is not passed" for name in saved if name not in now]
+        for name, optimizer in self._optimizers.items():
+            before, after = len(values["optimizers"].get(name, {}).get("groups", ())), len(optimizer.param_groups)
+            if name in values["optimizers"] and before != after:
+                found.append(f"the optimizer {name} has {before} parameter groups in the checkpoint and {after} now")
+        return found
+
+    def _named(self, parts: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, str, Tensor]]:
+        for name, module in self._modules.items():
+            for path, value in parts(_without_ddp(module)):
+                yield name, _without_wrappers(path), value
+
+    def _names(self) -> dict[Tensor, str]:
+        return {value: f"{name}.{inner}" for name, inner, value in self._named(_own_parameters)}
+
+    def _create_stored(self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Makes ``optimizer`` create its state, as far as the checkpoint has it."""
+        assert self.stored is not None
+        stored = {parameter: f"optim.{name}.{names[parameter]}." for parameter in _parameters(optimizer)}
+        if not any(each.startswith(f"optim.{name}.") for each in self.stored):
+            return
+        optimizer.zero_grad(set_to_none=True)
+        if not optimizer.state:  # a step with zero gradients and a learning rate of zero
+            root = nn.ModuleDict({key.replace(".", "_"): module for key, module in self._modules.items()})
+            get_optimizer_state_dict(root, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        for parameter, prefix in stored.items():
+            if not any(each.startswith(prefix) for each in self.stored):
+                optimizer.state.pop(parameter, None)
+
+
+def _without_ddp(module: nn.Module) -> nn.Module:
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, inner in module.named_modules():
+        for name, value in inner.named_buffers(recurse=False):
+            if name not in inner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, value
+
+
+def _without_wrappers(path: str) -> str:
+    for prefix in WRAPPERS:
+        path = path.replace(prefix, "")
+    return path
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group of parameters, with the number in place of a learning rate in a tensor."""
+    numbers = {key: value.item() for key, value in group.items() if isinstance(value, Tensor)}
+    return {key: value for key, value in group.items() if key != "params"} | numbers
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Calls the function of ``run.entry`` with a ``Context``, as rank ``spec.rank`` of one attempt.
+
+    Raises:
+        UserError: the function cannot be imported.
+        Exception: that of the function.
+    """
+    run = RunDirectory(Path(spec.run_dir))
+    with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
+        config = frozen_config(spec, run)
+        heartbeat = Heartbeat.of(spec.heartbeat)
+        answer_requests(spec)
+        with nccl_log(spec, config, run) as log:
+            mesh = join(spec, config)
+            preflight(spec, config, run, mesh, events, log)
+            return _call(spec, stop, run, config, mesh, events, heartbeat)
+
+
+def _call(
+    spec: WorkerSpec,
+    stop: StopFlag,
+    run: RunDirectory,
+    config: Config,
+    mesh: Mesh,
+    events: EventLog,
+    heartbeat: Heartbeat,
+) -> Exit:
+    assert config.run.entry is not None, "the agent has chosen this worker"
+    function = locate(config.run.entry, "run.entry")
+    check_imports(run)
+    context = _context(spec, stop, run, config, mesh, events, heartbeat)
+    if mesh.rank == 0:
+        for line in (f"layout: {mesh.layout} on {mesh.device.type}", *own_code_notes(config)):
+            print(line)
+    function(context)
+    stopped = context._finish()
+    heartbeat.enter(Phase.STOPPING, context.step)
+    leave(mesh)
+
+    def give_up() -> bool:
+        heartbeat.enter(Phase.STOPPING, context.step)  # removing checkpoints may take long
+        return stop.requested or stopped
+
+    context._checkpoints.close(give_up)
+    context._report.close()
+    return Exit.STOPPED if stopped else Exit.DONE
+
+
+def _context(
+    spec: WorkerSpec,
+    stop: StopFlag,
+    run: RunDirectory,
+    config: Config,
+    mesh: Mesh,
+    events: EventLog,
+    heartbeat: Heartbeat,
+) -> Context:
+    state = LoopState()
+    every = parse_save_every(config.checkpoint.every)
+    rate = failure_rate(run) if mesh.rank == 0 and every.auto else PRIOR_PER_GPU_HOUR
+    seed_step(config.train.seed, 0, mesh)
+    return Context(
+        config=config,
+        args=config.run.args,
+        device=mesh.device,
+        mesh=mesh.device_mesh,
+        rank=mesh.rank,
+        world_size=mesh.layout.world_size,
+        local_rank=spec.local_rank,
+        local_world_size=spec.local_world_size,
+        node_rank=spec.node_rank,
+        attempt=spec.attempt,
+        seed=config.train.seed,
+        directory=run.path,
+        _mesh=mesh,
+        _spec=spec,
+        _stop=stop,
+        _heartbeat=heartbeat,
+        _report=open_report(run, mesh, events, 0),
+        _schedule=SaveSchedule(every, mesh.layout.world_size, mesh.rank == 0, rate),
+        _checkpoints=CheckpointManager(run, state, state, mesh, config, events, spec.local_world_size),
+        _state=state,
+    )

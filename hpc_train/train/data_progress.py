@@ -1,0 +1,128 @@
+"""Tells how far a run is in its data: its length, the end of a stream, and what a checkpoint says about both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.checkpoint.restoring import RestoredState
+from hpc_train.config.schema import Config
+from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.data.sampler import Skipped
+from hpc_train.data.stream import States, merged_states
+from hpc_train.errors import UserError
+from hpc_train.parallel.collectives import gather_plain
+from hpc_train.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Length:
+    """Holds the length of a run and of its epochs.
+
+    Attributes:
+        samples_per_epoch: samples that an epoch uses, without those that ``batch.drop_last`` drops.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    global_size: int
+    samples_per_epoch: int
+
+    def samples(self, steps: int) -> int:
+        """Returns the number of samples in the first ``steps`` steps, without padding."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
+
+
+def run_length(config: Config, feed: TrainFeed) -> Length:
+    """Returns the length of the run of ``config``. A stream is one epoch."""
+    steps, epochs, size = config.train.steps, config.train.epochs, config.batch.global_size
+    if feed.steps_per_epoch is None or feed.samples_per_epoch is None:
+        assert steps is not None
+        return Length(steps, max(1, steps), size, max(1, steps) * size)
+    total = steps if steps is not None else math.ceil((epochs or 0.0) * feed.steps_per_epoch)
+    return Length(total, feed.steps_per_epoch, size, feed.samples_per_epoch)
+
+
+_KEY = "stream"  # in the checkpoint
+
+
+def has_ended(feed: TrainFeed, batch: LocalBatch, step: int, mesh: Mesh) -> bool:
+    """Returns whether ``batch``, that of step ``step`` (from 0), is empty on all ranks, so that all stop before it.
+
+    Collective where the data may end; always False for other data.
+
+    Raises:
+        UserError: the stream has no items at all.
+    """
+    if not feed.may_end:
+        return False
+    going_on = torch.tensor(int(not batch.ended))
+    dist.all_reduce(going_on, group=mesh.control)
+    if going_on.item() == 0 and step == 0:
+        raise UserError(
+            "the stream has no items", where="data._target_", fix="yield items with split='train' in some shard"
+        )
+    return going_on.item() == 0
+
+
+def positions(feed: TrainFeed, step: int, mesh: Mesh) -> dict[str, Any]:
+    """Returns what a checkpoint of ``step`` holds: the positions of all shards of a stream, or which data it is.
+    Collective.
+    """
+    own = feed.state(step)
+    return {IDENTITY: feed.identity} if own is None else {_KEY: merged_states(gather_plain(own, mesh.control))}
+
+
+def restored_positions(restored: RestoredState) -> States:
+    """Returns where a checkpoint says that the shards of a stream continue."""
+    states: States = restored.extra.get(_KEY, {})
+    return states
+
+
+def skipped_data(restored: RestoredState) -> Skipped:
+    """Returns the data that a checkpoint says to skip."""
+    return Skipped.parse(restored.extra.get("skipped_windows", ()))
+
+
+IDENTITY = "data"  # in the checkpoint: ``Dataset.identity``
+
+
+def data_changes(restored: RestoredState, feed: TrainFeed) -> list[str]:
+    """Returns warnings about training data without a fingerprint, that of a user, that has changed since the checkpoint
+    was saved. A fork may have any data, and checkpoints of earlier versions do not say which they had.
+
+    Raises:
+        UserError: data with a fingerprint has changed.
+    """
+    saved, now = {} if restored.forked else restored.extra.get(IDENTITY, {}), feed.identity
+    pairs = [("", saved, now)] if "sources" not in now else []
+    for name, source in saved.get("sources", {}).items():
+        pairs.append((f" of the source {name}", source, now["sources"][name]))
+    found = [_change(which, before, after, restored.step) for which, before, after in pairs if before]
+    return [message for message in found if message is not None]
+
+
+def _change(which: str, before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str | None:
+    known = bool(before["fingerprint"] and after["fingerprint"])
+    if before["samples"] != after["samples"]:
+        problem = f"has {after['samples']:,} samples, but had {before['samples']:,} in the checkpoint of step {step}"
+    elif known and before != after:
+        problem = f"is not that of the checkpoint of step {step}, although it also has {after['samples']:,} samples"
+    else:
+        return None
+    message = (
+        f"the training data{which} {problem}; in the changed order some samples of the epoch repeat, others are missed"
+    )
+    if not known:
+        return message
+    raise UserError(
+        message,
+        where="data",
+        fix="restore the data, or run.fork=NEWNAME to start a new run from the newest checkpoint with this data",
+    )
