@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.report.live.snapshot import Runs
+from hpc_train.report.live_runs import Runs
 from hpc_train.run.exits import Exit
 from hpc_train.runs.lookup import find_runs
 
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(
             "standard output is not a terminal", where="top", fix="use python -m hpc_train status, or --json"
         )
-    from hpc_train.report.live.app import Top
+    from hpc_train.report.top import Top
 
     Top(runs, options.interval).run()
     return Exit.DONE

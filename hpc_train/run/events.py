@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -344,6 +344,13 @@ class Event(dict[str, Any]):
     exit_code = Field[int | None]("exit_code", None)
     until = Field("until", 0.0)
     seconds = Field("seconds", 0.0)
+    began = Field[float | None]("began", None)
+    nodes = Field[Sequence[str]]("nodes", ())
+    gpus = Field[Any]("gpus", ())  # their number in ``started``, otherwise texts
+    world_size = Field("world_size", 0)
+    layout = Field("layout", "")
+    schedule = Field("schedule", "")
+    micro_batches = Field("micro_batches", 0)
 
     @property
     def kind(self) -> EventKind:

@@ -15,7 +15,7 @@ from hpc_train.config.schema import PrometheusConfig, TelemetryConfig
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.machine.allocation import Allocation
 from hpc_train.report.monitoring.exporter import monitored
-from hpc_train.report.monitoring.names import METRICS
+from hpc_train.report.monitoring.metrics import METRICS
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.file_writer import FileWriter
 from tests.report.monitored import eventful

@@ -21,10 +21,10 @@ from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
 from hpc_train.machine.health.health_check import NodeHealth
 from hpc_train.machine.health.health_check import metrics as node_metrics
-from hpc_train.report.monitoring import exporter, names, otlp
+from hpc_train.report.monitoring import exits, exporter, metrics
+from hpc_train.report.monitoring.exits import Endpoint, MetricsFile, text_of
 from hpc_train.report.monitoring.exporter import monitored
-from hpc_train.report.monitoring.prometheus import Endpoint, MetricsFile, text_of
-from hpc_train.report.monitoring.snapshot import Identity, RunReader, Snapshot
+from hpc_train.report.monitoring.metrics import Identity, RunReader, Snapshot
 from hpc_train.run.event_log import EventLog
 from tests.doors.command import REPOSITORY
 from tests.report.monitored import MonitoredRun, eventful
@@ -48,16 +48,16 @@ def test_a_run_shows_every_metric_of_the_table_with_its_labels_and_no_other(tmp_
     text = text_of(RunReader(eventful(tmp_path).run, WHO).read())[0].decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     found = {name: {frozenset(sample.labels) for sample in family.samples} for name, family in families.items()}
-    assert found == {names.PREFIX + row.name: {frozenset([*LABELS, *row.labels])} for row in names.METRICS}
-    for row in names.METRICS:
-        own = {sample.labels[row.labels[0]] for sample in families[names.PREFIX + row.name].samples if row.choices}
+    assert found == {metrics.PREFIX + row.name: {frozenset([*LABELS, *row.labels])} for row in metrics.METRICS}
+    for row in metrics.METRICS:
+        own = {sample.labels[row.labels[0]] for sample in families[metrics.PREFIX + row.name].samples if row.choices}
         assert own == set(row.choices), row.name
     node = {line.split()[2] for line in node_metrics(NodeHealth("n1", ())).splitlines() if line.startswith("# TYPE")}
-    assert not node & {row.shown for row in names.METRICS}, "the textfile collector refuses two texts for a name"
+    assert not node & {row.shown for row in metrics.METRICS}, "the textfile collector refuses two texts for a name"
 
 
 def test_the_docs_have_the_table() -> None:
-    assert names.table() in (REPOSITORY / "docs" / "howto" / "monitoring.md").read_text()
+    assert metrics.table() in (REPOSITORY / "docs" / "howto" / "monitoring.md").read_text()
 
 
 def test_counters_continue_over_restarts_and_requeues(tmp_path: Path) -> None:
@@ -264,18 +264,18 @@ def test_otlp_sends_the_metrics_and_a_collector_that_hangs_holds_nobody_up(
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         told: list[str] = []
-        sender = otlp.Otlp(LABELS, told.append)
+        sender = exits.Otlp(LABELS, told.append)
         sender.publish(snapshot)
         connection, _ = server.accept()
         body = request_body(connection)
-        monkeypatch.setattr(otlp, "EXPORT_S", 0.1)
+        monkeypatch.setattr(exits, "EXPORT_S", 0.1)
         for _ in range(1000):
             sender.publish(snapshot)
         sender.close()
         connection.close()
     request = ExportMetricsServiceRequest.FromString(body)
     found = {metric.name: metric for metric in request.resource_metrics[0].scope_metrics[0].metrics}
-    assert set(found) == {names.PREFIX + row.name for row in names.METRICS}
+    assert set(found) == {metrics.PREFIX + row.name for row in metrics.METRICS}
     (loss,) = found["hpc_train_loss"].gauge.data_points
     assert loss.as_double == 2.5 and {each.key: each.value.string_value for each in loss.attributes} == LABELS
     assert found["hpc_train_restarts"].sum.is_monotonic

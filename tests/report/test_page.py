@@ -20,10 +20,9 @@ from hpc_train.commands import report, why
 from hpc_train.planner.calibration import read_calibration
 from hpc_train.planner.machine import read_machine
 from hpc_train.report.page.build import write_after, write_at_end
-from hpc_train.report.page.chart import Scale, thinned
 from hpc_train.report.page.facts import RunFacts
-from hpc_train.report.page.markup import Html, block
-from hpc_train.report.page.pipeline import ideal_rows
+from hpc_train.report.page.markup import Html, Scale, block, thinned
+from hpc_train.report.page.resources import ideal_rows
 from hpc_train.run import lease
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.exits import Failure

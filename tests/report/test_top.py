@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.commands import top
 from hpc_train.errors import UserError
-from hpc_train.report.live.snapshot import Details, Runs
+from hpc_train.report.live_runs import Details, Runs
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
@@ -78,7 +78,7 @@ def test_the_view_shows_them(root: Path) -> None:
     pytest.importorskip("textual")
     from textual.widgets import DataTable, Sparkline, Static
 
-    from hpc_train.report.live.app import Top
+    from hpc_train.report.top import Top
 
     async def look() -> tuple[list[list[str]], list[float], str, str]:
         app = Top(Runs(root), 3600.0)

@@ -10,10 +10,10 @@ from hpc_train.elastic.killed_step import find_killed_step
 from hpc_train.elastic.nodes import NodeFailures, have_been_checked
 from hpc_train.errors import UserError
 from hpc_train.preflight.bandwidth import read_fabric
-from hpc_train.report.live.app import _event
-from hpc_train.report.live.snapshot import Details, Row
-from hpc_train.report.monitoring.snapshot import Identity, RunReader
+from hpc_train.report.live_runs import Details, Row
+from hpc_train.report.monitoring.metrics import Identity, RunReader
 from hpc_train.report.plots import _figure
+from hpc_train.report.top import _event
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.ledger import read_ledger
 from hpc_train.run.requests import stop_was_requested

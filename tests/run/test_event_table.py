@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hpc_train
-from hpc_train.report.monitoring.names import METRICS, STATES
+from hpc_train.report.monitoring.metrics import METRICS, STATES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import STRICT, EventLog
 from hpc_train.run.events import EVENTS, HEAD, reference

@@ -36,7 +36,7 @@ from hpc_train.config.evaluation import LOWEST_LOSS, BestMetric, best_metric
 from hpc_train.config.run_path import default_root
 from hpc_train.layout.layout import Layout
 from hpc_train.opening import DamagedFile, read_file
-from hpc_train.report.registry.registry import REGISTRIES
+from hpc_train.report.registry import REGISTRIES
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import refuse_existing
@@ -242,7 +242,7 @@ def _ranking_metric(run: RunDirectory) -> BestMetric:
 
 
 def _promote(options: argparse.Namespace) -> int:
-    from hpc_train.report.registry.promotion import promote
+    from hpc_train.report.promotion import promote
 
     run = find_run(options.run, _root(), f"checkpoint {options.action}", options.trust_owner)
     config = load(run)
@@ -259,7 +259,7 @@ def _promote(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from hpc_train.report.registry.importing import import_reference, is_reference
+    from hpc_train.report.promotion import import_reference, is_reference
 
     if is_reference(options.source):
         from hpc_train.config.compose import compose, typed
@@ -273,7 +273,7 @@ def _import(options: argparse.Namespace) -> int:
 
 def _check_source(options: argparse.Namespace) -> None:
     """Raises UserError if files to be imported belong to a user whom the caller does not trust."""
-    from hpc_train.report.registry.importing import is_reference
+    from hpc_train.report.promotion import is_reference
 
     source = Path(options.source)
     if not is_reference(options.source):

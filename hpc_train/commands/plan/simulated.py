@@ -16,7 +16,7 @@ from hpc_train.commands.plan.progress import shown
 from hpc_train.planner.candidates import Candidate
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.scaling import MOST_COMPARED, RATES, Assumed, Point, Range, scale
-from hpc_train.report.scaling_plot import check_scaling_plot, draw_scaling
+from hpc_train.report.plots import check_scaling_plot, draw_scaling
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.terminal import Terminal
 from hpc_train.telemetry.terminal_table import wide

@@ -17,8 +17,7 @@ from typing import Protocol, TypeVar
 from hpc_train.config.schema import TelemetryConfig
 from hpc_train.errors import UserError
 from hpc_train.machine.allocation import Allocation
-from hpc_train.report.monitoring.names import RUN_LABELS
-from hpc_train.report.monitoring.snapshot import Identity, RunReader, Snapshot
+from hpc_train.report.monitoring.metrics import RUN_LABELS, Identity, RunReader, Snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.telemetry.sinks.identity import name_of
@@ -89,13 +88,13 @@ def _openers(
 
 
 def _file(where: str, run: RunDirectory, run_id: str) -> Exit:
-    from hpc_train.report.monitoring.prometheus import MetricsFile
+    from hpc_train.report.monitoring.exits import MetricsFile
 
     return MetricsFile(where, run, run_id)
 
 
 def _otlp(identity: Identity, events: EventLog) -> Exit:
-    from hpc_train.report.monitoring.otlp import Otlp
+    from hpc_train.report.monitoring.exits import Otlp
 
     return Otlp(identity.labels, partial(_tell, events))
 
@@ -106,7 +105,7 @@ class _Recorded:
     def __init__(
         self, run: RunDirectory, config: TelemetryConfig, allocation: Allocation, events: EventLog, run_id: str
     ) -> None:
-        from hpc_train.report.monitoring.prometheus import Endpoint
+        from hpc_train.report.monitoring.exits import Endpoint
 
         self._run, self._events = run, events
         self._endpoint = Endpoint(config.prometheus, allocation, run_id)

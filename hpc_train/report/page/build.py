@@ -10,16 +10,12 @@ from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.planner.machine import Machine
-from hpc_train.report.page.decisions import decisions
+from hpc_train.report.page.curves import losses, metrics, throughput, waits
 from hpc_train.report.page.facts import RunFacts, secrets_of
-from hpc_train.report.page.losses import losses, metrics
 from hpc_train.report.page.markup import Html, environment, text
-from hpc_train.report.page.memory import memory
-from hpc_train.report.page.nodes import nodes
-from hpc_train.report.page.pipeline import pipeline
 from hpc_train.report.page.predicted import compare, prediction, remember
+from hpc_train.report.page.resources import memory, nodes, pipeline, time_spent
 from hpc_train.report.page.settings import reproduce, settings, trained
-from hpc_train.report.page.speed import throughput
 from hpc_train.report.page.sweep import (
     SweepFacts,
     coordinates,
@@ -29,9 +25,7 @@ from hpc_train.report.page.sweep import (
     sweep_table,
     sweep_verdict,
 )
-from hpc_train.report.page.time_spent import time_spent
-from hpc_train.report.page.verdict import verdict
-from hpc_train.report.page.waits import waits
+from hpc_train.report.page.verdict import decisions, verdict
 from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.files import BackgroundCall, write_text
 from hpc_train.run.owner import is_own, output_directory

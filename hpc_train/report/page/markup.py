@@ -1,10 +1,13 @@
-"""Makes the markup of the page from the templates beside this file, which escape every text."""
+"""Makes the markup of the page from the templates beside this file, and draws its charts as SVG."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,7 @@ from markupsafe import Markup as Html
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff\ud800-\udfff]")  # HTML does not allow them
 TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors and cursor movements
@@ -94,3 +98,171 @@ def picture(title: str, description: str, width: float, height: float, *shapes: 
 
 def _name(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+Point = tuple[float, float]
+HEIGHT_OF = itemgetter(1)  # of a point
+
+WIDTH, HEIGHT = 640.0, 250.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 14.0, 12.0, 52.0
+WIDE = 7
+POINTS = 400  # of a line; more would not be seen
+LOG_FROM = 30.0  # ratio of the largest to the smallest value from which the axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Series:
+    """Holds one line, or points that are not connected.
+
+    Attributes:
+        color: a color of the style sheet, such as ``c0``.
+        wide: whether the line shows on both sides of another one that covers it.
+    """
+
+    name: str
+    points: Sequence[Point]
+    color: str
+    dashed: bool = False
+    dots: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values to positions between ``start`` and ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        low, high, value = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Returns round values within the scale."""
+        if self.log:
+            found = [float(f"{digit}e{power}") for power in _powers(self) for digit in (1, 2, 5)]
+            inside = [value for value in found if self.low <= value <= self.high]
+            decades = [value for value in inside if f"{value:e}".startswith("1.0")]
+            return inside if len(inside) <= most + 2 else decades[:: math.ceil(len(decades) / most) or 1]
+        step = _round_step((self.high - self.low) / most)
+        first = math.ceil(self.low / step - 1e-9)
+        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def _powers(scale: Scale) -> range:
+    return range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
+
+
+def _round_step(least: float) -> float:
+    if least <= 0 or not math.isfinite(least):
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power >= least * (1 - 1e-9))
+
+
+def short(value: float) -> str:
+    """Returns a number with at most four digits: 0.25, 1,500, 12k, 3.4M."""
+    size = abs(value)
+    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def line_chart(
+    title: str,
+    description: str,
+    series: Sequence[Series],
+    across: str,
+    *,
+    from_zero: bool = False,
+    percent: bool = False,
+    height: float = HEIGHT,
+) -> Html:
+    """Returns a chart with its legend.
+
+    Args:
+        description: what the chart shows, in words with figures, for readers who do not see it.
+        across: the name of the horizontal axis.
+        from_zero: whether the vertical axis begins at 0.
+        percent: whether the values are shares of 1.
+    """
+    drawn = [replace(one, points=thinned(one.points)) for one in series if one.points]
+    points = [point for one in drawn for point in one.points]
+    x = _horizontal([at for at, _ in points])
+    y = _vertical([value for _, value in points], from_zero, height)
+    marks = joined(_draw(one, x, y) for one in drawn)
+    axes = _axes(x, y, across, percent, height)
+    return block("figure", picture(title, description, WIDTH, height, axes, marks), legend(drawn))
+
+
+def _horizontal(values: Sequence[float]) -> Scale:
+    low, high = min(values), max(values)
+    return Scale(low, high if high > low else low + 1, LEFT, WIDTH - RIGHT)
+
+
+def _vertical(values: Sequence[float], from_zero: bool, height: float) -> Scale:
+    low, high = min(values), max(values)
+    ends = height - BOTTOM, TOP
+    if from_zero:
+        return Scale(0.0, 1.08 * high if high > 0 else 1.0, *ends)
+    if low > 0 and high / low >= LOG_FROM:
+        return Scale(low / 1.1, high * 1.1, *ends, log=True)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return Scale(low - margin, high + margin, *ends)
+
+
+def _axes(x: Scale, y: Scale, across: str, percent: bool, height: float) -> Html:
+    bottom = height - BOTTOM
+    parts = []
+    for value in y.ticks():
+        at = y.at(value)
+        words = f"{100 * value:.3g} %" if percent else short(value)
+        parts.append(block("line", f"M{LEFT:g} {at:.1f}H{WIDTH - RIGHT:g}", "line", 1))
+        parts.append(block("label", words, f"{LEFT - 8:g}", f"{at + 4:.1f}", "end"))
+    for value in x.ticks():
+        parts.append(block("label", short(value), f"{x.at(value):.1f}", f"{bottom + 20:g}", "middle"))
+    name = block("label", across, f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft")
+    return joined([*parts, name])
+
+
+def _draw(one: Series, x: Scale, y: Scale) -> Html:
+    placed = [(x.at(at), y.at(value)) for at, value in one.points]
+    if one.dots or len(placed) == 1:
+        return block("dots", placed, one.color)
+    line = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in placed)
+    return block("line", line, one.color, WIDE if one.wide else 1.8, one.dashed)
+
+
+def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
+    """Returns at most ``most`` points: both ends, and the lowest and highest of each of equal parts, in their order."""
+    if len(points) <= most:
+        return list(points)
+    parts = most // 2 - 1
+    kept = [points[0]]
+    for part in range(parts):
+        own = points[part * len(points) // parts : (part + 1) * len(points) // parts]
+        kept += sorted({min(own, key=HEIGHT_OF), max(own, key=HEIGHT_OF)})
+    return list(dict.fromkeys([*kept, points[-1]]))
+
+
+def legend(series: Sequence[Series]) -> Html:
+    """Returns the names of the lines with a sample of each; one entry per name."""
+    by_name = {one.name: one for one in series}
+    return block(
+        "legend",
+        [
+            (one.name, "dots" if one.dots else "line", one.color, WIDE if one.wide else 3, one.dashed)
+            for one in by_name.values()
+        ],
+    )
+
+
+def color_key(names: Sequence[tuple[str, str]]) -> Html:
+    """Returns a legend of filled areas: (name, color)."""
+    return block("legend", [(name, "area", color, 0, False) for name, color in names])

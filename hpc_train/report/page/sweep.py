@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_train.report.page.chart import Scale, short
 from hpc_train.report.page.markup import (
     Html,
+    Scale,
     block,
     commands,
     joined,
     paragraphs,
     picture,
     section,
+    short,
     table,
 )
 from hpc_train.report.page.settings import training_again

@@ -1,4 +1,4 @@
-"""Reads what the live view shows: a row per run, and more about one run.
+"""Reads what the live view shows (``python -m hpc_train top``): a row per run, and more about one run.
 
 Directories of runs that have ended are not read again. The list of runs, for which Slurm is asked, is read at most
 twice a minute, whatever the interval of the view.

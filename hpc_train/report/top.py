@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Header, Sparkline, Static
 
-from hpc_train.report.live.snapshot import Details, Row, Runs
+from hpc_train.report.live_runs import Details, Row, Runs
 from hpc_train.run.events import Event
 from hpc_train.run.streams import escaped
 

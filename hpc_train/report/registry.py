@@ -1,0 +1,225 @@
+"""Model registries, W&B's and MLflow's: what they store of a checkpoint, and where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from hpc_train.checkpoint.manifest import Manifest
+from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
+from hpc_train.config.secrets import without_secrets
+from hpc_train.config.values import check_answers, server_uri
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import text_of
+from hpc_train.run.imported import PUBLISHED, published
+from hpc_train.telemetry.sinks.identity import Identity
+from hpc_train.telemetry.sinks.mlflow import check_installed, find_or_create
+from hpc_train.telemetry.sinks.wandb import Wandb
+
+# the layout of a stored model
+CHECKPOINT, CONFIG, LINEAGE = "checkpoint", "config.yaml", "lineage.json"
+REGISTRIES = ("wandb", "mlflow")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Describes a verified checkpoint to a registry.
+
+    Attributes:
+        name: the name of the model in the registry.
+        folder: the directory of the checkpoint.
+        notes: a directory with the config and the lineage.
+        about: see ``lineage``.
+    """
+
+    run: RunDirectory
+    config: Config
+    name: str
+    folder: Path
+    notes: Path
+    about: Mapping[str, Any]
+    aliases: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """Holds a model version, with its reference for ``checkpoint import`` and its page."""
+
+    version: str
+    reference: str
+    url: str | None
+
+
+class Registry(Protocol):
+    """Stores versions of models, each with aliases."""
+
+    name: ClassVar[str]
+
+    def promote(self, model: Model) -> Promoted:
+        """Uploads a checkpoint as a new version, unless one has the same files, and sets the aliases of the version."""
+
+    def fetch(self, reference: str, to: Path) -> None:
+        """Downloads a version into the directory ``to``.
+
+        Args:
+            reference: without the name of the registry, e.g. NAME@ALIAS.
+        """
+
+
+def bad_reference(reference: str, form: str) -> UserError:
+    return UserError(f"{reference!r} is not a version of a model", where="checkpoint import", fix=f"write {form}")
+
+
+MANIFEST, CONFIG_DIGEST = "manifest_sha256", "config_sha256"
+
+
+def shared_config(config: Config) -> str:
+    """Returns the config as text for a registry: without the environment and setup of the jobs, which may be secret."""
+    return text_of(replace(config, cluster=replace(config.cluster, env={}, setup=[], teardown=[])))
+
+
+def lineage(run: RunDirectory, config: Config, manifest: Manifest) -> dict[str, Any]:
+    """Returns what a registry keeps beside the files of a checkpoint.
+
+    The keys are step, run_id, run (the directory), parent_run (that it was forked from), config_sha256 (of
+    ``shared_config``), code (the version of the code), versions (of packages), data (its config), metrics (of the
+    evaluation at this step), published (see ``published``), manifest_sha256, and digests (xxh3-128 of each file).
+    """
+    record = run.record()
+    return {
+        "step": manifest.step,
+        "run_id": record.get("run_id") or run.path.name,
+        "run": str(run.path),
+        "parent_run": record.get("forked_from"),
+        CONFIG_DIGEST: hashlib.sha256(shared_config(config).encode()).hexdigest(),
+        "code": record.get("code"),
+        "versions": record.get("versions"),
+        "data": without_secrets(config)["data"],
+        "metrics": dict(manifest.metrics),
+        PUBLISHED: published(run),
+        MANIFEST: hashlib.sha256(manifest.encode()).hexdigest(),
+        "digests": {name: entry.digest for name, entry in manifest.files.items()},
+    }
+
+
+MLFLOW_REFERENCE = re.compile(r"(?P<name>[^@/:]+)(@(?P<alias>[^@/]+)|/(?P<version>\d+))")
+TAG_CHARACTERS = 5000
+
+
+class MlflowRegistry:
+    """Keeps models in the registry of an MLflow server. The files are artifacts of the MLflow run of the training."""
+
+    name: ClassVar[str] = "mlflow"
+
+    def __init__(self, settings: MlflowConfig) -> None:
+        self._uri = server_uri(settings)
+        self._experiment = settings.experiment
+        check_installed()
+        check_answers(self._uri)
+
+    def promote(self, model: Model) -> Promoted:
+        client = self._client()
+        found = _version_of(client, model)
+        version = self._create(client, model) if found is None else found
+        for alias in model.aliases:
+            client.set_registered_model_alias(model.name, alias, version)
+        reference = f"mlflow:{model.name}@{model.aliases[0]}" if model.aliases else f"mlflow:{model.name}/{version}"
+        return Promoted(version, reference, f"{self._uri.rstrip('/')}/#/models/{model.name}/versions/{version}")
+
+    def fetch(self, reference: str, to: Path) -> None:
+        from mlflow.artifacts import download_artifacts
+
+        match = MLFLOW_REFERENCE.fullmatch(reference)
+        if match is None:
+            raise bad_reference(f"mlflow:{reference}", "mlflow:NAME@ALIAS or mlflow:NAME/VERSION")
+        client, name, version = self._client(), match["name"], match["version"]
+        if version is None:
+            version = client.get_model_version_by_alias(name, match["alias"]).version
+        source = client.get_model_version_download_uri(name, version)
+        to.mkdir(parents=True, exist_ok=True)
+        download_artifacts(artifact_uri=source, dst_path=str(to), tracking_uri=self._uri)
+        downloaded = to / source.rstrip("/").rpartition("/")[2]
+        if downloaded.is_dir():  # the directory itself, for some stores
+            for path in list(downloaded.iterdir()):
+                path.rename(to / path.name)
+            downloaded.rmdir()
+
+    def _client(self) -> Any:
+        from mlflow.tracking import MlflowClient
+
+        return MlflowClient(self._uri, registry_uri=self._uri)
+
+    def _create(self, client: Any, model: Model) -> str:
+        """Uploads the files and returns the number of the new version."""
+        from mlflow.exceptions import MlflowException
+
+        run = find_or_create(client, self._experiment, Identity.of(model.config, model.run))
+        run_id, folder = run.info.run_id, f"model-{model.about[MANIFEST][:12]}"
+        client.log_artifacts(run_id, str(model.folder), f"{folder}/{CHECKPOINT}")
+        client.log_artifacts(run_id, str(model.notes), folder)
+        try:
+            client.create_registered_model(model.name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"{run.info.artifact_uri}/{folder}"
+        created = client.create_model_version(model.name, source, run_id, tags=_tags(model), await_creation_for=0)
+        return str(created.version)
+
+
+def _tags(model: Model) -> dict[str, str]:
+    return {
+        f"hpc_train.{key}": (value if isinstance(value, str) else json.dumps(value))[:TAG_CHARACTERS]
+        for key, value in model.about.items()
+        if value is not None
+    }
+
+
+def _version_of(client: Any, model: Model) -> str | None:
+    """Returns the version that holds this checkpoint; None if there is none."""
+    versions = client.search_model_versions(f"name='{model.name}'")
+    same = [each for each in versions if each.tags.get(f"hpc_train.{MANIFEST}") == model.about[MANIFEST]]
+    return str(same[0].version) if same else None
+
+
+WANDB_REFERENCE = re.compile(r"([^/:]+/)?[^/:]+/[^/:]+:[^/:]+")
+NOT_IN_NAMES = re.compile(r"[^\w\-.]")
+
+
+class WandbRegistry:
+    """The artifacts of a W&B project. Each belongs to the W&B run of the training."""
+
+    name: ClassVar[str] = "wandb"
+
+    def __init__(self, settings: WandbConfig) -> None:
+        self._settings = settings
+
+    def promote(self, model: Model) -> Promoted:
+        import wandb
+
+        name = NOT_IN_NAMES.sub("-", model.name)
+        artifact = wandb.Artifact(name, type="model", metadata=dict(model.about))
+        artifact.add_dir(str(model.folder), name=CHECKPOINT)
+        artifact.add_dir(str(model.notes))
+        tracker = Wandb(self._settings, Identity.of(model.config, model.run))
+        tracker.open()  # it holds the lock of the run, to which two processes must not send at once
+        try:
+            logged = tracker.log_artifact(artifact, model.aliases)
+            tracker.finish()
+        except BaseException:
+            tracker.abandon()
+            raise
+        return Promoted(logged.version, f"wandb:{logged.entity}/{logged.project}/{logged.name}", tracker.url)
+
+    def fetch(self, reference: str, to: Path) -> None:
+        import wandb
+
+        if WANDB_REFERENCE.fullmatch(reference) is None:
+            raise bad_reference(f"wandb:{reference}", "wandb:ENTITY/PROJECT/NAME:ALIAS")
+        wandb.Api().artifact(reference, type="model").download(root=str(to))

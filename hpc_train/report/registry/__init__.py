@@ -1,1 +1,0 @@
-"""Promotes checkpoints to a model registry, W&B's or MLflow's, and imports them from there."""
