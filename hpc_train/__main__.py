@@ -3,7 +3,7 @@ import sys
 try:
     from hpc_train.cli import main
 except Exception as error:
-    from hpc_train.shadowing import shadowing_file
+    from hpc_train.search_path import shadowing_file
 
     message = shadowing_file(error)
     if message is None:

@@ -21,8 +21,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
 from hpc_train.run.processes import out_of_resources
 from hpc_train.run.streams import escape_controls, open_closed_streams, replace_unencodable
-from hpc_train.search_path import append_working_directory
-from hpc_train.shadowing import shadowing_file
+from hpc_train.search_path import append_working_directory, shadowing_file
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from types import TracebackType
 
 PLUGINS = "hydra_plugins"  # Hydra imports every module in this package
 
@@ -33,3 +35,63 @@ def safe_path() -> Mapping[str, str]:
     """
     first = os.path.abspath(sys.path[0]) if sys.path else ""  # noqa: PTH100 - "" is the working directory
     return {} if first == os.getcwd() else {"PYTHONSAFEPATH": "1"}  # noqa: PTH109
+
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+LIBRARIES = ("site-packages", "dist-packages")
+
+
+def shadowing_file(error: BaseException) -> str | None:
+    """Returns what is wrong and the fix if ``error`` comes from a file that shadows a package; None otherwise."""
+    broken = getattr(error, "filename", None)  # of a SyntaxError
+    files = [broken] if isinstance(broken, str) else []
+    for file in (*files, *_raised_in(error.__traceback__), *_named_in(str(error))):
+        own = _top_level(file)
+        name = os.path.basename(own or "").removesuffix(".py")  # noqa: PTH119
+        if own is not None and _is_also_installed(name):
+            what = f"{own} shadows the package {name}, which other modules import"
+            return f"{what}: {type(error).__name__}: {error}\n  fix:    rename {own}"
+    return None
+
+
+def _raised_in(frames: TracebackType | None) -> list[str]:
+    """Returns the files of the frames of a traceback, the innermost first."""
+    files: list[str] = []
+    while frames is not None:
+        files.insert(0, frames.tb_frame.f_code.co_filename)
+        frames = frames.tb_next
+    return files
+
+
+def _named_in(message: str) -> Iterator[str]:
+    """Yields the files of the modules that ``message`` names, as in ``module 'yaml' has no attribute 'Loader'``."""
+    for quoted in message.split("'")[1::2]:
+        module = sys.modules.get(quoted.partition(".")[0])
+        file = None if module is None else getattr(module, "__file__", None)
+        if file is not None:
+            yield file
+
+
+def _top_level(file: str) -> str | None:
+    """Returns the path of the user's top-level module or package that contains ``file``; None for installed ones."""
+    file = os.path.abspath(file)  # noqa: PTH100
+    if file.startswith(PACKAGE + os.sep) or not os.path.isfile(file):  # noqa: PTH113
+        return None
+    folders = {os.path.abspath(entry).rstrip(os.sep) + os.sep: entry for entry in sys.path}  # noqa: PTH100
+    folder = max((folder for folder in folders if file.startswith(folder)), key=len, default=None)
+    if folder is None or _is_library(folders[folder]):
+        return None
+    return folder + file[len(folder) :].partition(os.sep)[0]
+
+
+def _is_library(entry: str) -> bool:
+    """Returns whether an entry of ``sys.path`` is that of the standard library or of installed packages."""
+    prefixes = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    return entry.startswith(prefixes) or entry.rstrip(os.sep).endswith(LIBRARIES)
+
+
+def _is_also_installed(name: str) -> bool:
+    if name in sys.stdlib_module_names:
+        return True
+    spec = PathFinder.find_spec(name, [entry for entry in sys.path if _is_library(entry)])
+    return spec is not None and spec.origin is not None

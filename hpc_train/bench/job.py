@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
-from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import arguments, options, output_file
-from hpc_train.launch.script import ENVIRONMENT, python
-from hpc_train.launch.shell import exports, own_lines, shell_word
+from hpc_train.launch.script import ENVIRONMENT, IN_SHELL, container_of, exports, own_lines, python, quoted, shell_word
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
 from hpc_train.schedulers.slurm.states import FORGOTTEN

@@ -13,9 +13,8 @@ from hpc_train.bench.measuring import run_benchmark
 from hpc_train.bench.request import REQUEST
 from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
-from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.script import python, step_on_nodes
+from hpc_train.launch.script import container_of, python, step_on_nodes
 from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

@@ -20,7 +20,6 @@ from hpc_train.config.arguments import refuse_search
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.allocation import shape_in_script
 from hpc_train.launch.executors.slurm import slurm_shape
 from hpc_train.launch.gpus import (
@@ -29,14 +28,13 @@ from hpc_train.launch.gpus import (
 )
 from hpc_train.launch.request import ComposedJob, check_job, compose_job, freeze_job, parse_line, print_notices
 from hpc_train.launch.sbatch import NO_SITE, options, refuse_lost_signal, short_lead, stop_note, survives_node_loss
-from hpc_train.launch.script import Script, by_hand, freezing, render
+from hpc_train.launch.script import Script, by_hand, container_of, freezing, render
 from hpc_train.machine.allocation import refuse_components
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import TRUST
-from hpc_train.schedulers.slurm.client import own_job
-from hpc_train.schedulers.slurm.here import controller_answers
+from hpc_train.schedulers.slurm.client import controller_answers, own_job
 from hpc_train.schedulers.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script

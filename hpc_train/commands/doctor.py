@@ -166,7 +166,7 @@ def _submit(asked: Asked, overrides: Sequence[str], options: argparse.Namespace)
     """Submits the same command as a job with the run's resources and follows its output to the end."""
     from hpc_train.bench.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
-    from hpc_train.schedulers.slurm.here import controller_answers
+    from hpc_train.schedulers.slurm.client import controller_answers
 
     if not controller_answers():
         text = "no job can be submitted from here: there is no sbatch, or no Slurm controller responds"

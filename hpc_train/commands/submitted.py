@@ -15,10 +15,10 @@ from rich.console import Console
 
 from hpc_train.config.run_path import default_root
 from hpc_train.errors import UserError
-from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
-from hpc_train.launch.monitor import worst
 from hpc_train.launch.proof import refuse_foreign_lease, refuse_unproven
 from hpc_train.launch.resubmission import resubmit
+from hpc_train.launch.submission import POLL_S as JOBS_POLL_S
+from hpc_train.launch.submission import worst
 from hpc_train.report.page.build import write_after, write_sweep_at_end
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

@@ -20,11 +20,10 @@ from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.launcher import Ended
+from hpc_train.launch.job import local_shape
+from hpc_train.launch.launcher import Ended, JobFailed
 from hpc_train.launch.request import check_job, complete_arguments, freeze_job, print_notices
-from hpc_train.launch.search import JobFailed
 from hpc_train.layout.layout import Place
 from hpc_train.machine.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.run.directory import RunDirectory
@@ -33,7 +32,7 @@ from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import record_stop_request
 from hpc_train.run.streams import stdout_for_results
 from hpc_train.runs.job_status import outcome, view_at_end
-from hpc_train.schedulers.slurm.here import check_shell, in_allocation, uses_slurm
+from hpc_train.schedulers.slurm.client import check_shell, in_allocation, uses_slurm
 
 JSON = "--json"
 

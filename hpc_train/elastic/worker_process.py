@@ -38,8 +38,7 @@ from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.processes import die_with_parent, process_state
 from hpc_train.run.requests import StopFlag
-from hpc_train.search_path import safe_path
-from hpc_train.shadowing import shadowing_file
+from hpc_train.search_path import safe_path, shadowing_file
 
 Entry = Callable[[WorkerSpec, StopFlag], Exit]
 SHOW_STACKS = signal.SIGQUIT  # as a JVM does: print the stacks of all threads and continue

@@ -12,10 +12,8 @@ from pathlib import Path
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.sbatch import NO_SITE, output_file
-from hpc_train.launch.script import python
-from hpc_train.launch.shell import exports, setup_lines, shell_word
+from hpc_train.launch.script import IN_SHELL, container_of, exports, python, quoted, setup_lines, shell_word
 from hpc_train.run.exits import Exit
 from hpc_train.schedulers.slurm import client
 from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError

@@ -18,9 +18,8 @@ from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job import Job
-from hpc_train.launch.memory import MemoryNeed, memory_need, with_memory_note
+from hpc_train.launch.executors.executor import select_executor
+from hpc_train.launch.job import Job, MemoryNeed, memory_need, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
 from hpc_train.layout.memory import host_copy_bytes
 from hpc_train.layout.optimizers import describe_values

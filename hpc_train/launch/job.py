@@ -1,15 +1,25 @@
-"""A checked job, which can be frozen and submitted."""
+"""A checked job, which can be frozen and submitted, and the memory that it needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from hpc_train.config.schema import Config
-from hpc_train.layout.layout import JobShape, Layout
+from hpc_train.config.values import fewest_nodes, node_range
+from hpc_train.errors import UserError
+from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
+from hpc_train.layout.layout import JobShape, Layout, Place
+from hpc_train.layout.memory import Memory, estimate, needed_bytes
+from hpc_train.machine.allocation import workers_per_node
+from hpc_train.machine.gpus import gpu_memory
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.owner import TRUST
+from hpc_train.schedulers.slurm.client import in_allocation
+from hpc_train.units import format_bytes
 
 
 class Choice(Protocol):
@@ -82,3 +92,90 @@ class Job:
     def submitit_folder(self) -> Path:
         """Returns the directory of submitit's pickle and of the output of the agent."""
         return self.run.logs / "submitit"
+
+
+def local_shape(config: Config, place: Place) -> JobShape:
+    """Returns the shape of a job on this machine.
+
+    Raises:
+        UserError: more nodes or GPUs are requested than this machine has.
+    """
+    cluster = config.cluster
+    if node_range(cluster) != (1, 1):
+        raise UserError(
+            f"{cluster.nodes} nodes are requested, but jobs here run on this machine only",
+            where="cluster.nodes",
+            fix="cluster.nodes=1, or submit to Slurm from a login node",
+        )
+    gpus, workers = workers_per_node(cluster)
+    return JobShape(
+        nodes=1,
+        fewest_nodes=fewest_nodes(config),
+        gpus=gpus,
+        workers=workers,
+        place=place,
+        in_job=in_allocation(),
+        gpu_types=gpu_types_here(cluster) if depends_on_gpu_types(config, gpus) else frozenset(),
+    )
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Holds the estimated memory of a job.
+
+    Attributes:
+        rank: that of the rank that needs most, in tensors.
+        needed: the bytes that a GPU must have, or without GPUs the machine for all ranks.
+        available: the bytes that it has; None if unknown.
+        place: what must have them.
+    """
+
+    rank: Memory
+    needed: float
+    available: float | None
+    place: str
+
+    @property
+    def exceeds(self) -> bool:
+        return self.available is not None and self.needed > self.available
+
+    @property
+    def note(self) -> str:
+        """Returns the notice about a job that does not fit."""
+        assert self.available is not None
+        return (
+            f"the run will probably run out of memory: it needs about {format_bytes(self.needed)} of the "
+            f"{format_bytes(self.available)} of {self.place}"
+        )
+
+
+def memory_need(config: Config, layout: Layout, shape: JobShape) -> MemoryNeed | None:
+    """Returns the memory of a job; None if the sizes of the model are unknown."""
+    rank = estimate(config, layout)
+    if rank is None:
+        return None
+    here = shape.place is Place.MACHINE
+    if not shape.gpus:
+        return MemoryNeed(rank, rank.total * layout.world_size, _of_this_machine() if here else None, "this machine")
+    available = shape.device_bytes
+    if available is None and (config.cluster.gpu_type is not None or here):
+        available = _of_gpu(config.cluster.gpu_type)
+    return MemoryNeed(rank, needed_bytes(rank.total), available, "a GPU")
+
+
+def with_memory_note(job: Job) -> Job:
+    """Returns ``job`` with a note in its layout if it will probably run out of memory."""
+    need = memory_need(job.config, job.layout, job.shape)
+    if need is None or not need.exceeds:
+        return job
+    return replace(job, layout=replace(job.layout, notes=(*job.layout.notes, need.note)))
+
+
+@lru_cache(maxsize=8)
+def _of_gpu(kind: str | None) -> float | None:
+    """Returns ``gpu_memory``, which may start nvidia-smi, once for all jobs of a sweep."""
+    return gpu_memory(kind)
+
+
+def _of_this_machine() -> float:
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

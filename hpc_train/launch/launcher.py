@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, filter_overrides
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
+from rich.status import Status
 
 from hpc_train.config.command_line import CommandLine
 from hpc_train.config.compose import SWEEPER
+from hpc_train.config.evaluation import best_metric
 from hpc_train.config.hydra_settings import is_search
 from hpc_train.config.jobs import JobComposer, JobConfigs
 from hpc_train.config.run_path import job_directory
@@ -28,20 +32,19 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import HIDDEN, file_mode, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, UserErrors
-from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job import Job
-from hpc_train.launch.memory import with_memory_note
-from hpc_train.launch.monitor import Display, hand_over, report, wait
+from hpc_train.launch.executors.executor import select_executor
+from hpc_train.launch.job import Job, with_memory_note
 from hpc_train.launch.request import check_job, notices_of
-from hpc_train.launch.search import Trials, exit_code, result_of
-from hpc_train.launch.submission import JobQueue
+from hpc_train.launch.submission import Display, JobQueue, hand_over, report, wait
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit, worst_exit
 from hpc_train.run.files import share_one, write_text
 from hpc_train.run.freeze import freeze_all
 from hpc_train.run.owner import warn_if_open
 from hpc_train.run.snapshot import snapshot_code, unfrozen_note
 from hpc_train.runs.job_status import View
+from hpc_train.runs.job_table import plain_line, print_messages, print_results
 from hpc_train.telemetry.terminal import Terminal
 
 T = TypeVar("T")
@@ -302,3 +305,159 @@ def _followed(items: Iterable[T], count: int, what: str, console: Console) -> It
     """Yields the ``count`` items, with a progress bar at a terminal if there are many."""
     hidden = not console.is_terminal or count < MANY
     return track(items, what, total=count, console=console, transient=True, disable=hidden)
+
+
+HOPELESS = 3  # trials that fail before one succeeds
+
+
+class JobFailed(Exception):
+    """Replaces the result of a job that did not end well.
+
+    Args:
+        code: its exit code.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class TrialLines:
+    """Prints one line for each trial when it has ended; a terminal also shows those that run.
+
+    Args:
+        line: returns the line of a trial.
+    """
+
+    def __init__(self, jobs: Sequence[Job], line: Callable[[Job, View], str], console: Console) -> None:
+        self._jobs = jobs
+        self._line = line
+        self._console = console
+        self._status = console.status("starting") if console.is_terminal else nullcontext()
+        self._status.__enter__()
+        self._printed: set[int] = set()
+
+    def show(self, views: Sequence[View]) -> None:
+        running = []
+        for job, view in zip(self._jobs, views, strict=True):
+            if view.exit is None:
+                running.append(plain_line(job, view))
+            elif job.number not in self._printed:
+                self._printed.add(job.number)
+                self._console.print(self._line(job, view), markup=False, highlight=False, soft_wrap=True)
+        if isinstance(self._status, Status) and running:
+            self._status.update(escape("; ".join(running)))
+
+    def close(self) -> None:
+        self._status.__exit__(None, None, None)
+
+
+class Trials:
+    """Launches the trials of one search.
+
+    Args:
+        fixed: the overrides of the command line, which all trials have.
+        prepare: checks the job with a number and overrides; raises UserError.
+        run: runs jobs to their end.
+    """
+
+    def __init__(
+        self,
+        sweep: Path,
+        fixed: Collection[str],
+        console: Console,
+        prepare: Callable[[int, Sequence[str]], Job],
+        run: Callable[[Sequence[Job], Display], JobQueue],
+    ) -> None:
+        self._fixed = fixed
+        self._console = console
+        self._ended: list[tuple[Job, View]] = []
+        self._prepare = prepare
+        self._run = run
+        self._first = 1 + max((int(path.name) for path in sweep.glob("*") if path.name.isdigit()), default=-1)
+        self._succeeded = False
+        self._failed = 0
+
+    def launch(self, batch: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+        """Runs the trials ``first``, ``first`` + 1, ... of the search and returns their results, in order.
+
+        Trials of an earlier search in the same directory are kept: the numbers of the runs continue after them.
+
+        Raises:
+            JobFailed: no trial has succeeded yet, and several have failed.
+        """
+        jobs = self._accepted(batch, self._first + first)
+        found: dict[int, JobReturn] = {}
+        if jobs:
+            queue = self._run(jobs, TrialLines(jobs, self._line, self._console))
+            self._ended += zip(queue.jobs, queue.views, strict=True)
+            if queue.stopped:
+                sys.exit(Exit.STOPPED)
+            found = {job.number: result_of(job, view) for job, view in zip(queue.jobs, queue.views, strict=True)}
+        returns = []
+        for number, overrides in enumerate(batch, start=self._first + first):
+            returns.append(found.get(number) or _failed(overrides, f"job {number} was refused", Exit.REFUSED))
+        self._count(returns)
+        return returns
+
+    def report(self) -> None:
+        """Prints the failures and the results of all trials; nothing if there were none."""
+        if not self._ended:
+            return
+        jobs, views = zip(*self._ended, strict=True)
+        print_messages(jobs, views)
+        print_results(jobs, views, self._console, live=False)
+
+    def _line(self, job: Job, view: View) -> str:
+        """Returns the number, the values and the result of a trial that has ended."""
+        own = " ".join(override for override in job.overrides if override not in self._fixed)
+        head = f"job {job.number} ({own}): {view.state}"
+        name, value = _objective(job, view.metrics)
+        return f"{head}, {name} {value:.4f}" if view.exit == Exit.DONE and isinstance(value, float) else head
+
+    def _accepted(self, batch: Sequence[Sequence[str]], first: int) -> list[Job]:
+        jobs: list[Job] = []
+        for number, overrides in enumerate(batch, start=first):
+            try:
+                jobs.append(self._prepare(number, overrides))
+            except UserError as error:
+                print(error, file=sys.stderr)
+        return jobs
+
+    def _count(self, returns: Sequence[JobReturn]) -> None:
+        failed = [each._return_value for each in returns if each.status == JobStatus.FAILED]
+        self._succeeded |= len(failed) < len(returns)
+        self._failed += len(failed)
+        if not self._succeeded and self._failed >= HOPELESS:
+            raise JobFailed(f"the search ends: all of its {self._failed} trials have failed", failed[-1].code)
+
+
+def result_of(job: Job, view: View) -> JobReturn:
+    """Returns the metric of ``checkpoint.keep_best``, otherwise the validation loss or the loss; or the failure."""
+    if view.exit != Exit.DONE:
+        what = f"job {job.number} {view.state}; python -m hpc_train why {job.run.path} tells more"
+        result = _failed(job.overrides, what, Exit.STOPPED if view.exit is None else view.exit)
+    else:
+        result = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
+        _, result.return_value = _objective(job, view.metrics)
+    result.working_dir = str(job.run.path)
+    return result
+
+
+def _failed(overrides: Sequence[str], what: str, code: int) -> JobReturn:
+    result = JobReturn(overrides=list(overrides), status=JobStatus.FAILED)
+    result.return_value = JobFailed(what, code)
+    return result
+
+
+def _objective(job: Job, metrics: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the name of the metric that the sweeper gets, and its value."""
+    checkpoint = job.config.checkpoint
+    best = best_metric(checkpoint.keep_best, checkpoint.best_mode)
+    name = ("val_loss" if "val_loss" in metrics else "loss") if best is None else best.name
+    return name, metrics.get(name)
+
+
+def exit_code(results: Sequence[JobReturn]) -> Exit:
+    """Returns the exit code of a sweep with these results."""
+    return worst_exit(each._return_value.code if each.status == JobStatus.FAILED else Exit.DONE for each in results)

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 
 from hpc_train.config.arguments import expand, own_files_checked, with_right_plus
 from hpc_train.config.command_line import CommandLine
@@ -23,9 +26,8 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import runs_own_code
 from hpc_train.errors import Mistakes, UserError
-from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Choice, Job
-from hpc_train.launch.search import tolerate_failed_trials
 from hpc_train.layout.float8 import check_gpus
 from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.layout.resolve import check_chosen, open_keys
@@ -68,6 +70,17 @@ def register_launcher() -> None:
         module, _, name = target.rpartition(".")
         Plugins.instance().register(getattr(importlib.import_module(module), name))
     tolerate_failed_trials()
+
+
+FAILURE_RATES = {"optuna": "max_failure_rate", "nevergrad": "optim.max_failure_rate"}  # keys of sweepers
+
+
+def tolerate_failed_trials() -> None:
+    """Changes the default with which the sweepers of Optuna and Nevergrad end a search at its first failed trial."""
+    sweepers: dict[str, Any] = ConfigStore.instance().repo.get("hydra", {}).get("sweeper", {})
+    for name, key in FAILURE_RATES.items():
+        if f"{name}.yaml" in sweepers:
+            OmegaConf.update(sweepers[f"{name}.yaml"].node, key, 1.0)
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:

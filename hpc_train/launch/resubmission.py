@@ -13,10 +13,9 @@ from rich.console import Console
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.job import Job
-from hpc_train.launch.monitor import hand_over, report, wait, worst
-from hpc_train.launch.submission import JobQueue
+from hpc_train.launch.submission import JobQueue, hand_over, report, wait, worst
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.run.code import FrozenCode, frozen_code
 from hpc_train.run.directory import RunDirectory

@@ -21,8 +21,8 @@ from hpc_train.config.values import asked_nodes, node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
 from hpc_train.run.requests import ANNOUNCING
+from hpc_train.schedulers.slurm.limits import cores, memory
 from hpc_train.schedulers.slurm.records import gpus_of, seconds
-from hpc_train.schedulers.slurm.resources import cores, memory
 from hpc_train.schedulers.slurm.site import Site, other_clusters
 from hpc_train.schedulers.slurm.variables import preset
 

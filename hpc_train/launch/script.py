@@ -14,19 +14,188 @@ and exits.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.container import IN_SHELL, Container, quoted
+from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.errors import UserError
 from hpc_train.launch.gpus import gpu_export_lines
 from hpc_train.launch.sbatch import Options, arguments
-from hpc_train.launch.shell import comment, exports, own_lines, setup_lines, shell_word
+from hpc_train.machine.amd_gpus import amd_memory
+from hpc_train.machine.environment import job_environment
+from hpc_train.machine.gpus import Machine
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
+from hpc_train.schedulers.slurm.client import query
 from hpc_train.schedulers.slurm.variables import unset_lines
+
+
+def shell_word(value: str) -> str:
+    """Returns ``value`` as one word of bash on one line.
+
+    Raises:
+        UserError: it contains a NUL character, which no argument or variable can hold.
+    """
+    if "\0" in value:
+        raise UserError(
+            f"{value!r} contains a NUL character", where="the config", fix="remove it; programs cannot receive it"
+        )
+    return shlex.quote(value) if value.isprintable() else f"$'{''.join(map(_escaped, value))}'"
+
+
+def shell_command(parts: Sequence[str]) -> str:
+    """Returns ``parts`` as a command of bash on one line."""
+    return " ".join(map(shell_word, parts))
+
+
+def exports(variables: Mapping[str, str]) -> list[str]:
+    """Returns the lines that export ``cluster.env``.
+
+    Raises:
+        UserError: a name is not that of a variable, or a value contains a NUL character.
+    """
+    return [f"export {name}={shell_word(value)}" for name, value in job_environment(variables).items()]
+
+
+def comment(text: str) -> str:
+    """Returns a line with ``text`` as a comment."""
+    return f"# {''.join(char if char.isprintable() else ' ' for char in text)}"
+
+
+def own_lines(lines: Iterable[str], key: str) -> list[str]:
+    """Returns the lines of bash that the user has set as ``key``, of which each may have several lines.
+
+    Raises:
+        UserError: they contain a character with which sbatch refuses a script.
+    """
+    text = list(lines)
+    for line in text:
+        if "\0" in line or "\r" in line:
+            raise UserError(
+                f"{key} has a carriage return or NUL character: {line!r}",
+                where=key,
+                fix="remove it; a file with Windows line ends is converted by dos2unix",
+            )
+    return text
+
+
+def setup_lines(lines: Iterable[str]) -> list[str]:
+    """Returns the lines of ``cluster.setup``. Bash goes on after a line that fails, and so the line is named.
+
+    Raises:
+        UserError: as ``own_lines``.
+    """
+    own = own_lines(lines, "cluster.setup")
+    # the line of the script and not BASH_COMMAND, which is a command inside of a function such as `module`
+    report = """failed=$? line=$(sed -n "${LINENO}p" "$0" 2> /dev/null)"""
+    report = f"""trap '{report}; echo "cluster.setup: a line failed with status $failed: $line" >&2' ERR"""
+    ended = """trap 'code=$?; [ -n "$set_up" ] || echo "cluster.setup ended the job with status $code" >&2' EXIT"""
+    return ["# setup", report, "set_up=", ended, *own, "trap - ERR", "set_up=yes"] if own else []
+
+
+def _escaped(char: str) -> str:
+    if char.isprintable() and char not in "'\\":
+        return char
+    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogateescape"))
+
+
+LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, for caches
+IN_SHELL = "HPC_TRAIN_BINDS"  # placeholder for the variable BINDS of a batch script
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image and its mounts, as ``/host:/inside``. ``gpus``: mount the libraries of the driver too, with ``rocm``
+    those of ROCm.
+    """
+
+    image: str
+    pyxis: bool
+    binds: tuple[str, ...]
+    gpus: bool
+    rocm: bool = False
+
+    def srun_options(self, binds: str) -> list[str]:
+        """Returns the options of ``srun`` for pyxis."""
+        return [f"--container-image={self.image}", f"--container-mounts={binds}"] if self.pyxis else []
+
+    def command(self, binds: str) -> list[str]:
+        """Returns the prefix of a command that runs inside the container."""
+        if self.pyxis:
+            return []
+        libraries = ["--rocm" if self.rocm else "--nv"] if self.gpus else []
+        return ["apptainer", "exec", *libraries, "--bind", binds, self.image]
+
+    def seen(self, environment: Mapping[str, str] = os.environ) -> str:
+        """Returns the mounts, including the node-local directories of this job."""
+        local = [environment[name] for name in LOCAL if environment.get(name)]
+        return ",".join(dict.fromkeys([*self.binds, *(_same(path) for path in local if Path(path).is_dir())]))
+
+    def lines(self) -> list[str]:
+        """Returns bash lines that set the variable BINDS."""
+        names = " ".join(f'"${{{name}:-}}"' for name in LOCAL)
+        return [
+            "# what the container sees of a node: the runs with their code, data, and node-local space",
+            f"BINDS={shell_word(','.join(self.binds))}",
+            f'for local in {names}; do [ ! -d "$local" ] || BINDS="$BINDS,$local:$local"; done',
+            *([_ROCM] if self.gpus and not self.pyxis and not self.rocm else []),
+        ]
+
+
+# at submission the nodes' kind of GPU may be unknown; the variable is the option --rocm
+_ROCM = "[ ! -e /dev/kfd ] || [ -e /dev/nvidiactl ] || export APPTAINER_ROCM=1  # AMD GPUs"
+
+
+def _of_amd(gpu_type: str | None) -> bool:
+    """Returns whether the GPUs are AMD's, by the type requested or else by those of this machine."""
+    return amd_memory(gpu_type) is not None if gpu_type is not None else Machine.this().amd() is not None
+
+
+def container_of(config: Config, gpus: int) -> Container | None:
+    """Returns the container of ``cluster.container``; None without an image.
+
+    Raises:
+        UserError: the image is a file that does not exist.
+    """
+    asked = config.cluster.container
+    if asked.image is None:
+        return None
+    image = asked.image
+    if image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh")):
+        image = str(Path(image).expanduser().absolute())
+        if not Path(image).exists():
+            raise UserError(
+                f"image {image} does not exist", where="cluster.container.image", fix="the path of a .sif or .sqsh file"
+            )
+    auto = asked.runtime == "auto"
+    pyxis = (not image.endswith(".sif") and srun_has_pyxis()) if auto else asked.runtime == "pyxis"
+    sources = getattr(config.data, "sources", {}).values()
+    paths = [getattr(config.data, "path", None), *(source.get("path") for source in sources)]
+    inputs = [str(Path(path).absolute()) for path in paths if path and Path(path).is_dir()]
+    root = str(Path(config.run.root).expanduser().absolute())
+    binds = tuple(dict.fromkeys(map(_same, [root, *inputs, *asked.binds])))
+    return Container(image, pyxis, binds, gpus > 0, gpus > 0 and _of_amd(config.cluster.gpu_type))
+
+
+def quoted(parts: Sequence[str]) -> str:
+    """Returns the command ``parts`` as bash text, in which ``IN_SHELL`` is replaced by the variable BINDS."""
+    return shell_command(parts).replace(IN_SHELL, '"$BINDS"')
+
+
+def _same(bind: str) -> str:
+    """Returns ``bind`` with a path inside, by default the same path as on the host."""
+    return bind if ":" in bind else f"{bind}:{bind}"
+
+
+@cache
+def srun_has_pyxis() -> bool:
+    """Returns whether ``srun`` starts containers with pyxis; cached per process."""
+    return "--container-image" in (query(["srun", "--help"]) or "")
+
 
 ENVIRONMENT = (
     "\n".join(unset_lines())

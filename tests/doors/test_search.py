@@ -15,8 +15,8 @@ from rich.console import Console
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.job import Job
-from hpc_train.launch.monitor import Display
-from hpc_train.launch.search import JobFailed, Trials
+from hpc_train.launch.launcher import JobFailed, Trials
+from hpc_train.launch.submission import Display
 from hpc_train.runs.job_status import View
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
 from tests.launch.jobs import make_job

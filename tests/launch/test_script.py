@@ -15,7 +15,6 @@ from hpc_train.checkpoint.space import StopTime
 from hpc_train.commands import batch
 from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, GPTConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.container import Container, container_of
 from hpc_train.launch.sbatch import (
     arguments,
     options,
@@ -25,7 +24,7 @@ from hpc_train.launch.sbatch import (
     short_lead,
     stop_note,
 )
-from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
+from hpc_train.launch.script import Container, Script, by_hand, container_of, freezing, one_run, render, run_of_task
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line
@@ -106,7 +105,7 @@ def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.M
     asked, root = job.config.cluster.container, f"{tmp_path}:{tmp_path}"
     assert container_of(job.config, 0) is None
     asked.image, asked.binds = "docker://site/image", ["/data", "/data:/inside"]
-    monkeypatch.setattr("hpc_train.launch.container.srun_has_pyxis", lambda: True)
+    monkeypatch.setattr("hpc_train.launch.script.srun_has_pyxis", lambda: True)
     assert container_of(job.config, 4) == Container(
         "docker://site/image", True, (root, "/data:/data", "/data:/inside"), True
     )

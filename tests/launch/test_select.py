@@ -9,8 +9,8 @@ import pytest
 from hpc_train.commands.train import _check_foreground
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.select import select_executor
-from hpc_train.schedulers.slurm.here import in_allocation
+from hpc_train.launch.executors.executor import select_executor
+from hpc_train.schedulers.slurm.client import in_allocation
 from tests.launch.jobs import make_job
 from tests.schedulers.test_shell_variables import command
 

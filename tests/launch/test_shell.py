@@ -20,11 +20,20 @@ from hpc_train.bench import job as bench_job
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import command_job
-from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import arguments, identity, options
-from hpc_train.launch.script import Script, freezing, one_run, python_lines, render, run_of_task
-from hpc_train.launch.shell import comment, setup_lines, shell_word
+from hpc_train.launch.script import (
+    Script,
+    comment,
+    container_of,
+    freezing,
+    one_run,
+    python_lines,
+    render,
+    run_of_task,
+    setup_lines,
+    shell_word,
+)
 from hpc_train.run.code import FrozenCode
 from tests.doors.command import REPOSITORY
 from tests.launch.jobs import make_job
@@ -128,7 +137,7 @@ def tried(job: Job) -> list[str]:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr("hpc_train.launch.container.srun_has_pyxis", lambda: False)
+    monkeypatch.setattr("hpc_train.launch.script.srun_has_pyxis", lambda: False)
     cluster = ClusterConfig(kind="slurm", cpu_workers=2, **SETTINGS)  # type: ignore[arg-type]
     cluster.container.image = "docker://image"
     return make_job(tmp_path / "sweep", cluster=cluster)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.executors.executor import Share, reserve, take
+from hpc_train.launch.executors.local import Share, reserve, take
 
 NAMES = ["gpu-0", "gpu-1", "gpu-2"]
 
@@ -45,7 +45,7 @@ def test_waiting_ends_when_it_is_over(tmp_path: Path) -> None:
 
 def test_a_killed_holder_gives_back(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from hpc_train.launch.executors.executor import take\n"
+        "import sys, time; from pathlib import Path; from hpc_train.launch.executors.local import take\n"
         f"with take(Path({str(tmp_path)!r}), {NAMES!r}, 3, lambda: False):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
@@ -61,7 +61,7 @@ def test_a_killed_holder_gives_back(tmp_path: Path) -> None:
 def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     script = (
-        "import os; from hpc_train.launch.executors.executor import Share, reserve\n"
+        "import os; from hpc_train.launch.executors.local import Share, reserve\n"
         f"with reserve(Share(0, 1, {str(tmp_path)!r}, 1), lambda: False):\n"
         "    print(len(os.sched_getaffinity(0)))\n"
     )
@@ -71,7 +71,7 @@ def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_job_sees_only_the_gpus_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.launch.executors.executor.visible_devices", lambda: ("0", "1", "GPU-abc"))
+    monkeypatch.setattr("hpc_train.launch.executors.local.visible_devices", lambda: ("0", "1", "GPU-abc"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,GPU-abc")
     (tmp_path / ".slots").mkdir()
     with take(tmp_path / ".slots", ["gpu-0"], 1, never), reserve(Share(2, 0, str(tmp_path), 1), never):

@@ -10,7 +10,7 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.allocation import _core_options
-from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.runs.job_status import SlurmStatuses
 from hpc_train.schedulers.slurm import client

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch import monitor, resubmission
+from hpc_train.launch import resubmission, submission
 from hpc_train.launch.job import Job
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.event_log import EventLog
@@ -91,7 +91,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, *actions: Callable[[], None]) -> None
     """Each sleep of the waiting loop does the next action; threads of this process sleep as usual."""
     todo = iter(actions)
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=lambda seconds: next(todo)())
-    monkeypatch.setattr(monitor, "time", clock)
+    monkeypatch.setattr(submission, "time", clock)
 
 
 def interrupt() -> None:
@@ -112,7 +112,7 @@ def test_jobs_are_submitted_in_turn(queue: JobQueue, place: FakePlace) -> None:
     place.end("3")
     queue.advance()
     assert queue.over
-    assert monitor.report(queue, queue._console) == 0
+    assert submission.report(queue, queue._console) == 0
 
 
 def test_one_interrupt_leaves_the_jobs_running(
@@ -120,7 +120,7 @@ def test_one_interrupt_leaves_the_jobs_running(
 ) -> None:
     steps(monkeypatch, interrupt, lambda: None)
     with pytest.raises(SystemExit) as left:
-        monitor.wait(queue, queue._console)
+        submission.wait(queue, queue._console)
     assert left.value.code == 130
     assert place.order == [0, 1, 2, 3], "what still waited was handed over"
     assert place.stopped == []
@@ -132,7 +132,7 @@ def test_two_interrupts_without_a_terminal_leave_too(
 ) -> None:
     steps(monkeypatch, interrupt, interrupt)
     with pytest.raises(SystemExit):
-        monitor.wait(queue, queue._console)
+        submission.wait(queue, queue._console)
     assert place.stopped == place.cancelled == []
     assert "hpc_train cancel" in printed(queue)
 
@@ -145,20 +145,20 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     answer: str,
     cancelled: bool,
 ) -> None:
-    monkeypatch.setattr(monitor, "can_ask", lambda console: True)
+    monkeypatch.setattr(submission, "can_ask", lambda console: True)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
     steps(monkeypatch, interrupt, interrupt, lambda: None)
-    monitor.wait(queue, queue._console)
+    submission.wait(queue, queue._console)
     assert (place.cancelled if cancelled else place.stopped) == ["0", "1"]
     assert (place.stopped if cancelled else place.cancelled) == []
     assert place.order == [0, 1]
-    assert monitor.report(queue, queue._console) == 1
+    assert submission.report(queue, queue._console) == 1
     assert "python -m hpc_train retry --failed " in printed(queue)
 
 
 def test_what_is_said_of_cancelled_jobs(queue: JobQueue) -> None:
     queue._views = {job.number: View("cancelled", {}, exit=75) for job in queue.jobs}
-    assert monitor.report(queue, queue._console) == 75
+    assert submission.report(queue, queue._console) == 75
     assert "4 jobs: 4 cancelled" in printed(queue)
     assert "python -m hpc_train retry --failed " in printed(queue)
 
@@ -171,7 +171,7 @@ def test_what_is_said_of_a_cancelled_job(
 ) -> None:
     queue = JobQueue([make_job(tmp_path / "sweep", 0)], place, tmp_path / "sweep", Console(file=io.StringIO()))
     queue._views = {0: View("cancelled", {}, exit=code)}
-    assert monitor.report(queue, queue._console) == code
+    assert submission.report(queue, queue._console) == code
     assert capsys.readouterr().out.startswith(f"{how}\n  python -m hpc_train -m run.name=sweep/0 +strategy=dp")
 
 
@@ -179,11 +179,11 @@ def test_what_is_said_of_a_cancelled_job(
 def test_who_does_not_want_to_cancel_leaves(
     queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr(monitor, "can_ask", lambda console: True)
+    monkeypatch.setattr(submission, "can_ask", lambda console: True)
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     steps(monkeypatch, interrupt, interrupt)
     with pytest.raises(SystemExit) as left:
-        monitor.wait(queue, queue._console)
+        submission.wait(queue, queue._console)
     assert left.value.code == 130
     assert place.stopped == place.cancelled == []
 
@@ -196,7 +196,7 @@ def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:
     place.end("3", "stopped", 75)
     queue.advance()
     assert queue.over
-    assert monitor.report(queue, queue._console) == 1
+    assert submission.report(queue, queue._console) == 1
 
 
 @pytest.mark.parametrize(("exit_code", "summaries"), [(0, 1), (2, 0), (None, 0)])
@@ -205,7 +205,7 @@ def test_the_summary_is_that_of_a_job_that_is_done(exit_code: int | None, summar
     job, output = make_job(tmp_path / "sweep"), io.StringIO()
     freeze(job.config, job.run)
     job.run.update_record(result={"steps": 4, "loss": 2.0}, total_steps=4)
-    progress = monitor.JobProgress(job, Console(file=output))
+    progress = submission.JobProgress(job, Console(file=output))
     progress.show([View("done", {}, exit_code)])
     progress.close()
     assert output.getvalue().count("done: 4 steps") == summaries

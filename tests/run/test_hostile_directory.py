@@ -530,7 +530,7 @@ DIRECT = {  # function with a direct access -> what it opens, which is no file o
     "run/owner.py": "the settings of the user",
     "launch/proof.py": "/proc",
     "launch/storage.py": "/proc",
-    "launch/executors/executor.py": "locks in the directory of the sweep",
+    "launch/executors/local.py": "locks in the directory of the sweep",
     "launch/command_job.py": "the log of a job that this process has submitted, below its run root",
     "commands/compare.py": "--csv",
     "commands/checkpoints/generate.py": "--prompts",

@@ -21,7 +21,7 @@ from hpc_train.commands import COMMANDS, agent, checkpoints, submitted
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch import launcher, proof, resubmission
-from hpc_train.launch.executors.executor import RunAgent
+from hpc_train.launch.executors.local import RunAgent
 from hpc_train.launch.script import Script, one_run, render
 from hpc_train.run import owner
 from hpc_train.run.code import FrozenCode

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.executor import Submitted
+from hpc_train.launch.submission import Submitted
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import append_line, last_line

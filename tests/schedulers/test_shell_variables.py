@@ -10,8 +10,7 @@ import pytest
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.refusal import refusal
-from hpc_train.launch.executors.slurm import SlurmJobExecutor
+from hpc_train.launch.executors.slurm import SlurmJobExecutor, refusal
 from hpc_train.launch.sbatch import options
 from hpc_train.launch.script import ENVIRONMENT
 from hpc_train.schedulers.slurm import client

@@ -16,7 +16,7 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import node_range, with_all_workers
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.executors.executor import select_executor
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.job import Job
 from hpc_train.launch.request import choose_and_check, compose_job, parse_line
@@ -28,7 +28,7 @@ from hpc_train.layout.validate import check_values
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.run.directory import RunDirectory
-from hpc_train.schedulers.slurm.here import controller_answers
+from hpc_train.schedulers.slurm.client import controller_answers
 from hpc_train.schedulers.slurm.limits import check_limits
 from hpc_train.schedulers.slurm.site import Partition, Site, read_site
 

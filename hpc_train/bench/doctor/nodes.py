@@ -13,9 +13,8 @@ from pathlib import Path
 from hpc_train.bench.doctor.disk import BAD_SKEW_S, SKEW_S
 from hpc_train.bench.doctor.node import NodeReport
 from hpc_train.config.schema import Config
-from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
-from hpc_train.launch.script import python, step_on_nodes
+from hpc_train.launch.script import container_of, python, step_on_nodes
 from hpc_train.machine.allocation import expand
 from hpc_train.machine.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.machine.network.nccl_settings import merged, who_has_what

@@ -15,12 +15,11 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes, node_range
 from hpc_train.elastic.warm_parent.head_start import HeadStart
 from hpc_train.errors import UserError
-from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here, gpus_of_this_job, has_several_tasks
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import survives_node_loss
-from hpc_train.launch.script import node_loss_options, python, step_on_nodes
+from hpc_train.launch.script import container_of, node_loss_options, python, step_on_nodes
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
 from hpc_train.machine.allocation import workers_per_node

@@ -12,8 +12,8 @@ from hpc_train.errors import UserError
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.job import Job
 from hpc_train.runs.cost import Prices
+from hpc_train.schedulers.slurm.limits import cores, memory
 from hpc_train.schedulers.slurm.records import seconds
-from hpc_train.schedulers.slurm.resources import cores, memory
 from hpc_train.schedulers.slurm.site import Association, Site
 from hpc_train.schedulers.slurm.variables import preset
 

@@ -7,12 +7,17 @@ reserves its GPUs or cores before it starts, so that all jobs may be submitted a
 
 from __future__ import annotations
 
+import fcntl
 import os
+import random
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +25,18 @@ from rich.console import Console
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.schema import Config
-from hpc_train.launch.executors.executor import RunAgent, Share, local_shape
-from hpc_train.launch.job import Job
+from hpc_train.launch.job import Job, local_shape
 from hpc_train.launch.storage import check_room
 from hpc_train.layout.layout import JobShape, Place
-from hpc_train.machine.gpus import visible_gpus
+from hpc_train.machine.amd_gpus import restrict_to
+from hpc_train.machine.gpus import Machine, visible_devices, visible_gpus
 from hpc_train.opening import open_to_append
-from hpc_train.run.code import frozen_code
+from hpc_train.registration import RUN_ENDED, registered
+from hpc_train.run.code import frozen_code, reexec_from_snapshot
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.owner import open_run
+from hpc_train.run.requests import StopRequests
+from hpc_train.run.snapshot import check_copy
 from hpc_train.runs.job_status import PRESENT, JobStatus
 from hpc_train.units import counted
 
@@ -167,3 +177,123 @@ def _share(job: Job, sweep: Path, at_once: int) -> Share:
     """Returns the GPUs of a job, or its equal share of the cores."""
     cores = max(1, len(os.sched_getaffinity(0)) // at_once)
     return Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)
+
+
+@dataclass(frozen=True)
+class RunAgent:
+    """Runs the agent of a frozen run and exits with its code. Pickled, so it holds only plain values."""
+
+    path: str
+    share: Share | None = None
+    trust_owner: bool = False
+
+    def __call__(self) -> None:
+        run = RunDirectory(Path(self.path))
+        open_run(run, "agent", self.trust_owner)
+        check_copy(run)
+        reexec_from_snapshot(run)
+        from hpc_train.elastic.agent import run_agent  # the submitter does not need the modules of the agent
+
+        reserved = None if self.share is None else partial(_reserve, self.share)
+        code = run_agent(run, reserve=reserved)
+        registered(RUN_ENDED)(run)
+        sys.exit(code)  # instead of returning, so that a failed run is a failed job
+
+
+def _reserve(share: Share, stop: StopRequests) -> AbstractContextManager[None]:
+    return reserve(share, lambda: stop.requested)
+
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Share:
+    """The GPUs or cores of this machine that a job uses.
+
+    ``sweep`` is the directory of the jobs submitted together, of which ``at_once`` may run at the same time.
+    """
+
+    gpus: int
+    cores: int
+    sweep: str
+    at_once: int
+
+
+@contextmanager
+def reserve(share: Share, waiting_is_over: Callable[[], bool]) -> Iterator[None]:
+    """Reserves the share of a job inside the ``with`` block, and restricts this process to it.
+
+    The directory ``.slots`` of the sweep has a lock file for each job that may run at the same time, and for each GPU
+    or core. When the process of a job ends, the kernel releases its locks. Jobs of other sweeps are not waited for.
+
+    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
+    """
+    folder = Path(share.sweep) / ".slots"
+    turns = [f"slot-{number}" for number in range(share.at_once)]
+    count = share.gpus or share.cores
+    names: list[str] = []
+    with ExitStack() as held:
+        try:
+            folder.mkdir(exist_ok=True)
+            held.enter_context(take(folder, turns, 1, waiting_is_over))
+            names = held.enter_context(take(folder, _devices_or_cores(share), count, waiting_is_over))
+        except OSError as error:  # such as files of another user, or a full disk
+            print(f"warning: this job does not wait for others of its sweep: {error}", file=sys.stderr)
+        if names:
+            _restrict([name.partition("-")[2] for name in names], share)
+        yield
+
+
+def _devices_or_cores(share: Share) -> list[str]:
+    if share.gpus:
+        return [f"gpu-{device}" for device in visible_devices()]
+    return [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
+
+
+def _restrict(names: Sequence[str], share: Share) -> None:
+    if not share.gpus:
+        os.sched_setaffinity(0, {int(name) for name in names})
+    elif Machine.this().amd() is not None:
+        restrict_to(list(names))
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+@contextmanager
+def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> Iterator[list[str]]:
+    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free."""
+    locks = _free_locks(folder, names, count)
+    while len(locks) < count and not waiting_is_over():
+        _close(locks)  # jobs that each hold a part of what they need would wait for each other
+        time.sleep(POLL_S * random.uniform(0.5, 1.5))
+        locks = _free_locks(folder, names, count)
+    try:
+        yield list(locks) if len(locks) == count else []
+    finally:
+        _close(locks)
+
+
+def _free_locks(folder: Path, names: Sequence[str], count: int) -> dict[str, int]:
+    """Takes up to ``count`` free locks; returns their descriptors by name."""
+    locks: dict[str, int] = {}
+    for name in names:
+        if len(locks) == count:
+            break
+        try:
+            descriptor = os.open(folder / name, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:
+            _close(locks)
+            raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        else:
+            locks[name] = descriptor
+    return locks
+
+
+def _close(locks: dict[str, int]) -> None:
+    for descriptor in locks.values():
+        os.close(descriptor)

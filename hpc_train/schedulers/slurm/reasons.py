@@ -6,14 +6,18 @@ Values that neither has stay empty.
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.schedulers.slurm.client import Query, query
-from hpc_train.schedulers.slurm.jobstats import describe_use
 from hpc_train.schedulers.slurm.records import (
     NODE_STATES,
     Free,
@@ -24,6 +28,7 @@ from hpc_train.schedulers.slurm.records import (
     seconds,
     size_bytes,
 )
+from hpc_train.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ def _shorter(asked_s: int | None, needed_s: float | None) -> str:
 class JobFacts:
     """Holds what Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task.
 
-    ``use`` is what the site's monitoring has measured (see ``slurm.jobstats``).
+    ``use`` is what the monitoring of the site has measured (``describe_use``).
     """
 
     job_id: str
@@ -254,3 +259,40 @@ def _with_accounting(job_id: str, facts: JobFacts | None, accounted: Sequence[Ma
         facts = JobFacts(job_id, state, "", job["ExitCode"], job["DerivedExitCode"], known)
     largest = max(size_bytes(row["MaxRSS"]) for row in accounted)
     return replace(facts, max_rss_bytes=largest or None, use=describe_use(job.get("AdminComment", "")))
+
+
+PREFIX = "JS1:"
+
+
+def describe_use(admin_comment: str) -> tuple[str, ...]:
+    """Returns what Jobstats says about the use of GPUs, CPUs and memory; nothing for any other comment."""
+    try:
+        found = json.loads(gzip.decompress(base64.b64decode(admin_comment.removeprefix(PREFIX))))
+        return tuple(_lines(found)) if admin_comment.startswith(PREFIX) else ()
+    except (ValueError, EOFError, OSError, KeyError, TypeError, AttributeError, ZeroDivisionError):  # e.g. JS1:Short
+        return ()
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    nodes: dict[str, dict[str, Any]] = found["nodes"]
+    used = {
+        f"GPU {gpu} of {name}": float(share)
+        for name, node in nodes.items()
+        for gpu, share in node.get("gpu_utilization", {}).items()
+    }
+    if used:
+        lowest = min(used, key=lambda name: used[name])
+        yield f"Jobstats: GPU utilization {fmean(used.values()):.0f} % (lowest {used[lowest]:.0f} %, {lowest})"
+        yield f"Jobstats: GPU memory {_fullest(nodes, 'gpu_used_memory', 'gpu_total_memory')}"
+    held_s = sum(node["cpus"] for node in nodes.values()) * found["total_time"]
+    share = sum(node["total_time"] for node in nodes.values()) / held_s
+    fullest = max(nodes.values(), key=lambda node: node["used_memory"] / node["total_memory"])
+    host = f"{format_bytes(fullest['used_memory'])} of {format_bytes(fullest['total_memory'])}"
+    yield f"Jobstats: CPU utilization {100 * share:.0f} %, host memory of the fullest node {host}"
+
+
+def _fullest(nodes: dict[str, dict[str, Any]], used: str, total: str) -> str:
+    """Returns the use of the GPU with the largest share of its memory in use."""
+    pairs = [(node[used][gpu], node[total][gpu]) for node in nodes.values() for gpu in node.get(used, {})]
+    highest = max(pairs, key=lambda pair: pair[0] / pair[1])
+    return f"{format_bytes(highest[0])} of {format_bytes(highest[1])} on the fullest"

@@ -25,7 +25,7 @@ from hpc_train.run.event_log import EventLog
 from hpc_train.run.files import read_or
 from hpc_train.run.freeze import load
 from hpc_train.run.processes import die_with_parent
-from hpc_train.shadowing import shadowing_file
+from hpc_train.search_path import shadowing_file
 from hpc_train.telemetry.sinks.replay import Replay
 from hpc_train.telemetry.sinks.table import BACKENDS, Session
 from hpc_train.telemetry.sinks.tracking import advice, tracking_events, wanted
