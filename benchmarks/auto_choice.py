@@ -26,7 +26,7 @@ from hpc_train.errors import UserError
 from hpc_train.layout.layout import JobShape, Layout
 from hpc_train.layout.validate import validate
 from hpc_train.planner.auto import choose
-from hpc_train.planner.gpu_types import machine_of_job
+from hpc_train.planner.machine import machine_of_job
 from hpc_train.run.files import append_line, write_text
 
 WORKERS = 2

@@ -12,7 +12,7 @@ from gpu_checks.check import Probe
 from gpu_checks.commands import train
 from gpu_checks.models import CYCLES_PER_S
 from gpu_checks.steps import Steps, World, profiled, trace_of
-from hpc_train.models.rotary import rotary_tables, rotate
+from hpc_train.models.attention import rotary_tables, rotate
 from hpc_train.parallel.compile import _written_apart, compile_in_turns
 from hpc_train.train.watch.peak_rates import peak_flops
 from hpc_train.train.watch.step_clock import StepClock, make_stopwatch

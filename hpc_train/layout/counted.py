@@ -1,6 +1,6 @@
 """Reads the counts of models whose family tells no sizes: custom models and most of Hugging Face's.
 
-Such a model is counted once by running it without values in another process (``planner/traced.py``), and the counts are
+Such a model is counted once by running it without values in another process (``planner/work.py``), and the counts are
 kept in the user's cache. ``counted`` gives a config the counts in the place of its model, so that the memory estimate
 and the plan treat it like a model of a family. Imports no torch.
 """

@@ -21,8 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert, is_synchronized
 from hpc_train.models.held import held_by
 from hpc_train.models.hf.loss import refuse_unless
-from hpc_train.models.model import Model
-from hpc_train.models.parts import check_parts
+from hpc_train.models.model import Model, check_parts
 from hpc_train.models.wrapped import WrappedModel
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -1,7 +1,7 @@
 """Counts what a model computes and keeps, by running it on tensors without values.
 
 ``python -m hpc_train.models.counting FILE`` reads a pickled ``Config`` from its standard input and writes the counts,
-or why the model cannot be counted, to FILE as JSON. ``planner/traced.py`` starts it, since it imports torch and code of
+or why the model cannot be counted, to FILE as JSON. ``planner/work.py`` starts it, since it imports torch and code of
 the user.
 """
 

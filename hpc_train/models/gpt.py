@@ -27,13 +27,11 @@ from torch.distributed.tensor.parallel import (
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models import gpt_sizes
-from hpc_train.models.attention import LOCAL, Attention
-from hpc_train.models.linear_head import LinearHead
+from hpc_train.models.attention import LOCAL, Attention, RotaryCache, RotaryScaling
+from hpc_train.models.linear_head import LinearHead, WordEmbedding
 from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.packed_attention import Scores, document_context, local_context
-from hpc_train.models.rotary import RotaryCache, RotaryScaling
 from hpc_train.models.transformer import OffsetRMSNorm, PreNormLayer, RMSNorm, in_compute_dtype
-from hpc_train.models.vocabulary_shard import WordEmbedding
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

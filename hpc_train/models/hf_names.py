@@ -1,6 +1,6 @@
 """Maps the names of GPT parameters and config keys to those of ``transformers`` and back. Imports no torch.
 
-Shapes and values are equal (``rotary.rotate`` uses their convention), so both directions only rename tensors.
+Shapes and values are equal (``attention.rotate`` uses their convention), so both directions only rename tensors.
 ``FAMILIES`` lists the families; a model is exported as the first one whose options it has.
 """
 

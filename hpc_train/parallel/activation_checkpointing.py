@@ -28,8 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from hpc_train.config.values import Recomputation
 from hpc_train.errors import UserError
 from hpc_train.models import packed_attention
-from hpc_train.models.blocks import replace_block
 from hpc_train.models.model import Model
+from hpc_train.models.wrapped import replace_block
 
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_scaled_dot_product_flash_attention",

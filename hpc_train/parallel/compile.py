@@ -154,7 +154,7 @@ def _written_apart() -> dict[str, int]:
     """Returns the settings with which the parts of a concatenation are written by one kernel each; torch >= 2.13.
 
     By default code for GPUs selects among all parts for each element. In a backward pass the parts are gradients, such
-    as those of queries, keys and values that were computed together (``models/projections.py``): on an H200 they took
+    as those of queries, keys and values that were computed together (``models/linear_layers.py``): on an H200 they took
     13.8 ms of a step, but the rotation of queries and keys in the forward pass 4 ms (torch 2.11). With these settings
     the generated kernels are like those of the forward pass. That they are as fast is not measured yet.
     """

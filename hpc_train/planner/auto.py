@@ -25,8 +25,7 @@ from hpc_train.layout.techniques import compiler_mode
 from hpc_train.layout.validate import check_values
 from hpc_train.planner.calibration import Calibration, read_calibration
 from hpc_train.planner.candidates import Candidate, candidates, close_and_others, distinct, nested, refusal, with_values
-from hpc_train.planner.gpu_types import machine_of_job
-from hpc_train.planner.machine import Machine
+from hpc_train.planner.machine import Machine, machine_of_job
 from hpc_train.planner.work import count_work
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import is_present

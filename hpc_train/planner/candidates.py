@@ -20,8 +20,7 @@ from hpc_train.layout.resolve import SIMPLEST
 from hpc_train.layout.validate import checked_layout
 from hpc_train.planner.machine import Machine
 from hpc_train.planner.prediction import Prediction, predict_step
-from hpc_train.planner.traced import count_model
-from hpc_train.planner.work import count_work
+from hpc_train.planner.work import count_model, count_work
 
 KINDS = ("ddp", "zero1", "zero2", "zero3")  # allreduce where ddp does not support tensor parallelism
 CHECKPOINTING = ("none", "selective", "full")

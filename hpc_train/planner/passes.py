@@ -3,20 +3,44 @@
 A pass takes the time of its matrix products and its attention, that of moving its activations, and that of its
 tensor-parallel and context-parallel traffic, which nothing covers without ``strategy.async_tp``. On GPUs it takes at
 least as long as the host starts its kernels; the CUDA graph of a layer (``train.cuda_graphs``) starts like one kernel.
+On CPUs the cores run the kernels, start them and move the bytes of collectives, so nothing overlaps.
+
+In fp8 each product and each of its two gradients scales and casts both operands anew
+(``parallel/precision/float8.py``). What the casts move was counted in torchao 0.18 as the bytes that all kernels read
+and write, per value of an operand:
+
+- Compiled, as torch 2.13's Inductor counts them for one product with its gradients. ``tensorwise`` reads an operand
+  for its largest magnitude and again for each of two layouts, which have a byte per value: 2 + 2 (2 + 1). ``rowwise``
+  needs the magnitudes of rows and of columns as well.
+- ``mxfp8`` has a kernel for each layout, which reads an operand once.
+- Not compiled, each operation is a kernel, most of them in fp32: 33 bytes for each cast, and 2 to transpose the result.
+
+With ``strategy.async_tp`` torch cuts a product and the gather of its input, or the scatter of its result, into a piece
+for each rank. A rank has its own piece, and while it computes one it copies another, so all pieces but one cover the
+traffic. Not covered are the copy of the own piece for the other ranks and the sum of the pieces after a scatter, which
+take memory bandwidth (``_pipelined_multi_all_gather_and_consume`` and ``_fused_matmul_reduce_scatter_impl`` in
+torch/distributed/_symmetric_memory, torch 2.13). Pieces are taken to be as fast as the whole, since two streams compute
+at once. The compiler joins a scatter only with a product whose result it scatters (``_find_producer_matmul`` in
+torch/_inductor/fx_passes/micro_pipeline_tp.py). In the backward of several products of one input their results are
+added up before, so this scatter stays as it was.
 """
 
 from __future__ import annotations
 
-from hpc_train.config.extensions import family_of
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpc_train.config.extensions import LinearLayers, family_of
 from hpc_train.config.schema import Config
 from hpc_train.config.values import LayerMode
+from hpc_train.errors import UserError
+from hpc_train.layout.counted import CountedModel, counted
+from hpc_train.layout.float8 import OFF, WHERE, Products, check_gpus
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.techniques import CompilerMode, compiler_mode
-from hpc_train.planner.async_tp import Pass, Traffic, traffic_left
 from hpc_train.planner.collectives import gather, group_of, scatter
-from hpc_train.planner.float8 import IN_BF16, Float8, check_float8_rate, float8_of
 from hpc_train.planner.machine import Machine, Rates
-from hpc_train.planner.shared_cores import pass_seconds
 from hpc_train.planner.work import Block, Work
 
 PRODUCTS = 7  # matrix products of a layer, which share its operations
@@ -170,3 +194,224 @@ def _key_share(config: Config, layout: Layout) -> float:
         return 1.0
     queries, keys = (getattr(config.model, name) / layout.tp for name in heads)
     return max(keys, float(layout.cp)) / queries
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Counts what the casts of one product move, in bytes per value, and the kernels that they take.
+
+    Attributes:
+        forward, backward: of the input and of the weight, in each pass.
+        gradient: of the gradient of the result, in the backward.
+        kernels: in the forward and in the backward.
+    """
+
+    forward: float
+    backward: float
+    gradient: float
+    kernels: tuple[int, int]
+
+
+_OF_BLOCKS = 2 + 1 + 1 / 32  # mxfp8 writes the scale of each block, too
+COMPILED = {
+    "tensorwise": Casts(5, 3, 8, (4, 8)),
+    "rowwise": Casts(6, 4, 6, (20, 15)),
+    "mxfp8": Casts(_OF_BLOCKS, _OF_BLOCKS, 2 * _OF_BLOCKS, (2, 4)),
+}
+EAGER = {
+    "tensorwise": Casts(33, 35, 68, (22, 47)),
+    "rowwise": Casts(33, 35, 68, (28, 59)),
+    "mxfp8": COMPILED["mxfp8"],
+}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """The products of a layer in fp8, of the mean layer if ``precision.fp8_skip`` names some layers.
+
+    Attributes:
+        share: of the operations of all its products.
+        forward, backward: bytes that the casts of a micro-batch move on one rank.
+        kernels: of these casts, in the forward and in the backward.
+    """
+
+    share: float
+    forward: float
+    backward: float
+    kernels: tuple[int, int]
+
+
+IN_BF16 = Float8(0.0, 0.0, 0.0, (0, 0))
+
+
+def float8_of(config: Config, layout: Layout, tokens: int) -> Float8:
+    """Returns the products of the mean layer in fp8, or of the stem of a model without layers, which counts as a whole;
+    none of them if neither the family of the model nor its counts tell its linear layers.
+
+    Args:
+        tokens: the positions of a sample.
+    """
+    recipe = config.precision.fp8
+    if recipe is None:
+        return IN_BF16
+    model: Any = counted(config).model
+    known = products_of(model, tokens)
+    if known is None:
+        return IN_BF16
+    layers = max(1, model.n_layers)
+    casts = (COMPILED if config.train.compile else EAGER)[recipe]
+    chosen = forward = backward = 0.0
+    kernels = [0.0, 0.0]
+    for group in known:
+        shares = [count / layers for count in group.chosen(config.precision)]
+        rows = layout.micro_size * group.rows / layout.cp
+        in_fp8 = sum(share * group.inputs * outputs for share, outputs in zip(shares, group.outputs, strict=True))
+        # the compiler casts an input once that several products share
+        inputs = rows * group.inputs * (max(shares) if config.train.compile else sum(shares))
+        results = rows * sum(share * outputs for share, outputs in zip(shares, group.outputs, strict=True))
+        forward += casts.forward * (inputs + in_fp8) / layout.tp
+        backward += (casts.backward * (inputs + in_fp8) + casts.gradient * results) / layout.tp
+        kernels = [have + sum(shares) * more for have, more in zip(kernels, casts.kernels, strict=True)]
+        chosen += 2 * group.rows * in_fp8
+    share = chosen * layers / (_operations(model, known) or 1.0)
+    return Float8(share, forward, backward, (round(kernels[0]), round(kernels[1])))
+
+
+def products_of(model: Any, tokens: int) -> Sequence[Products] | None:
+    """Returns the linear layers of all layers of ``model``; None if they are unknown."""
+    if isinstance(model, CountedModel):
+        return model.counts.products
+    tell = family_of(model).linear_layers
+    groups = None if tell is None else tell(model)
+    if groups is None:
+        return None
+    numbers = range(model.n_layers)
+    found = list[Products]()
+    for group in groups:
+        names = tuple(tuple(f"{group.layer.format(number)}.{name}" for number in numbers) for name in group.names)
+        found.append(Products(names, group.inputs, group.outputs, tokens))
+    return found
+
+
+def _operations(model: Any, known: Sequence[Products]) -> float:
+    """Returns the operations of the forward of a sample in all products of the layers, with those that stay in bf16."""
+    if isinstance(model, CountedModel):
+        return sum(block.products for block in model.layers or model.counts.blocks[:1])
+    return sum(2 * group.rows * group.inputs * sum(group.outputs) * len(group.names[0]) for group in known)
+
+
+def check_float8_rate(config: Config, machine: Machine) -> None:
+    """Checks that the time of products in fp8 can be predicted.
+
+    Raises:
+        UserError: the GPUs have no units for this scaling, or their rate is unknown. CPUs emulate it.
+    """
+    check_gpus(config, {machine.device})
+    if config.precision.fp8 is None or machine.rates.cores or machine.rates.fp8_flops:
+        return
+    raise UserError(
+        f"precision.fp8 is {config.precision.fp8}, but {machine.name} ({machine.device}) has no rate of fp8",
+        where=f"{WHERE}, --machine",
+        fix=f"{OFF}; or add fp8_flops to the machine file if its GPUs have units for fp8",
+    )
+
+
+def why_not_predicted(config: Config, machine: Machine) -> str | None:
+    """Returns a sentence if the times are those of bf16 although the config computes in fp8; None if they are not."""
+    if config.precision.fp8 is None:
+        return None
+    if machine.rates.cores:
+        return "times are those of bf16: CPUs emulate fp8, which is slower"
+    if products_of(counted(config).model, 1) is None:
+        return f"times are those of bf16: the linear layers of this model of kind {config.model.kind} are unknown"
+    return None
+
+
+Pass = Literal["forward", "backward", "again"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of a layer.
+
+    Attributes:
+        gather_s, scatter_s: the seconds of each.
+        moved_s: the seconds in which memory reads or writes the whole hidden states once.
+        ranks: of a tensor-parallel group.
+    """
+
+    gather_s: float
+    scatter_s: float
+    moved_s: float
+    ranks: int
+
+    def gathered(self, beside: float) -> float:
+        """Returns the seconds of a gather that ``beside`` seconds of products leave."""
+        return self._left(self.gather_s, beside) + 2 / self.ranks * self.moved_s
+
+    def scattered(self, beside: float) -> float:
+        """Returns the same of a scatter."""
+        return self._left(self.scatter_s, beside) + (1 + 1 / self.ranks) * self.moved_s
+
+    def _left(self, seconds: float, beside: float) -> float:
+        return max(0.0, seconds - beside * (self.ranks - 1) / self.ranks)
+
+
+def traffic_left(layers: Sequence[LinearLayers], products_s: float, of: Pass, traffic: Traffic) -> float:
+    """Returns the seconds of the traffic of a layer in one pass that its products leave.
+
+    Args:
+        layers: the linear layers, in the order of the forward. Those whose input is gathered alternate with those whose
+            result is scattered.
+        products_s: the seconds of all of them in the forward, which the gradients of their inputs take as well.
+        of: ``again`` is the forward that recomputation repeats, without the last scatter.
+    """
+    sizes = [group.inputs * sum(group.outputs) for group in layers]
+    beside = [products_s * size / sum(sizes) for size in sizes]
+    if of == "backward":
+        return sum(_backward(layers, beside, traffic))
+    parts = [traffic.scattered(each) if place % 2 else traffic.gathered(each) for place, each in enumerate(beside)]
+    return sum(parts[:-1] if of == "again" else parts)
+
+
+def _backward(layers: Sequence[LinearLayers], beside: Sequence[float], traffic: Traffic) -> Iterator[float]:
+    for place, (group, seconds) in enumerate(zip(layers, beside, strict=True)):
+        if place % 2:
+            yield traffic.gathered(seconds)
+        else:
+            yield traffic.scattered(seconds) if len(group.names) == 1 else traffic.scatter_s
+
+
+def pass_seconds(computed: float, started: float, rates: Rates) -> float:
+    """Returns the time of a pass whose kernels take ``computed`` seconds to run and ``started`` seconds to start."""
+    return computed + started if rates.cores else max(computed, started)
+
+
+def uncovered(traffic: float, window: float, blocks: int, rates: Rates, load: float = 1.0) -> float:
+    """Returns the part of ``traffic`` that ``window`` seconds of computation do not cover: at least that of a block.
+
+    On GPUs the part that they cover slows them (``overlap_share``), the less the longer it waits for the network.
+
+    Args:
+        traffic: the seconds of the collectives of ``blocks`` blocks; on CPUs as one collective.
+        load: how busy the collectives keep a device, as a share of collectives within a node.
+    """
+    if rates.cores:
+        return traffic + (blocks - 1) * rates.node_latency_s if traffic else 0.0
+    alone = traffic / blocks
+    covered = min(traffic - alone, window)
+    return traffic - covered + rates.overlap_share * load * covered
+
+
+def pipeline_seconds(simulated: float, busy: float, ranks: int, rates: Rates) -> float:
+    """Returns the time of a pipeline's passes when its ``ranks`` ranks on a node share the cores.
+
+    With more ranks than cores, the ranks that compute take the cores of those that wait: a step takes as long as with
+    a core per rank, but no less than all cores need for the work of all ranks.
+
+    Args:
+        simulated: the seconds if each rank always has only its share of a core.
+        busy: the seconds in which the busiest rank then computes.
+    """
+    slices = ranks / rates.cores if rates.cores else 1.0
+    return simulated if slices <= 1 else max(busy, simulated / slices)

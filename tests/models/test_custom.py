@@ -19,8 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm, convert, has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.gpt import GPT, GPTHead
-from hpc_train.models.model import Head, Model
-from hpc_train.models.parts import check_hidden_shape
+from hpc_train.models.model import Head, Model, check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.engine import step_numbers

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
+from hpc_train.models.attention import rotary_tables, rotate
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.models.rotary import rotary_tables, rotate
 from hpc_train.models.transformer import OffsetRMSNorm
 from tests.models.models import TINY_GPT, with_values
 from tests.parallel.cells import OPTIONS

@@ -31,11 +31,10 @@ from hpc_train.errors import UserError
 from hpc_train.layout.memory import estimate, state_bytes
 from hpc_train.layout.sizes import parameter_count, sizes_of
 from hpc_train.layout.validate import validate
-from hpc_train.models.blocks import find_blocks
 from hpc_train.models.build import build_model
 from hpc_train.models.hf import family, sizes
 from hpc_train.models.hf.decoder import HFDecoder
-from hpc_train.models.wrapped import WrappedModel
+from hpc_train.models.wrapped import WrappedModel, find_blocks
 from hpc_train.parallel.parallelize import materialize
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit

@@ -12,8 +12,8 @@ from hpc_train.config.compose import typed
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
+from hpc_train.models.attention import RotaryScaling, rotary_tables
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
-from hpc_train.models.rotary import RotaryScaling, rotary_tables
 from hpc_train.run.imported import model_overrides
 from tests.config.composing import compose
 from tests.models.models import with_values

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
+from hpc_train.models.attention import rotary_tables, rotate
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead, _Logits, _loss_and_gradient, compilable_chunk_loss
 from hpc_train.models.model import Model
-from hpc_train.models.rotary import rotary_tables, rotate
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compile import (
     CONCATENATION,

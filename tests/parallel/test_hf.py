@@ -19,7 +19,7 @@ from torch import Tensor
 from hpc_train.config.schema import Config, CustomModelConfig, GPTConfig, HFModelConfig, LoraConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.hf.family import hf_name
-from hpc_train.models.hf.weights import WeightFiles
+from hpc_train.models.hf.pretrained import WeightFiles
 from hpc_train.parallel.build import build_engine
 from tests.checkpoint.progress import LONG
 from tests.parallel.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell

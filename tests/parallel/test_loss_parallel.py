@@ -15,9 +15,8 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.layout.validate import validate
-from hpc_train.models.linear_head import _evaluate_shard, linear_cross_entropy
+from hpc_train.models.linear_head import VocabularyShard, _evaluate_shard, linear_cross_entropy
 from hpc_train.models.transformer import count_correct
-from hpc_train.models.vocabulary_shard import VocabularyShard
 from hpc_train.parallel import tensor
 from hpc_train.parallel.build import build_engine
 from tests.models.test_linear_head import VOCABULARY, drawn, plain

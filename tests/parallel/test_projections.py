@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.models.projections import JOINED, can_join
+from hpc_train.models.linear_layers import JOINED, can_join
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.precision.dtypes import KeptCasts
 from tests.parallel.cells import Cell

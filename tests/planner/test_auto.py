@@ -18,8 +18,7 @@ from hpc_train.layout.resolve import check_chosen, for_nodes, open_keys, resolve
 from hpc_train.layout.validate import validate
 from hpc_train.planner import auto
 from hpc_train.planner.auto import ERROR, choose
-from hpc_train.planner.gpu_types import files_of, machine_of_job
-from hpc_train.planner.machine import Machine, read_machine
+from hpc_train.planner.machine import Machine, files_of, machine_of_job, read_machine
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
 from tests.config.composing import config_of

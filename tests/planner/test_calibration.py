@@ -23,8 +23,7 @@ from hpc_train.planner.calibration import (
     predicted_values,
     read_calibration,
 )
-from hpc_train.planner.gpu_types import recognized
-from hpc_train.planner.machine import read_machine
+from hpc_train.planner.machine import read_machine, recognized
 from hpc_train.planner.prediction import Prediction, predict_step
 from tests.config.composing import compose
 

@@ -19,12 +19,10 @@ from hpc_train.layout.sizes import sizes_of
 from hpc_train.models import counting
 from hpc_train.models.build import build_model
 from hpc_train.parallel.precision.float8 import Float8Linear, use_float8
-from hpc_train.planner import traced
-from hpc_train.planner.float8 import COMPILED, EAGER, float8_of, products_of, why_not_predicted
+from hpc_train.planner import work as planner_work
 from hpc_train.planner.machine import read_machine
-from hpc_train.planner.passes import Passes
-from hpc_train.planner.traced import count_model
-from hpc_train.planner.work import count_work
+from hpc_train.planner.passes import COMPILED, EAGER, Passes, float8_of, products_of, why_not_predicted
+from hpc_train.planner.work import count_model, count_work
 from hpc_train.run.directory import RunDirectory
 from tests.config.composing import compose
 
@@ -70,7 +68,9 @@ TEXT = ["data=synthetic", "data.sequence_length=32"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(traced, "_answer", lambda config, file: asdict(counting.count(config)))  # torch is here already
+    monkeypatch.setattr(
+        planner_work, "_answer", lambda config, file: asdict(counting.count(config))
+    )  # torch is here already
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "float8_net.py").write_text(OWN)

@@ -19,8 +19,8 @@ from hpc_train.errors import UserError
 from hpc_train.layout.resolve import resolve_layout
 from hpc_train.planner.candidates import candidates, fastest
 from hpc_train.planner.machine import Figure, Machine, read_machine
+from hpc_train.planner.passes import pipeline_seconds
 from hpc_train.planner.prediction import Prediction, predict_step
-from hpc_train.planner.shared_cores import pipeline_seconds
 from hpc_train.planner.work import count_work
 from tests.checkpoint.progress import LONG
 from tests.config.composing import compose

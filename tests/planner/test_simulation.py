@@ -7,7 +7,7 @@ import pytest
 from hpc_train.layout.layout import Layout
 from hpc_train.layout.orders import FORWARD
 from hpc_train.layout.techniques import SCHEDULES
-from hpc_train.planner.simulation import simulate, step_seconds
+from hpc_train.planner.prediction import simulate, step_seconds
 
 SHAPES = [(2, 1), (4, 1), (2, 2), (4, 2), (3, 3)]
 

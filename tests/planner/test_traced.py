@@ -23,9 +23,8 @@ from hpc_train.layout.resolve import resolve_layout
 from hpc_train.layout.sizes import parameter_count
 from hpc_train.models import counting
 from hpc_train.models.build import build_model
-from hpc_train.planner import traced
-from hpc_train.planner.traced import count_model
-from hpc_train.planner.work import count_work
+from hpc_train.planner import work as planner_work
+from hpc_train.planner.work import count_model, count_work
 from tests.config.composing import compose
 
 BUILT_IN = (  # one of each structure; test_sizes.py has the parameters of all
@@ -159,7 +158,7 @@ def test_an_own_model_is_counted_once_until_its_code_changes(
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Counts in this process, which has torch already."""
-    monkeypatch.setattr(traced, "_answer", lambda config, file: asdict(counting.count(config)))
+    monkeypatch.setattr(planner_work, "_answer", lambda config, file: asdict(counting.count(config)))
     return folder
 
 

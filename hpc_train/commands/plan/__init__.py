@@ -14,7 +14,7 @@ from hpc_train.commands.plan.simulated import simulate
 from hpc_train.config.arguments import with_right_plus
 from hpc_train.config.command_line import CommandLine
 from hpc_train.errors import UserError
-from hpc_train.planner.float8 import why_not_predicted
+from hpc_train.planner.passes import why_not_predicted
 from hpc_train.run.exits import Exit
 
 

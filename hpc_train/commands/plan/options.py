@@ -15,8 +15,16 @@ from hpc_train.commands.plan.simulated import KINDS, simulated_counts
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError, nearest
 from hpc_train.planner.candidates import FURTHER
-from hpc_train.planner.gpu_types import OF_CPUS, machine_of_job
-from hpc_train.planner.machine import NAMES, Figure, Machine, check_figure, read_machine, shipped
+from hpc_train.planner.machine import (
+    NAMES,
+    OF_CPUS,
+    Figure,
+    Machine,
+    check_figure,
+    machine_of_job,
+    read_machine,
+    shipped,
+)
 from hpc_train.runs.cost import Prices
 
 _PRICE = re.compile(r"(\d+(?:\.\d+)?)\s*([^\s\d.,-]{0,5})")

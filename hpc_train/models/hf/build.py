@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from hpc_train.config.hf_config import DECODERS
 from hpc_train.config.schema import HFModelConfig
+from hpc_train.data.dataset import Ragged
 from hpc_train.models.hf.decoder import HFDecoder
 from hpc_train.models.hf.lora import AdapterValues, adapt
-from hpc_train.models.hf.pretrained import skeleton, weights_folder
-from hpc_train.models.hf.values import FirstValues
-from hpc_train.models.hf.weights import WeightFiles
-from hpc_train.models.hf.whole import HFWhole
+from hpc_train.models.hf.loss import ConfiguredLoss
+from hpc_train.models.hf.pretrained import FirstValues, WeightFiles, skeleton, weights_folder
+from hpc_train.models.wrapped import WrappedModel
 
 
 def build(config: HFModelConfig) -> HFDecoder | HFWhole:
@@ -32,3 +36,59 @@ def build(config: HFModelConfig) -> HFDecoder | HFWhole:
     if config.task == "causal_lm" and module.config.model_type in DECODERS:
         return HFDecoder(module, values, config)
     return HFWhole(module, values, config)
+
+
+class HFWhole(WrappedModel):
+    """Wraps a model on ``meta`` with the names of transformers.
+
+    Args:
+        module: the model on ``meta``.
+        values: the first values of its parameters.
+    """
+
+    def __init__(self, module: Any, values: FirstValues, config: HFModelConfig) -> None:
+        super().__init__(module, "cross_entropy", config.wrap)
+        self.own_count = False
+        self._configured = ConfiguredLoss(module, config.task)
+        self.balances_experts = self._configured.balance > 0
+        self.config = config
+        self._values = values
+        self.saves_frozen = config.lora.rank is None
+        self.tied = values.tied
+
+    def forward(
+        self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
+        """Runs the module like ``WrappedModel.forward``, with the loss of its config.
+
+        An evaluation leaves the load-balancing loss out, so that its loss does not depend on the split.
+        """
+        if isinstance(inputs, Ragged):
+            return super().forward(inputs, context, targets)
+        outputs = self.bare(inputs, **self._arguments(context))
+        if targets is None:
+            return outputs["logits"]
+        total, count, correct = self._configured(outputs["logits"], targets)
+        if self.training:
+            if self.balances_experts:
+                total = total + self._configured.balance * outputs["aux_loss"] * count
+            return total, count
+        if self.observe is not None:
+            self.observe(outputs["logits"], targets)
+        return total, count, correct
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Reads the parameter from the files, or draws it as transformers does."""
+        self._values.fill(name, value, generator)
+
+    def is_stored(self, name: str) -> bool:
+        """Returns whether the files have the parameter."""
+        return self._values.is_stored(name)
+
+    def stored_box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
+        """Returns the box from the files; see ``Model.stored_box``."""
+        return self._values.read(name, begin, size)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Reads or computes all buffers."""
+        self._values.fill_buffers(self, "", device)

@@ -20,8 +20,7 @@ from hpc_train.config.hf_config import CONFIG
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import has_batch_statistics
-from hpc_train.models.hf.pretrained import skeleton, weights_folder
-from hpc_train.models.hf.values import FirstValues
+from hpc_train.models.hf.pretrained import FirstValues, skeleton, weights_folder
 
 _ADAPTER = (".lora_A.default.", ".lora_B.default.")
 _BASE = ".base_layer."  # peft's name of the layer to which an adapter is added

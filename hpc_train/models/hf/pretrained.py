@@ -1,16 +1,35 @@
-"""Reads what transformers has of a model: its config, its class, and the directory of its weights."""
+"""Reads what transformers has of a model (its config, its class, its weights), and gives parameters first values.
+
+Weights are read from safetensors files tensor by tensor, or only the rows that a rank holds. Files may name tensors
+otherwise than the model does: older versions of transformers saved other names, and a file of a base model lacks its
+prefix. The table of transformers says how to rename them, and which tensors of the model are several stored ones, such
+as the experts of a mixture, or a part of one. Other conversions need whole tensors, so such files are refused.
+
+A parameter that is in no file is drawn by the model's own initializer, on a copy of the one module that owns it and
+from the seed of the parameter. So the values are the same under every layout, and no rank ever holds more than one full
+parameter besides its own shards. Buffers that are not in files, such as the frequencies of rotary positions, are
+computed by the same initializer, as ``from_pretrained`` does.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from hpc_train.config.hf_config import SMOOTHING
+from hpc_train.config.hf_config import INDEX, SMOOTHING, WEIGHTS, no_weights
 from hpc_train.config.schema import HFModelConfig
 from hpc_train.errors import UserError
+from hpc_train.models.model import aliases, canonical_name
 
 _CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -105,3 +124,346 @@ def _downloaded(name: str, revision: str | None) -> Path:
             where="model.name_or_path",
             fix=f"on a machine with internet and the same HF_HOME: hf download {name}",
         ) from error
+
+
+_WHERE = "model.name_or_path"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Says of which stored tensors a tensor of the model is made.
+
+    Attributes:
+        grid: stored names. Those of one row are concatenated along ``dim``; rows are stacked along a new first dim.
+        dim: counted without the new dim.
+        stacked: whether there is a new first dim; otherwise ``grid`` has one row.
+        part, parts: of a stored tensor that is several of the model, cut along dim 0: which one this is, of how many.
+    """
+
+    grid: tuple[tuple[str, ...], ...]
+    dim: int = 0
+    stacked: bool = False
+    part: int = 0
+    parts: int = 1
+
+
+class WeightFiles:
+    """Reads the tensors of a directory under the names of the model.
+
+    Args:
+        folder: the directory with one safetensors file, or several and an index.
+        module: the model, on ``meta``.
+
+    Attributes:
+        unused: the names of stored tensors that the model does not have.
+
+    Raises:
+        UserError: files are missing or damaged, or their tensors need a conversion that is not implemented.
+    """
+
+    def __init__(self, folder: Path, module: nn.Module) -> None:
+        self._folder = folder
+        self._file_of = _located(folder)
+        self._opened: dict[str, Any] = {}
+        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        self._stored = _sources(self._file_of, module, tensors)
+        used = {stored for source in self._stored.values() for row in source.grid for stored in row}
+        self.unused = [stored for stored in self._file_of if stored not in used]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def __deepcopy__(self, memo: Any) -> WeightFiles:
+        return self  # it does not change, and open files cannot be copied
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of ``name`` according to the files."""
+        source = self._stored[name]
+        shapes = [self._shape(stored) for stored in source.grid[0]]
+        if not shapes[0]:
+            return ()
+        joined = list(shapes[0])
+        joined[source.dim] = sum(shape[source.dim] for shape in shapes) // source.parts
+        if source.stacked:
+            return (len(source.grid), *joined)
+        return tuple(joined)
+
+    def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """Returns a box of the tensor in its stored dtype; only these bytes are read if it is a range of rows."""
+        source = self._stored[name]
+        if 0 in size:
+            return self._slice(source.grid[0][0])[0:0].new_empty(size)
+        if not source.stacked:
+            return self._joined(source, source.grid[0], begin, size)
+        rows = source.grid[begin[0] : begin[0] + size[0]]
+        return torch.stack([self._joined(source, row, begin[1:], size[1:]) for row in rows])
+
+    def _joined(self, source: _Source, row: tuple[str, ...], begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """Returns a box of the concatenation of ``row``."""
+        if not begin:
+            return self._open(row[0]).get_tensor(row[0])
+        dim = source.dim
+        pieces = []
+        first = begin[dim] + source.part * self._shape(row[0])[0] // source.parts
+        last = first + size[dim]
+        for stored in row:
+            length = self._shape(stored)[dim]
+            low, high = max(0, first), min(length, last)
+            if low < high:
+                box = [slice(start, start + count) for start, count in zip(begin, size, strict=True)]
+                box[dim] = slice(low, high)
+                pieces.append(self._slice(stored)[tuple(box)])
+            first, last = first - length, last - length
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, dim)
+
+    def _shape(self, stored: str) -> tuple[int, ...]:
+        return tuple(self._slice(stored).get_shape())
+
+    def _slice(self, stored: str) -> Any:
+        return self._open(stored).get_slice(stored)
+
+    def _open(self, stored: str) -> Any:
+        file = self._file_of[stored]
+        if file not in self._opened:
+            self._opened[file] = _opened(self._folder / file)
+        return self._opened[file]
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}", where=_WHERE, fix="download the model again") from error
+
+
+def _located(folder: Path) -> dict[str, str]:
+    """Returns stored name -> file."""
+    if (folder / INDEX).exists():
+        located: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map", {})
+        outside = [file for file in located.values() if Path(file).name != file]
+        if outside:
+            raise UserError(
+                f"the index refers to {outside[0]}, which is outside {folder}",
+                where=str(folder / INDEX),
+                fix="use only names of files in the same directory",
+            )
+        return located
+    if (folder / WEIGHTS).exists():
+        return dict.fromkeys(_opened(folder / WEIGHTS).keys(), WEIGHTS)
+    raise no_weights(folder)
+
+
+def _sources(located: Mapping[str, str], module: Any, tensors: Mapping[str, Tensor]) -> dict[str, _Source]:
+    """Returns name in the model -> of which stored tensors it is made."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    table = get_model_conversion_mapping(module)
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    sources: dict[str, _Source] = {}
+    to_join: dict[str, dict[str, list[str]]] = {}  # name -> pattern -> stored names
+    for stored in sorted(located, key=dot_natural_key):
+        if stored in tensors:
+            sources[stored] = _Source(((stored,),))
+            continue
+        name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, dict(tensors))
+        if pattern is None:
+            if name in tensors:
+                sources[name] = _Source(((stored,),))
+        else:
+            to_join.setdefault(name, {}).setdefault(pattern, []).append(stored)
+    for name, by_pattern in to_join.items():
+        for target, source in _converted(name, by_pattern, converter_of[next(iter(by_pattern))], module):
+            if target in tensors:
+                sources[target] = source
+    return sources
+
+
+def _converted(
+    name: str, by_pattern: Mapping[str, list[str]], converter: Any, module: Any
+) -> Iterator[tuple[str, _Source]]:
+    """Yields the tensors of the model, the first of which is ``name``, that ``converter`` makes of stored ones."""
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
+
+    columns = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
+    even = len({len(column) for column in columns}) == 1
+    match converter.operations:
+        case [MergeModulelist(dim=0)] if len(columns) == 1:
+            yield name, _Source(tuple(zip(*columns, strict=True)), stacked=True)
+        case [MergeModulelist(dim=0), Concatenate(dim=dim)] if even and dim > 0:
+            yield name, _Source(tuple(zip(*columns, strict=True)), dim - 1, stacked=True)
+        case [Concatenate(dim=dim)] if even and len(columns[0]) == 1:
+            yield name, _Source((tuple(column[0] for column in columns),), dim)
+        case [Chunk(dim=0)] if len(columns) == len(columns[0]) == 1 and converter.target_patterns[0] in name:
+            first, *others = converter.target_patterns
+            for part, target in enumerate((first, *others)):
+                source = _Source((tuple(columns[0]),), part=part, parts=1 + len(others))
+                yield name.replace(first, target, 1), source
+        case _:
+            stored = next(iter(by_pattern.values()))[0]
+            raise UserError(
+                f"{stored} must be converted for a {type(module).__name__}, which is not done while reading in pieces",
+                where=_WHERE,
+                fix="load the model once with transformers, call save_pretrained(DIR, save_original_format=False), and "
+                "set model.name_or_path=DIR",
+            )
+
+
+class FirstValues:
+    """Provides the first values of a model.
+
+    Args:
+        module: the whole model on ``meta`` with tied weights; it is copied.
+        files: the weights to read; None draws all of them.
+
+    Attributes:
+        tied: alias -> canonical name of tied parameters, in the names of transformers.
+
+    Raises:
+        UserError: a stored tensor does not have the shape of the parameter.
+    """
+
+    def __init__(self, module: nn.Module, files: WeightFiles | None) -> None:
+        self._skeleton: Any = copy.deepcopy(module)
+        self._files = files
+        self.tied = aliases(module.named_parameters(remove_duplicate=False))
+        others: dict[str, list[str]] = {}
+        for alias, name in self.tied.items():
+            others.setdefault(name, []).append(alias)
+        self._stored: dict[str, str] = {}  # parameter -> the name under which the files have it
+        names = [name for name, _ in module.named_parameters()]
+        for name in [*names, *(name for name, _ in module.named_buffers())] if files is not None else ():
+            stored_name = next((candidate for candidate in (name, *others.get(name, ())) if candidate in files), None)  # type: ignore[operator]
+            if stored_name is not None:
+                self._stored[name] = stored_name
+        if files is not None:
+            self._check(names)
+
+    def __deepcopy__(self, memo: Any) -> FirstValues:
+        return self  # it does not change, and pipeline stages share it
+
+    def _check(self, names: list[str]) -> None:
+        """Refuses other shapes in the body of the model; a head of another size is drawn, as for new classes."""
+        assert self._files is not None
+        body = f"{self._skeleton.base_model_prefix}."
+        for name in names:
+            expected = tuple(self._skeleton.get_parameter(name).shape)
+            stored_shape = self._files.shape(self._stored[name]) if name in self._stored else expected
+            if stored_shape != expected and name.startswith(body):
+                raise UserError(
+                    f"{name} has the shape {list(stored_shape)} in the files, but {list(expected)} in the model",
+                    where="model.name_or_path, model.config",
+                    fix="remove the values of model.config that change sizes, or set model.pretrained=false",
+                )
+            if stored_shape != expected:
+                del self._stored[name]
+        if not any(name in self._stored for name in names):
+            raise UserError(
+                f"the files have no parameter of {type(self._skeleton).__name__}",
+                where="model.name_or_path, model.task",
+                fix="the directory of such a model, or model.pretrained=false",
+            )
+        new = [name for name in names if name not in self._stored]
+        if new and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"the files have no values for {', '.join(new[:4])}{' and others' if len(new) > 4 else ''}; they are "
+                "drawn at random",
+                stacklevel=2,
+            )
+
+    def is_stored(self, name: str) -> bool:
+        """Returns whether the files have the parameter."""
+        return name in self._stored
+
+    def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor | None:
+        """Returns a box of a parameter in its stored dtype; None if the files do not have the parameter."""
+        if self._files is None or not self.is_stored(name):
+            return None
+        return self._files.read(self._stored[name], begin, size)
+
+    def fill(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Fills the full parameter ``name`` in place."""
+        stored = self.read(name, (0,) * value.ndim, tuple(value.shape))
+        value.copy_(self._drawn(name, generator.initial_seed()) if stored is None else stored)
+
+    def _drawn(self, name: str, seed: int) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        shell = _shell(self._skeleton.get_submodule(path), parameters=True)
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            torch.manual_seed(seed)
+            self._initialize(path, shell)
+            if shell._parameters[attribute].isnan().any() and hasattr(shell, "reset_parameters"):  # type: ignore[union-attr]
+                torch.manual_seed(seed)
+                shell.reset_parameters()  # type: ignore[operator]
+        drawn = shell._parameters[attribute]
+        assert drawn is not None
+        if drawn.isnan().any():
+            raise UserError(
+                f"{type(self._skeleton).__name__} does not define the first values of {name}",
+                where="model",
+                fix="files that contain this parameter, with model.pretrained=true",
+            )
+        return drawn.detach()
+
+    def _initialize(self, path: str, shell: nn.Module) -> None:
+        """Calls the initializer of the innermost model of transformers that contains the module ``path``."""
+        owner: Any = self._skeleton
+        walk = self._skeleton
+        for part in path.split(".") if path else ():
+            walk = walk.get_submodule(part)
+            owner = walk if hasattr(walk, "_init_weights") else owner
+        owner._init_weights(shell)
+
+    def fill_buffers(self, module: nn.Module, path: str, device: torch.device) -> None:
+        """Moves the buffers of ``module`` and its submodules to ``device`` and fills them.
+
+        Args:
+            path: the name of ``module`` in the whole model.
+        """
+        for name, part in module.named_modules():
+            if not part._buffers:
+                continue
+            where = canonical_name(".".join(filter(None, (path, name))))
+            shell = _shell(self._skeleton.get_submodule(where), parameters=False)
+            with torch.random.fork_rng(devices=()), torch.no_grad():
+                self._initialize(where, shell)
+            for key, buffer in part._buffers.items():
+                if buffer is None:
+                    continue
+                full_name = ".".join(filter(None, (where, key)))
+                stored = self.read(full_name, (0,) * buffer.ndim, tuple(buffer.shape))
+                computed = shell._buffers[key] if stored is None else stored
+                assert computed is not None
+                part._buffers[key] = computed.to(device, buffer.dtype if buffer.is_floating_point() else None)
+
+
+def _shell(module: nn.Module, parameters: bool) -> nn.Module:
+    """Returns a copy of ``module`` without memory for submodules, with its own buffers on the CPU.
+
+    Args:
+        parameters: whether its own parameters also get memory; initializers leave the others alone.
+    """
+    shell = copy.copy(module)
+    device = torch.device("cpu" if parameters else "meta")
+    shell._parameters = {
+        name: None
+        if value is None
+        else nn.Parameter(torch.full(value.shape, torch.nan, dtype=torch.float32, device=device))
+        for name, value in module._parameters.items()
+    }
+    shell._buffers = {
+        name: None if value is None else torch.zeros(value.shape, dtype=value.dtype)
+        for name, value in module._buffers.items()
+    }
+    return shell

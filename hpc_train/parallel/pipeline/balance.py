@@ -31,8 +31,7 @@ from hpc_train.layout.partition import Prediction, blocks_of, layers_of, partiti
 from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.linear_head import LinearHead
-from hpc_train.models.model import Model, refuse_ragged
-from hpc_train.models.parts import check_hidden_shape
+from hpc_train.models.model import Model, check_hidden_shape, refuse_ragged
 from hpc_train.parallel.collectives import broadcast_plain
 from hpc_train.parallel.context import own_tokens
 from hpc_train.parallel.mesh import Mesh, synchronize

@@ -11,7 +11,7 @@ So that the strategies compute the same numbers, the hidden states between the l
 have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline
 stages in it. The norms of the built-in models round their weights to the compute dtype, as ZeRO does. Two differences
 remain, both in the rounding of gradients: a rank sums the gradient of an embedding in the dtype in which the parameter
-is used, and a rank that casts whole weights computes some projections together (``models/projections.py``).
+is used, and a rank that casts whole weights computes some projections together (``models/linear_layers.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
+from hpc_train.models.linear_layers import CASTS, JOINED, Together, can_join, product_dtype
 from hpc_train.models.model import Model
-from hpc_train.models.projections import CASTS, JOINED, Together, can_join, product_dtype
 from hpc_train.parallel.precision.float8 import Float8Linear
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,7 +134,7 @@ class KeptCasts:
     Autocast forgets its casts after the forward pass of a micro-batch, a recomputation casts again, a frozen weight is
     cast at every use, and compiled code casts in every call. Here linear layers and convolutions get copies of their
     weights and biases that live until the last backward pass of a step; projections of the same input are cast into
-    one tensor (``models/projections.py``). The numbers are those of autocast: the gradient of a micro-batch is summed
+    one tensor (``models/linear_layers.py``). The numbers are those of autocast: the gradient of a micro-batch is summed
     in the compute dtype and then added to the parameter's. Norms still cast their vectors in each call, so that the
     gradients of several calls (of the head for chunks of the loss) are summed in fp32.
 

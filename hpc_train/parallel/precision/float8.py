@@ -33,8 +33,7 @@ from hpc_train.config.schema import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.layout.float8 import MULTIPLES, OFF, WHERE, check_architecture, why_not_float8
 from hpc_train.layout.optimizers import shortened
-from hpc_train.models.linear_layers import linear_layers
-from hpc_train.models.projections import CASTS, cast_weight, product_dtype
+from hpc_train.models.linear_layers import CASTS, cast_weight, linear_layers, product_dtype
 from hpc_train.parallel.precision.float8_shards import Shards, linear_of_shards, shards_of
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [n, in], weight [out, in]) -> [n, out]

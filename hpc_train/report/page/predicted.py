@@ -15,8 +15,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
 from hpc_train.planner.calibration import FILE, Values, as_line, key_of, measured_values, predicted_values
-from hpc_train.planner.gpu_types import recognized
-from hpc_train.planner.machine import Machine, read_machine
+from hpc_train.planner.machine import Machine, read_machine, recognized
 from hpc_train.planner.prediction import predict_step
 from hpc_train.report.page.facts import RunFacts
 from hpc_train.report.page.markup import Html, block, section, table
