@@ -34,7 +34,7 @@ def work(rank: int, address: str, device: str, steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from hpc_train.bench.advice import advised, compression_seconds
+    from hpc_train.bench.step_worker import advised, compression_seconds
     from hpc_train.config.compose import compose, typed
     from hpc_train.layout.resolve import resolve_layout
     from hpc_train.parallel.mesh import join_mesh

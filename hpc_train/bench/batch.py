@@ -24,7 +24,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.measuring import check_here, config_of, run_benchmark
+from hpc_train.bench.measuring import (
+    add_blocks,
+    bench_parser,
+    check_here,
+    config_of,
+    refuse_below_one,
+    run_benchmark,
+)
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
@@ -40,18 +47,16 @@ ENTRY = "hpc_train.bench.step_worker:measure"
 NOISE_ENTRY = "hpc_train.bench.step_worker:measure_noise"
 WARMUP = 2  # steps before a block
 NOISE_BATCH_RATIO = 8  # of the two batch sizes for the noise scale
+KNEE = 0.95  # share of the best speed beyond which a larger micro-batch is not worth its memory
 HOST_SHARE = 0.8  # default share of this machine's free memory that trials may use
 
 
 def main(arguments: list[str]) -> int:
     """Measures on this node, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
-    if min(options.steps, options.pairs, options.most) < 1 or options.noise < 0:
-        raise UserError(
-            "--steps, --pairs and --most must be at least 1, and --noise at least 0",
-            where="--steps, --pairs, --most, --noise",
-            fix="a positive number, or omit the option",
-        )
+    refuse_below_one(options, "steps", "pairs", "most")
+    if options.noise < 0:
+        raise UserError("--noise must be at least 0", where="--noise", fix="--noise 20, or omit the option")
     if options.plot is not None:
         check_plot(options.plot, "--plot")
     config = config_of(rest)
@@ -63,54 +68,61 @@ def main(arguments: list[str]) -> int:
             where="train.reproducible",
             fix="train.reproducible=null",
         )
-    free = int(HOST_SHARE * free_memory().size)
-    if gpus:
-        limit = None
-    elif options.memory:
-        limit = int(GIB * options.memory)
-    else:
-        limit = free // layout.world_size
+    limit = None  # a GPU shows by itself when it is full
+    if not gpus:
+        limit = int(GIB * (options.memory or 0)) or int(HOST_SHARE * free_memory().size) // layout.world_size
     code, trials, unit = _trials(config, layout, options, limit)
     chosen = knee(trials)
     if chosen is None:
         return code or Exit.FAILED
     noise = None
     if options.noise:
-        noise = _noise(_with_micro_size(config, layout, chosen.micro_size), options.noise)
+        sized = _with_micro_size(config, layout, chosen.micro_size)
+        _, norms = run_benchmark(sized, NoiseRequest(options.noise, NOISE_BATCH_RATIO), NOISE_ENTRY)
+        if norms is not None:
+            noise = noise_scale(**norms)
     if options.plot is not None:
         write_plot(trials, unit, options.plot)
-    overrides = _overrides(chosen, layout, noise)
+    overrides = [f"batch.micro_size={chosen.micro_size}"]
+    if noise is not None and noise.samples is not None:
+        multiple = chosen.micro_size * layout.dp  # of the samples of a step on all ranks
+        if layout.pp > 1:
+            multiple *= layout.stages
+        overrides.append(f"batch.global_size={multiple * max(1, round(noise.samples / multiple))}")
     if options.json:
         summary = {"unit": unit, "trials": [asdict(trial) for trial in trials], "knee": chosen.micro_size}
         print(json.dumps(summary | {"noise": noise and asdict(noise), "overrides": overrides}))
-    else:
-        print(_report(layout, trials, unit, noise, overrides))
+        return Exit.DONE
+    print(str(layout).rpartition(",")[0])
+    print(table(trials, unit))
+    if noise is not None:
+        print(f"gradient noise scale: {noise}")
+    print(f"suggested overrides: {' '.join(overrides)}")
     return Exit.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train bench batch",
-        usage="python -m hpc_train bench batch [overrides] [--most N] [--memory GIB] [--seconds S] [--steps N]"
-        " [--pairs N] [--noise N] [--plot FILE] [--json]",
-        description="Doubles the micro-batch size until memory or time runs out, and estimates the noise scale of the"
-        " gradient. It takes the same overrides as a training, including its strategy.",
-        epilog="example:\n  python -m hpc_train bench batch +strategy=zero3 model=gpt_124m precision=bf16 --plot b.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = bench_parser(
+        "batch",
+        "[overrides] [--most N] [--memory GIB] [--seconds S] [--steps N] [--pairs N] [--noise N] [--plot FILE]",
+        "Doubles the micro-batch size until memory or time runs out, and estimates the noise scale of the gradient.",
+        ["python -m hpc_train bench batch +strategy=zero3 model=gpt_124m precision=bf16 --plot b.png"],
     )
     parser.add_argument("--most", type=int, default=1024, metavar="N", help="largest size (default: %(default)s)")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="largest memory of a rank on the CPU (default: 80 %% of the free memory, divided by the ranks)")  # fmt: skip # noqa: E501
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="largest memory of a rank on the CPU (default: 80 %% of the free memory, divided by the ranks)",
+    )
     parser.add_argument(
         "--seconds", type=float, default=600, metavar="S", help="start no new size after this time (default: 600)"
     )
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps per block (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="blocks per size (default: %(default)s)")
+    add_blocks(parser, 5, 3)
     parser.add_argument(
         "--noise", type=int, default=20, metavar="N", help="estimates of the noise scale, or 0 (default: %(default)s)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speed and memory over the size")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -144,12 +156,14 @@ def _trials(
                 raise
             trials.append(Trial(size, None, None, error.what))
             break
-        failed: list[str] = []
-        code, result = run_benchmark(sized, request, ENTRY, failures=failed)
+        failures: list[str] = []
+        code, result = run_benchmark(sized, request, ENTRY, failures=failures)
         if result is None:
-            trials.append(Trial(size, None, None, failed[-1] if failed else f"failed with exit code {code}"))
+            reason = [f"failed with exit code {code}", *failures][-1]
+            trials.append(Trial(size, None, None, reason))
             break
-        unit = "tokens/s" if result["tokens_per_s"] else "samples/s"
+        if not result["tokens_per_s"]:
+            unit = "samples/s"
         trials.append(Trial.of(size, result))
         size *= 2
     return code, trials, unit
@@ -160,37 +174,6 @@ def _with_micro_size(config: Config, layout: Layout, size: int) -> Config:
     count = layout.micro_batches if layout.pp > 1 else 1
     batch = replace(config.batch, micro_size=size, micro_batches="auto", global_size=size * count * layout.dp)
     return replace(config, batch=batch)
-
-
-def _noise(config: Config, estimates: int) -> NoiseScale | None:
-    _, estimate = run_benchmark(config, NoiseRequest(estimates, NOISE_BATCH_RATIO), NOISE_ENTRY)
-    if estimate is None:
-        return None
-    return noise_scale(**estimate)
-
-
-def _overrides(chosen: Trial, layout: Layout, noise: NoiseScale | None) -> list[str]:
-    """Returns the suggested overrides; the global batch size is a multiple of the micro-batches of all ranks."""
-    overrides = [f"batch.micro_size={chosen.micro_size}"]
-    if noise is not None and noise.samples is not None:
-        unit = chosen.micro_size * layout.dp * (layout.stages if layout.pp > 1 else 1)
-        overrides.append(f"batch.global_size={unit * max(1, round(noise.samples / unit))}")
-    return overrides
-
-
-def _report(layout: Layout, trials: list[Trial], unit: str, noise: NoiseScale | None, overrides: list[str]) -> str:
-    lines = [str(layout).rpartition(",")[0], table(trials, unit)]
-    if noise is not None and noise.samples is None:
-        lines.append("gradient noise scale: unknown, the estimates are too noisy; increase --noise")
-    elif noise is not None:
-        lines.append(
-            f"gradient noise scale: {noise.samples:,.1f} samples at the start of training; it grows while the loss "
-            "falls. A much smaller global batch needs more steps, a much larger one more samples (arXiv:1812.06162)"
-        )
-    return "\n".join([*lines, f"suggested overrides: {' '.join(overrides)}"])
-
-
-KNEE = 0.95  # share of the best speed beyond which a larger micro-batch is not worth its memory
 
 
 @dataclass(frozen=True)
@@ -218,9 +201,10 @@ class Trial:
 
 def knee(trials: Sequence[Trial]) -> Trial | None:
     """Returns the smallest micro-batch that reaches ``KNEE`` of the best speed; None if all trials failed."""
-    good = [trial for trial in trials if trial.speed is not None]
-    best = max((trial.speed or 0 for trial in good), default=0)
-    return min((trial for trial in good if (trial.speed or 0) >= KNEE * best), key=lambda t: t.micro_size, default=None)
+    speeds = {trial: trial.speed for trial in trials if trial.speed is not None}
+    best = max(speeds.values(), default=0.0)
+    fast = [trial for trial, speed in speeds.items() if speed >= KNEE * best]
+    return min(fast, key=lambda trial: trial.micro_size, default=None)
 
 
 def expected_memory(trials: Sequence[Trial], micro_size: int) -> int | None:
@@ -238,10 +222,14 @@ def table(trials: Sequence[Trial], unit: str) -> str:
     lines = [f"{'micro_size':>10}  {unit:>12}  {'GiB/rank':>8}"]
     for trial in trials:
         if trial.speed is None or trial.memory is None:
-            problem = trial.problem.replace("_", " ") if trial.problem.isidentifier() else trial.problem
+            problem = trial.problem
+            if problem.isidentifier():  # a class of failures, such as out_of_memory
+                problem = problem.replace("_", " ")
             lines.append(f"{trial.micro_size:>10}  {problem}")
             continue
-        mark = f"  <- knee: smallest with {KNEE:.0%} of the best speed" if trial == chosen else ""
+        mark = ""
+        if trial == chosen:
+            mark = f"  <- knee: smallest with {KNEE:.0%} of the best speed"
         lines.append(f"{trial.micro_size:>10}  {trial.speed:>12,.0f}  {trial.memory / GIB:>8.2f}{mark}")
     return "\n".join(lines)
 
@@ -250,14 +238,18 @@ def write_plot(trials: Sequence[Trial], unit: str, path: Path) -> None:
     """Plots speed and memory over the micro-batch size; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    good = [trial for trial in trials if trial.speed is not None and trial.memory is not None]
-    sizes = [trial.micro_size for trial in good]
+    points = [
+        (trial.micro_size, trial.speed, trial.memory / GIB)
+        for trial in trials
+        if trial.speed is not None and trial.memory is not None
+    ]
+    sizes, speeds, gib = zip(*points, strict=True)
     chosen = knee(trials)
     figure = Figure(figsize=(8, 5), layout="constrained")
     speed = figure.subplots()
     memory = speed.twinx()
-    speed.plot(sizes, [trial.speed or 0 for trial in good], marker="o", label=unit)
-    memory.plot(sizes, [(trial.memory or 0) / GIB for trial in good], marker="s", color="gray", label="memory")
+    speed.plot(sizes, speeds, marker="o", label=unit)
+    memory.plot(sizes, gib, marker="s", color="gray", label="memory")
     if chosen is not None:
         speed.axvline(chosen.micro_size, linestyle="--", color="black", label="knee")
     speed.set_xscale("log", base=2)
@@ -282,6 +274,14 @@ class NoiseScale:
     noise: float
     samples: float | None
 
+    def __str__(self) -> str:
+        if self.samples is None:
+            return "unknown, the estimates are too noisy; increase --noise"
+        return (
+            f"{self.samples:,.1f} samples at the start of training; it grows while the loss falls. A much smaller "
+            "global batch needs more steps, a much larger one more samples (arXiv:1812.06162)"
+        )
+
 
 def noise_scale(small: Sequence[float], big: Sequence[float], small_size: int, big_size: int) -> NoiseScale:
     """Estimates the noise scale from squared gradient norms at two batch sizes.
@@ -294,4 +294,7 @@ def noise_scale(small: Sequence[float], big: Sequence[float], small_size: int, b
     mean_big = fmean(big)
     gradient = (big_size * mean_big - small_size * mean_small) / (big_size - small_size)
     noise = (mean_small - mean_big) / (1 / small_size - 1 / big_size)
-    return NoiseScale(gradient, noise, noise / gradient if gradient > 0 and noise > 0 else None)
+    samples = None
+    if gradient > 0 and noise > 0:
+        samples = noise / gradient
+    return NoiseScale(gradient, noise, samples)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import check_here, config_of, run_benchmark
+from hpc_train.bench.measuring import bench_parser, check_here, config_of, refuse_below_one, run_benchmark
 from hpc_train.bench.request import CheckpointRequest
 from hpc_train.errors import UserError
 from hpc_train.units import format_bytes
@@ -17,9 +17,16 @@ ENTRY = "hpc_train.bench.checkpoint_worker:measure"
 
 def main(arguments: list[str]) -> int:
     """Measures on this node, prints the result and returns the exit code."""
-    options, rest = _parser().parse_known_args(arguments)
-    if options.pairs < 1:
-        raise UserError(f"--pairs must be at least 1, got {options.pairs}", where="--pairs", fix="--pairs 20")
+    parser = bench_parser(
+        "checkpoint",
+        "[overrides] [--pairs N]",
+        "Times saves and loads of the state in run.root, alternating with plain torch.distributed.checkpoint.",
+        ["python -m hpc_train bench checkpoint +strategy=zero3 model=gpt_124m run.root=/scratch/me"],
+    )
+    parser.add_argument("--against", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="number of rounds (default: %(default)s)")
+    options, rest = parser.parse_known_args(arguments)
+    refuse_below_one(options, "pairs")
     if options.against:
         raise UserError("bench checkpoint always compares with plain DCP", where="--against", fix="drop --against")
     config = config_of(rest)
@@ -28,22 +35,6 @@ def main(arguments: list[str]) -> int:
     if result is not None:
         print(json.dumps(result) if options.json else checkpoint_report(result))
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train bench checkpoint",
-        usage="python -m hpc_train bench checkpoint [overrides] [--pairs N] [--json]",
-        description="Times saves and loads of the state in run.root, alternating with plain"
-        " torch.distributed.checkpoint. It takes the same overrides as a training.",
-        epilog="example:\n  python -m hpc_train bench checkpoint +strategy=zero3 model=gpt_124m run.root=/scratch/me",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--against", help=argparse.SUPPRESS)
-    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="number of rounds (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 _LABELS = {

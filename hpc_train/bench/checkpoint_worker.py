@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,65 +20,83 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train.bench.request import CheckpointRequest, Spread, paired_ratio, write_progress, write_result
+from hpc_train.bench.request import CheckpointRequest, Spread, paired_ratio
+from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.manifest import read_manifest, verify
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.state import compression_state, training_state
 from hpc_train.checkpoint.writer import quiet
-from hpc_train.config.schema import Config
-from hpc_train.data.build import build_dataset
-from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh, largest, synchronize_ranks
-from hpc_train.parallel.pipeline.balance import plan_split
+from hpc_train.parallel.mesh import largest, synchronize, synchronize_ranks
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.directory import RunDirectory
 from hpc_train.run.event_log import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.optimizers.optimizer import Optimizer
-from hpc_train.train.processes import join, leave
 
 Times = dict[str, float]  # kind of save or load -> seconds
 _PIECE = 1 << 20  # bytes per call of the hash
+PAIRS = {  # ratio -> the two kinds of a round that it compares
+    "save / dcp.save": ("save", "dcp_save"),
+    "stall / memcpy": ("stall", "memcpy"),
+    "stall / dcp.async_save's": ("stall", "dcp_stall"),
+    "load / dcp.load": ("load", "dcp_load"),
+    "hash / save": ("hash", "save"),
+}
 
 
 def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
-    run = RunDirectory(Path(spec.run_dir))
-    config = load(run)
-    request = CheckpointRequest.read(run)
-    mesh = join(spec, config)
-    bench = _CheckpointBench(config, run, mesh, spec.local_world_size)
+    """Runs what ``bench-request.json`` requests; rank 0 writes ``bench-result.json``."""
+    return measure_on_ranks(spec, stop, CheckpointRequest, _measure_rounds)
+
+
+def _measure_rounds(rank: BenchRank, request: CheckpointRequest) -> dict[str, Any] | None:
+    """Returns ``seconds`` and ``gb_per_s`` (10^9 bytes of the checkpoint) of each kind, and ``ratio`` of pairs."""
+    bench = _CheckpointBench(rank)
     rounds: list[Times] = []
     for number in range(request.rounds + 1):
-        if mesh.rank == 0:
-            write_progress(run, number, request.rounds + 1)
+        rank.write_progress(number, request.rounds + 1)
         rounds.append(bench.round(number))
-        if _anywhere(stop.requested, mesh):
-            leave(mesh)
-            return Exit.STOPPED
-    if mesh.rank == 0:
-        write_result(run, _result(rounds[1:], bench, run))  # the first round allocates buffers and warms caches
-    leave(mesh)
-    return Exit.DONE
+        if rank.is_stopped():
+            return None
+    del rounds[0]  # it allocates buffers and warms caches
+    seconds = {name: [times[name] for times in rounds] for name in rounds[0]}
+    ratios = {}
+    for name, (first, second) in PAIRS.items():
+        ratio = paired_ratio(seconds[first], seconds[second])
+        ratios[name] = {"median": ratio.median, "ci95_low": ratio.low, "ci95_high": ratio.high}
+    return {
+        **rank.setting(),
+        "strategy": rank.config.strategy.name,
+        "layout": str(rank.mesh.layout),
+        "bytes": bench.bytes,
+        "path": str(rank.run.path.parent),
+        "rounds": len(rounds),
+        "seconds": {name: Spread.of(values).as_quantiles() for name, values in seconds.items()},
+        "gb_per_s": {
+            name: Spread.of([bench.bytes / value / 1e9 for value in values]).as_quantiles()
+            for name, values in seconds.items()
+        },
+        "ratio": ratios,
+    }
 
 
 class _CheckpointBench:
     """Holds the state of a run and measures the ways to save and load it."""
 
-    def __init__(self, config: Config, run: RunDirectory, mesh: Mesh, ranks_of_node: int) -> None:
-        settings = replace(config.checkpoint, asynchronous=True, keep=1 << 30)
-        self.config = replace(config, checkpoint=settings)
+    def __init__(self, rank: BenchRank) -> None:
+        run = rank.run
+        mesh = rank.mesh
+        settings = replace(rank.config.checkpoint, asynchronous=True, keep=1 << 30)
+        config = replace(rank.config, checkpoint=settings)
+        training = Training.build(config, mesh)
+        engine = training.engine
+        events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
         self.run = run
         self.mesh = mesh
-        plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed, config.precision.name))
-        engine = build_engine(config, mesh, None if plan is None else plan.layers)
-        optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
-        events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
-        self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events, ranks_of_node)
-        self.state = training_state(engine, optimizer) | compression_state(engine)
+        self.manager = CheckpointManager(
+            run, engine, training.optimizer, mesh, config, events, rank.spec.local_world_size
+        )
+        self.state = training_state(engine, training.optimizer) | compression_state(engine)
         self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
         self.group = dist.new_group(backend="gloo")  # async_save needs a separate group
         self.step = 0
@@ -137,20 +155,20 @@ class _CheckpointBench:
 
     def _in_memory(self) -> Times:
         """Measures lower bounds: a copy of this rank's bytes into allocated memory, and their hash."""
-        return {"memcpy": self._timed(self._copy), "hash": self._timed(self._hash)}
 
-    def _copy(self) -> None:
-        for copy, tensor in zip(self.copies, self.state.values(), strict=True):
-            copy.copy_(_local(tensor), non_blocking=True)
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
+        def copy_state() -> None:
+            for copy, tensor in zip(self.copies, self.state.values(), strict=True):
+                copy.copy_(_local(tensor), non_blocking=True)
+            synchronize(self.mesh.device)
 
-    def _hash(self) -> None:
-        digest = xxhash.xxh3_128()
-        for copy in self.copies:
-            data = copy.reshape(-1).view(torch.uint8).numpy().data
-            for begin in range(0, data.nbytes, _PIECE):
-                digest.update(data[begin : begin + _PIECE])
+        def hash_copies() -> None:
+            digest = xxhash.xxh3_128()
+            for copy in self.copies:
+                data = copy.reshape(-1).view(torch.uint8).numpy().data
+                for begin in range(0, data.nbytes, _PIECE):
+                    digest.update(data[begin : begin + _PIECE])
+
+        return {"memcpy": self._timed(copy_state), "hash": self._timed(hash_copies)}
 
     def _load(self, reader: dcp.FileSystemReader) -> None:
         dcp.load(dict(self.state), storage_reader=reader, process_group=self.group)
@@ -182,45 +200,6 @@ class _CheckpointBench:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _anywhere(flag: bool, mesh: Mesh) -> bool:
-    flag_tensor = torch.tensor(int(flag))
-    dist.all_reduce(flag_tensor, dist.ReduceOp.MAX, group=mesh.control)
-    return bool(flag_tensor.item())
-
-
-def _result(rounds: list[Times], bench: _CheckpointBench, run: RunDirectory) -> dict[str, Any]:
-    """Returns ``seconds`` and ``gb_per_s`` (10^9 bytes of the checkpoint) of each kind, and ``ratio`` of pairs."""
-    times = {name: [round_times[name] for round_times in rounds] for name in rounds[0]}
-    pairs = {
-        "save / dcp.save": ("save", "dcp_save"),
-        "stall / memcpy": ("stall", "memcpy"),
-        "stall / dcp.async_save's": ("stall", "dcp_stall"),
-        "load / dcp.load": ("load", "dcp_load"),
-        "hash / save": ("hash", "save"),
-    }
-    return {
-        "strategy": bench.config.strategy.name,
-        "layout": str(bench.mesh.layout),
-        "world_size": bench.mesh.layout.world_size,
-        "device": torch.cuda.get_device_name(bench.mesh.device) if bench.mesh.device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "bytes": bench.bytes,
-        "path": str(run.path.parent),
-        "rounds": len(rounds),
-        "seconds": {name: _spread(Spread.of(values)) for name, values in times.items()},
-        "gb_per_s": {
-            name: _spread(Spread.of([bench.bytes / value / 1e9 for value in values])) for name, values in times.items()
-        },
-        "ratio": {name: _interval(paired_ratio(times[a], times[b])) for name, (a, b) in pairs.items()},
-    }
-
-
-def _spread(spread: Spread) -> Mapping[str, float]:
-    return {"median": spread.median, "p05": spread.low, "p95": spread.high}
-
-
-def _interval(spread: Spread) -> Mapping[str, float]:
-    return {"median": spread.median, "ci95_low": spread.low, "ci95_high": spread.high}
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.detach()

@@ -1,6 +1,8 @@
 """``python -m hpc_train bench machine`` measures the numbers of a machine file, which ``plan --machine FILE`` reads.
 
-It runs on one node, on the nodes of a Slurm step with one task per node, or with ``--submit`` as a Slurm job.
+It runs on one node, on the nodes of a Slurm step with one task per node, or with ``--submit`` as a Slurm job. What was
+not measured, such as the power, the rate of fp8 and with one node the fabric, keeps the number of the shipped file of
+the same GPU; without such a file it is assumed. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -10,51 +12,80 @@ import datetime
 import json
 import os
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.job import submit, wait
-from hpc_train.bench.machine_figures import machine_of
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import bench_parser, config_of, run_benchmark, submit, wait
 from hpc_train.bench.request import MachineRequest
-from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.request import check_job
 from hpc_train.machine.allocation import current_allocation, workers_per_node
-from hpc_train.planner.machine import Machine, parse_machine
+from hpc_train.planner.machine import NAMES, OPTIONAL, Figure, Machine, parse_machine, read_machine, shipped
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_text
+from hpc_train.train.watch.peak_rates import chip, peak_flops
 
 ENTRY = "hpc_train.bench.machine_worker:measure_machine"
 SECONDS = 1.5  # of a measurement, of which there are about forty
 
-_EPILOG = """\
-examples:
-  python -m hpc_train bench machine --out my-node.json
-  python -m hpc_train bench machine cluster.nodes=2 cluster.partition=gpu cluster.time=00:15:00 --submit
-"""
+PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+FP8 = ("fp8_flops", "fp8_share")
+ALIKE = 0.15  # relative difference of the memory of devices that are the same
+ASSUMED = {
+    "fabric_bytes_per_s": (1.25e9, "10 Gbit/s Ethernet, which the ranks of a node share"),
+    "fabric_latency_s": (5e-5, "an estimate for Ethernet"),
+    "node_bytes_per_s": (10e9, "an estimate; the node has one device"),
+    "node_latency_s": (2e-5, "an estimate; the node has one device"),
+    "allocator_share": (0.05, "an estimate; it depends on the training"),
+    "overlap_share": (0.3, "that of the A100 and the H100; on CPUs nothing overlaps"),
+}
 
 
 def main(arguments: list[str]) -> int:
     """Measures, writes the file, prints what is in it and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
-    _check(options)
+    if not 0 < options.seconds < float("inf"):
+        raise UserError(f"--seconds is {options.seconds:g}", where="--seconds", fix="a positive number")
+    if options.out.suffix != ".json":
+        raise UserError(
+            f"plan reads machine files whose names end in .json, not {options.out}",
+            where="--out",
+            fix="--out NAME.json",
+        )
     if options.submit:
         return _submit(options, rest)
     config = config_of(rest, several_nodes=True)
     nodes = current_allocation().nodes
     gpus, workers = workers_per_node(config.cluster)
-    cores = 0 if gpus else len(os.sched_getaffinity(0))
-    ranks = workers if gpus else min(workers, cores)
-    root = Path(config.run.root) if nodes > 1 else None
-    code, result = run_benchmark(_measuring(config, nodes, ranks), MachineRequest(options.seconds), ENTRY, root)
+    ranks = workers
+    cores = 0
+    if not gpus:
+        cores = len(os.sched_getaffinity(0))
+        ranks = min(workers, cores)
+    config = with_all_workers(config, nodes * ranks)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, nodes=nodes, cpu_workers=ranks, preflight="off"),
+        elastic=replace(config.elastic, spares=0, min_nodes=None),
+        precision=replace(config.precision, tf32=False),
+    )
+    code, result = run_benchmark(config, MachineRequest(options.seconds), ENTRY)
     if result is None:
         return code
-    machine = machine_of(result, cores, options.out.stem, _source(result)).shared_by(workers)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    device = result["device"]
+    if gpus == 0:
+        device = f"CPU, {result['threads']} threads of a rank"
+    source = (
+        f"bench machine on {current_allocation().node_name}, {today}, torch {result['torch']}, {device}, "
+        f"{result['nodes']} x {result['ranks_per_node']} ranks"
+    )
+    machine = machine_of(result, cores, options.out.stem, source).shared_by(workers)
     try:
         write_text(options.out, json.dumps(machine.to_json(), indent=1) + "\n")
     except OSError as error:
@@ -65,15 +96,16 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train bench machine",
-        usage="python -m hpc_train bench machine [overrides] [--out FILE] [--submit] [--seconds S] [--json]",
-        description="Measures in about three minutes the rates of matrix products, attention, memory and copies, the"
-        " time to start a kernel, and latency and bandwidth of collectives, and writes them as a machine file for plan."
-        " With one node it does not measure the network between nodes. It takes the same overrides as a training.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = bench_parser(
+        "machine",
+        "[overrides] [--out FILE] [--submit] [--seconds S]",
+        "Measures in about three minutes the rates of matrix products, attention, memory and copies, the time to start"
+        " a kernel, and latency and bandwidth of collectives, and writes them as a machine file for plan. With one node"
+        " it does not measure the network between nodes.",
+        [
+            "python -m hpc_train bench machine --out my-node.json",
+            "python -m hpc_train bench machine cluster.nodes=2 cluster.partition=gpu cluster.time=00:15:00 --submit",
+        ],
     )
     parser.add_argument(
         "--out",
@@ -86,46 +118,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help="length of a measurement (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print the content of the file")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    if not 0 < options.seconds < float("inf"):
-        raise UserError(f"--seconds is {options.seconds:g}", where="--seconds", fix="a positive number")
-    if options.out.suffix != ".json":
-        raise UserError(
-            f"plan reads machine files whose names end in .json, not {options.out}",
-            where="--out",
-            fix="--out NAME.json",
-        )
-
-
-def _measuring(config: Config, nodes: int, ranks: int) -> Config:
-    """Returns ``config`` with all ranks as replicas, without spare nodes, TF32 and the checks before a training."""
-    config = with_all_workers(config, nodes * ranks)
-    return replace(
-        config,
-        cluster=replace(config.cluster, nodes=nodes, cpu_workers=ranks, preflight="off"),
-        elastic=replace(config.elastic, spares=0, min_nodes=None),
-        precision=replace(config.precision, tf32=False),
-    )
-
-
-def _source(result: dict[str, Any]) -> str:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    device = result["device"] if result["units"] else f"CPU, {result['threads']} threads of a rank"
-    ranks = f"{result['nodes']} x {result['ranks_per_node']} ranks"
-    return f"bench machine on {current_allocation().node_name}, {today}, torch {result['torch']}, {device}, {ranks}"
 
 
 def report(machine: Machine, path: Path) -> str:
     """Returns the figures, and which of them were not measured."""
     lines = [f"{machine.device}: {path}"]
+    others = []
     for name, figure in machine.figures.items():
-        source = "" if figure.kind == "measured" else f": {figure.source}"
-        lines.append(f"{name:<20} {figure.value:>10.4g}  {figure.kind}{source}")
-    others = [name for name, figure in machine.figures.items() if figure.kind != "measured"]
+        line = f"{name:<20} {figure.value:>10.4g}  {figure.kind}"
+        if figure.kind != "measured":
+            line += f": {figure.source}"
+            others.append(name)
+        lines.append(line)
     if others:
         lines.append(f"not measured here: {', '.join(others)}")
     lines.append(f"use it with: python -m hpc_train plan --machine {path}")
@@ -153,3 +158,71 @@ def _submit(options: argparse.Namespace, rest: list[str]) -> int:
         return Exit.FAILED
     print(json.dumps(result) if options.json else report(parse_machine(result, str(out)), options.out))
     return Exit.DONE
+
+
+def fit_rate(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the rate R and the operations H in ``seconds = (operations + H) / R``: H run at half of the rate.
+
+    This is the least-squares fit of the relative errors; a negative H becomes 0.
+
+    Args:
+        times: the operations and the seconds of at least two products of different sizes.
+    """
+    # minimizes the sum of (flops * per_flop + fixed - seconds)^2 / seconds^2
+    rows = [(flops / seconds, 1 / seconds) for flops, seconds in times]
+    a = sum(row[0] for row in rows)
+    b = sum(row[1] for row in rows)
+    aa = sum(row[0] * row[0] for row in rows)
+    ab = sum(row[0] * row[1] for row in rows)
+    bb = sum(row[1] * row[1] for row in rows)
+    per_flop = (a * bb - b * ab) / (aa * bb - ab * ab)
+    fixed = (b * aa - a * ab) / (aa * bb - ab * ab)
+    if fixed < 0 or per_flop <= 0:
+        return aa / a, 0.0
+    return 1 / per_flop, fixed / per_flop
+
+
+def same_device(device: str, memory_bytes: float) -> Machine | None:
+    """Returns the shipped machine with the GPU ``device``, which has about ``memory_bytes``; None if there is none."""
+    for name in shipped():
+        machine = read_machine(name)
+        is_alike = abs(machine.rates.memory_bytes / memory_bytes - 1) < ALIKE
+        if is_alike and chip(machine.device) == chip(device) and not machine.rates.cores:
+            return machine
+    return None
+
+
+def machine_of(result: Mapping[str, Any], cores: int, name: str, source: str) -> Machine:
+    """Returns the machine that ``result`` describes.
+
+    Args:
+        result: what ``hpc_train.bench.machine_worker`` wrote.
+        cores: the cores of a node without GPUs, and 0 with GPUs.
+        source: the host, the date and the software of the measurement.
+    """
+    rates: dict[str, float] = dict(result["figures"])
+    peaks = {}  # those of the data sheet, or without one the rate of the largest product
+    for precision in PRECISIONS:
+        key = f"{precision}_flops"
+        sheet = peak_flops(str(result["device"]), precision, units=result["units"])
+        if sheet is None:
+            peaks[key] = Figure(rates[key], "measured", f"{source}; the largest matrix product")
+        else:
+            peaks[key] = Figure(sheet, "table", "data sheet, without sparsity (hpc_train/train/watch/peak_rates.py)")
+    peak = peaks[f"{result['precision']}_flops"].value
+    measured = {key: value for key, value in rates.items() if key in NAMES and key not in peaks} | {
+        "devices_per_node": result["ranks_per_node"],
+        "matmul_share": min(1.0, rates["product_flops"] / peak),
+        "attention_share": min(1.0, rates["attention_flops"] / peak),
+        "cores": cores,
+    }
+    figures = dict(OPTIONAL) | {key: Figure(value, "assumed", reason) for key, (value, reason) in ASSUMED.items()}
+    device = f"{cores} CPU cores"
+    if not cores:
+        device = str(result["device"])
+        shipped_machine = same_device(device, rates["memory_bytes"])
+        if shipped_machine is not None:
+            figures |= {key: shipped_machine.figures[key] for key in (*ASSUMED, *FP8)}
+    figures |= peaks
+    figures |= {key: Figure(float(value), "measured", source) for key, value in measured.items()}
+    return Machine(name, device, {key: figures[key] for key in NAMES})

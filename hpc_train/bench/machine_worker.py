@@ -9,29 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpc_train.bench.machine_figures import fit_rate
-from hpc_train.bench.request import MachineRequest, write_progress, write_result
+from hpc_train.bench.machine import fit_rate
+from hpc_train.bench.request import MachineRequest
+from hpc_train.bench.worker import BenchRank, measure_on_ranks
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, synchronize
 from hpc_train.planner.passes import ATTENTION_BACKWARD, PRODUCTS
 from hpc_train.planner.work import TOUCHES, Block, count_work
 from hpc_train.preflight.measure import Ranks, copy_rate, measure, to_first
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.processes import join, leave
 from hpc_train.train.watch.utilization import device_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -83,32 +84,36 @@ ON_CPU = Sizes(
 
 def measure_machine(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Measures what a machine file states; rank 0 writes ``bench-result.json``."""
-    run = RunDirectory(Path(spec.run_dir))
-    config = load(run)
-    request = MachineRequest.read(run)
-    mesh = join(spec, config)
-    bench = _MachineBench(config, mesh, spec, request.seconds)
+    return measure_on_ranks(spec, stop, MachineRequest, _measure_figures)
+
+
+def _measure_figures(rank: BenchRank, request: MachineRequest) -> dict[str, Any] | None:
+    bench = _MachineBench(rank.config, rank.mesh, rank.spec, request.seconds)
     stages: Sequence[Callable[[], Mapping[str, float]]] = (
         bench.memory, bench.peaks, bench.products, bench.attention, bench.moving, bench.launch, bench.inside,
         bench.between,
     )  # fmt: skip
-    figures_of_rank: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for done, stage in enumerate(stages):
-        if mesh.rank == 0:
-            write_progress(run, done, len(stages))
-        figures_of_rank |= stage()
-        if bench.world.largest(float(stop.requested)):
-            leave(mesh)
-            return Exit.STOPPED
-    of_ranks = to_first(figures_of_rank, mesh)
-    if mesh.rank == 0:
-        figures = {
-            name: median(rank_figures[name] for rank_figures in of_ranks if name in rank_figures)
-            for name in figures_of_rank
-        }
-        write_result(run, bench.setting() | {"figures": figures})
-    leave(mesh)
-    return Exit.DONE
+        rank.write_progress(done, len(stages))
+        figures |= stage()
+        if rank.is_stopped():
+            return None
+    of_ranks = to_first(figures, rank.mesh)
+    if of_ranks:
+        figures = {name: median(other[name] for other in of_ranks if name in other) for name in figures}
+    units = None
+    if bench.cuda:
+        units = torch.cuda.get_device_properties(bench.device).multi_processor_count
+    return {
+        **rank.setting(),
+        "units": units,
+        "nodes": rank.spec.nodes,
+        "ranks_per_node": rank.spec.local_world_size,
+        "threads": torch.get_num_threads(),
+        "precision": bench.precision,
+        "figures": figures,
+    }
 
 
 class _MachineBench:
@@ -122,32 +127,16 @@ class _MachineBench:
         self.device = mesh.device
         self.cuda = mesh.device.type == "cuda"
         self.sizes = ON_GPU if self.cuda else ON_CPU
-        world = dist.group.WORLD
-        assert world is not None, "join() has initialized it"
-        self.world = Ranks(world, mesh.device)
-        bf16 = self.cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        if bf16:
+        self.precision = "fp32"
+        if self.cuda and torch.cuda.is_bf16_supported(including_emulation=False):
             self.precision = "bf16"
         elif self.cuda:
             self.precision = "fp16"
-        else:
-            self.precision = "fp32"
-        self.rate = self.half_flops = self.attention_rate = self.host_s = 0.0
-
-    def setting(self) -> dict[str, object]:
-        return {
-            "device": torch.cuda.get_device_name(self.device) if self.cuda else "cpu",
-            "units": torch.cuda.get_device_properties(self.device).multi_processor_count if self.cuda else None,
-            "nodes": self.spec.nodes,
-            "ranks_per_node": self.spec.local_world_size,
-            "threads": torch.get_num_threads(),
-            "precision": self.precision,
-            "torch": torch.__version__,
-        }
+        self.rate = self.half_flops = self.attention_rate = 0.0
 
     def memory(self) -> dict[str, float]:
         """Returns the memory of the device, and what context and libraries take after the first collective."""
-        self.world.largest(0.0)
+        Ranks.world(self.device).largest(0.0)
         if not self.cuda:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
             return {"memory_bytes": device_memory(self.device) / self.spec.local_world_size, "reserved_bytes": resident}
@@ -209,14 +198,14 @@ class _MachineBench:
         layer without that of its products, its attention and the host.
         """
         tiny, layer = self._layer_seconds(32, 8, 1)
-        self.host_s = tiny / (3 * layer.kernels)
-        figures = {"launch_s": self.host_s}
+        host_s = tiny / (3 * layer.kernels)
+        figures = {"launch_s": host_s}
         if not self.cuda:
             width, length, samples = self.sizes.layer
             seconds, layer = self._layer_seconds(width, length, samples)
             products = (samples * layer.products + PRODUCTS * self.half_flops) / self.rate
             attention = samples * layer.attention / self.attention_rate
-            passes = 3 * (products + layer.kernels * self.host_s) + (1 + ATTENTION_BACKWARD) * attention
+            passes = 3 * (products + layer.kernels * host_s) + (1 + ATTENTION_BACKWARD) * attention
             rest = seconds - passes
             moved = 3 * samples * layer.elements * 4 * TOUCHES / 2  # as the planner counts the bytes
             figures["memory_bytes_per_s"] = moved / max(rest, 0.1 * seconds)
@@ -280,8 +269,18 @@ class _MachineBench:
         """
         times = []
         for layers in (2, 6):
-            config = _with_gpt(self.config, layers, width, length)
-            times.append(self._seconds(_forward_and_backward(config, samples, self.device)))
+            sizes = GPTConfig("gpt", 32, layers, width, 2, 2, width * 11 // 4)  # two heads and a vocabulary of 32
+            data = SyntheticDataConfig(vocab_size=32, sequence_length=length)
+            config = replace(self.config, model=sizes, data=data)
+            model = build_model(config.model, seed=0)
+            assert isinstance(model, Model), "a GPT is one"
+            model.to_empty(device=self.device)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(0.0, 0.02)
+            model.init_buffers(self.device)
+            inputs = torch.zeros(samples, length, dtype=torch.int64, device=self.device)
+            times.append(self._seconds(partial(_forward_and_backward, model, inputs)))
         return max(times[1] - times[0], 0.1 * times[1]) / 4, count_work(config).blocks[1]
 
     def _seconds(self, call: Callable[[], object]) -> float:
@@ -293,31 +292,13 @@ class _MachineBench:
         return sorted(self._block(call, repeats) for _ in range(blocks))[blocks // 4]
 
     def _block(self, call: Callable[[], object], repeats: int) -> float:
-        self._synchronize()
+        synchronize(self.device)
         began = time.perf_counter()
         for _ in range(repeats):
             call()
-        self._synchronize()
+        synchronize(self.device)
         return (time.perf_counter() - began) / repeats
 
-    def _synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
 
-
-def _with_gpt(config: Config, layers: int, width: int, length: int) -> Config:
-    """Returns ``config`` with a GPT that has two heads and a vocabulary of 32."""
-    model = GPTConfig("gpt", 32, layers, width, 2, 2, width * 11 // 4)
-    return replace(config, model=model, data=SyntheticDataConfig(vocab_size=32, sequence_length=length))
-
-
-def _forward_and_backward(config: Config, samples: int, device: torch.device) -> Callable[[], object]:
-    model = build_model(config.model, seed=0)
-    assert isinstance(model, Model), "a GPT is one"
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
-    model.init_buffers(device)
-    inputs = torch.zeros(samples, config.data.sequence_length, dtype=torch.int64, device=device)
-    return lambda: model(inputs, context={}).sum().backward()
+def _forward_and_backward(model: nn.Module, inputs: Tensor) -> None:
+    model(inputs, context={}).sum().backward()

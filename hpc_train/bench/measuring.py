@@ -1,23 +1,30 @@
-"""Composes the config of a benchmark's command line, and runs the workers that measure."""
+"""Runs a benchmark: its command line, its workers on this machine or a Slurm step, and its job in Slurm."""
 
 from __future__ import annotations
 
-import shutil
+import argparse
+import json
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from shutil import rmtree
+from typing import Any
 
-from hpc_train.bench.request import REQUEST, read_progress, read_result
+from hpc_train.bench.request import REQUEST, WorkerRequest, read_progress, read_result
 from hpc_train.config.schema import Config, MlflowConfig, WandbConfig
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.gpus import depends_on_gpu_types, gpu_types_here
+from hpc_train.launch.job import Job
 from hpc_train.launch.request import check_config, compose_job, parse_line
+from hpc_train.launch.sbatch import arguments, options, output_file
+from hpc_train.launch.script import ENVIRONMENT, IN_SHELL, container_of, exports, own_lines, python, quoted, shell_word
 from hpc_train.layout.layout import JobShape, Layout
-from hpc_train.machine.allocation import Allocation, current_allocation, workers_per_node
+from hpc_train.machine.allocation import current_allocation, workers_per_node
 from hpc_train.machine.temporary import BENCH, TemporaryDirectory
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
@@ -25,27 +32,67 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
 from hpc_train.run.owner import open_run
 from hpc_train.run.streams import unescaped
+from hpc_train.schedulers.slurm import client
+from hpc_train.schedulers.slurm.client import LostAnswer, Problem, SlurmError
+from hpc_train.schedulers.slurm.states import FORGOTTEN
+
+NOT_FOR_MEASURING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options of a job that trains
+_POLL_S = 1.0
+_QUERY_EVERY_S = 15.0
+_SETTLE_S = 75.0  # for the result of a job that has ended to become visible on a network file system
 
 
-class BenchRequest(Protocol):
-    """Describes what to measure."""
+def bench_parser(name: str, usage: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of ``bench NAME``, which takes overrides and ``--json``.
 
-    def write(self, run: RunDirectory) -> None: ...
+    Args:
+        usage: the further arguments.
+        examples: the arguments of calls of ``bench NAME``.
+    """
+    command = f"python -m hpc_train bench {name}"
+    parser = argparse.ArgumentParser(
+        prog=command,
+        usage=f"{command} {usage} [--json]",
+        description=f"{description} It takes the same overrides as a training.",
+        epilog="\n".join(["examples:", *(f"  {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
-def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
-    """Composes the config of ``arguments``, which are those of a training.
+def add_blocks(parser: argparse.ArgumentParser, steps: int, pairs: int) -> None:
+    """Adds the options for the length and the number of the blocks of measured steps."""
+    parser.add_argument("--steps", type=int, default=steps, metavar="N", help="steps per block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=pairs, metavar="N", help="number of blocks (default: %(default)s)")
+
+
+def refuse_below_one(options: argparse.Namespace, *names: str) -> None:
+    """Raises UserError if the number of one of the options is less than 1."""
+    if min(getattr(options, name) for name in names) < 1:
+        flags = [f"--{name}" for name in names]
+        raise UserError(
+            f"{', '.join(flags)} must be at least 1",
+            where=", ".join(flags),
+            fix="a positive number, or omit the option",
+        )
+
+
+def config_of(words: list[str], several_nodes: bool = False) -> Config:
+    """Composes the config of ``words``, which are those of a training.
 
     Raises:
-        UserError: the arguments are invalid or describe several jobs, or this is a Slurm step of several nodes.
+        UserError: the words are invalid or describe several jobs, or this is a Slurm step of several nodes.
     """
-    if current_allocation().nodes > 1 and not several_nodes:
+    nodes = current_allocation().nodes
+    if nodes > 1 and not several_nodes:
         raise UserError(
-            f"this benchmark runs on one node, but the Slurm step has {current_allocation().nodes}",
+            f"this benchmark runs on one node, but the Slurm step has {nodes}",
             where="srun --nodes",
             fix="srun --nodes=1 python -m hpc_train bench …",
         )
-    return compose_job(parse_line(arguments), "bench measures one job").config
+    return compose_job(parse_line(words), "bench measures one job").config
 
 
 def check_here(config: Config) -> Layout:
@@ -62,7 +109,7 @@ def check_here(config: Config) -> Layout:
 
 def run_benchmark(
     config: Config,
-    request: BenchRequest,
+    request: WorkerRequest,
     entry: str,
     root: Path | None = None,
     failures: list[str] | None = None,
@@ -75,29 +122,34 @@ def run_benchmark(
 
     Args:
         entry: the function that a worker calls, as "module:function".
-        root: parent of the temporary run directory; None uses the directory for temporary files.
+        root: parent of the temporary run directory; None uses the directory for temporary files, and on several nodes
+            ``run.root``.
         failures: receives the class of each failure, and all files are removed; None keeps the log of a failure.
         code: the frozen code that agents and workers start from; None uses the current directory.
         trust_owner: whether the code may be another user's.
     """
     allocation = current_allocation()
+    if root is None and allocation.nodes > 1:
+        root = Path(config.run.root)
+    run = RunDirectory((root or Path()) / f"{BENCH}{allocation.launch_id}")  # of all nodes of this Slurm step
     if allocation.node_rank > 0:
-        run = _run_of_step(allocation, root)
         _wait_for(run.path / REQUEST, config.elastic.join_timeout_s)
         open_run(run, "agent", trust_owner)
         return run_agent(run, entry=entry), None
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
-    several = allocation.nodes > 1
     temporary = None
-    if not several:
+    if allocation.nodes == 1:
         temporary = TemporaryDirectory.make(BENCH, root or Path(tempfile.gettempdir()))
-    run = _run_of_step(allocation, root) if temporary is None else RunDirectory(temporary.path)
+        run = RunDirectory(temporary.path)
+    # a tracker's process would run next to the workers that are measured
+    untracked = replace(config.telemetry, wandb=WandbConfig(mode="disabled"), mlflow=MlflowConfig(), tensorboard=False)
+    show = (lambda: _show(run)) if sys.stderr.isatty() else None
     result = None
     try:
-        freeze(_untracked(config), run, code=code, trust_owner=trust_owner)
+        freeze(replace(config, telemetry=untracked), run, code=code, trust_owner=trust_owner)
         request.write(run)  # the other nodes wait for this file
-        exit_code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
+        exit_code = run_agent(run, show, entry=entry)
         if exit_code == Exit.DONE:
             result = read_result(run)
         if failures is not None:
@@ -106,25 +158,12 @@ def run_benchmark(
     finally:
         # the message of a failure names its log, so the log must remain
         keeps_files = failures is None and result is None and any(run.logs.glob("*"))
-        if temporary is not None:
-            temporary.keep() if keeps_files else temporary.remove()
+        if keeps_files and temporary is not None:
+            temporary.keep()
+        elif temporary is not None:
+            temporary.remove()
         elif not keeps_files:
-            shutil.rmtree(run.path)
-
-
-def _untracked(config: Config) -> Config:
-    """Returns ``config`` without trackers, whose process would run next to the workers that are measured."""
-    off: dict[str, Any] = {
-        "wandb": WandbConfig(mode="disabled"),
-        "mlflow": MlflowConfig(),
-        "tensorboard": False,
-    }
-    return replace(config, telemetry=replace(config.telemetry, **off))
-
-
-def _run_of_step(allocation: Allocation, root: Path | None) -> RunDirectory:
-    """Returns the run directory that all nodes of this Slurm step use."""
-    return RunDirectory((root or Path()) / f"{BENCH}{allocation.launch_id}")
+            rmtree(run.path)
 
 
 def _wait_for(path: Path, seconds: float) -> None:
@@ -141,5 +180,88 @@ def _wait_for(path: Path, seconds: float) -> None:
 
 def _show(run: RunDirectory) -> None:
     progress = read_progress(run)
-    status = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
+    status = "starting"
+    if progress is not None:
+        status = f"{progress[0] + 1} of {progress[1]}"
     print(f"\r{status:<30}\r", end="", file=unescaped(sys.stderr), flush=True)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A benchmark that was submitted to Slurm, which writes its JSON object to ``result``."""
+
+    job_id: str
+    result: Path
+    log: Path
+    clusters: str | None = None
+
+
+def submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> Measurement:
+    """Submits ``bench WORDS`` with the resources of ``job``, as one task per node.
+
+    Args:
+        words: the benchmark with its arguments, among them ``--json``.
+        stem: path of the job's files without suffix; the directory exists.
+
+    Raises:
+        UserError: Slurm does not respond, or rejects the job.
+    """
+    log = stem.with_suffix(".log")
+    result = stem.with_suffix(".out")
+    sbatch_options = {
+        name: value for name, value in options(job, executor.site).items() if name not in NOT_FOR_MEASURING
+    }
+    sbatch_options |= {
+        "job-name": f"hpc_train-bench-{words[0]}",
+        "output": output_file(log.parent, log.name),
+        "no-requeue": None,
+    }
+    clusters = sbatch_options.get("clusters")
+    try:
+        job_id = client.submit(arguments(sbatch_options), _script(job, words, result), f"hpc_train-job:{log}", clusters)
+        return Measurement(job_id, result, log, clusters)
+    except LostAnswer:
+        raise
+    except SlurmError as error:
+        if error.problem is not Problem.REFUSED:
+            fix = "use a login node of a Slurm cluster, or measure on this machine"
+            raise UserError(error.what, where="-m, --submit", fix=fix) from error
+        raise UserError(f"Slurm rejected the job: {error.said}", where="cluster", fix="cluster.KEY=VALUE") from error
+
+
+def _script(job: Job, words: Sequence[str], result: Path) -> str:
+    cluster = job.config.cluster
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    lines = ["#!/bin/bash", ENVIRONMENT, *exports(cluster.env), *own_lines(cluster.setup, "cluster.setup")]
+    container = container_of(job.config, job.gpus)
+    if container is not None:
+        step += [*container.srun_options(IN_SHELL), *container.command(IN_SHELL)]
+        lines += container.lines()
+    step += [python(cluster, container), "-m", "hpc_train", "bench", *words]
+    unfinished, finished = (shell_word(str(path)) for path in (result.with_suffix(".part"), result))
+    lines += [
+        f"{quoted(step)} > {unfinished} && mv {unfinished} {finished}",
+        'status=$?; echo "exit code $status"; exit "$status"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def wait(measurement: Measurement) -> dict[str, Any] | None:
+    """Waits for the result; returns None if the job has ended and no result has appeared for a while."""
+    queried = time.monotonic()
+    gone = None  # since when the job is known to have ended
+    while True:
+        if measurement.result in set(measurement.result.parent.glob("*.out")):
+            # on several nodes the agents print other lines as well
+            lines = measurement.result.read_text(encoding="utf-8").splitlines()
+            return dict(json.loads(next(line for line in reversed(lines) if line.startswith("{"))))
+        now = time.monotonic()
+        if now - queried > _QUERY_EVERY_S:
+            queried = now
+            state = client.job_state(measurement.job_id, measurement.clusters)
+            if state is None or state.is_alive:
+                gone = None
+            elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):
+                print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", flush=True)
+                return None
+        time.sleep(_POLL_S)

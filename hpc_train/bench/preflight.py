@@ -5,31 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from hpc_train.bench.measuring import run_benchmark
-from hpc_train.bench.request import REQUEST
+from hpc_train.bench.request import WorkerRequest
 from hpc_train.config.schema import Config
 from hpc_train.config.values import with_all_workers
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import container_of, python, step_on_nodes
 from hpc_train.machine.allocation import current_allocation, workers_per_node
-from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import write_json
 from hpc_train.schedulers.slurm.variables import Receiver, environment_for
 
-ENTRY = "hpc_train.bench.collectives_worker:run_preflight"
-
-
-@dataclass(frozen=True)
-class PreflightRequest:
-    """Requests nothing but the preflight."""
-
-    def write(self, run: RunDirectory) -> None:
-        write_json(run.path / REQUEST, {})
+ENTRY = "hpc_train.bench.worker:run_preflight"
 
 
 def measure_nodes(config: Config, as_json: bool) -> int:
@@ -47,7 +36,7 @@ def measure_nodes(config: Config, as_json: bool) -> int:
         cluster=replace(config.cluster, nodes=nodes, preflight="full", preflight_action="warn"),
         elastic=replace(config.elastic, spares=0, min_nodes=None),
     )
-    code, result = run_benchmark(config, PreflightRequest(), ENTRY, Path(config.run.root) if nodes > 1 else None)
+    code, result = run_benchmark(config, WorkerRequest(), ENTRY)
     if result is None:
         return code
     print(json.dumps(result) if as_json else "\n".join(_lines(result)), flush=True)

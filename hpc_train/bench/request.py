@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Self
 
-from hpc_train.config.schema import Config
-from hpc_train.errors import UserError
-from hpc_train.layout.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_json
 
-REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-result.json"
+REQUEST = "bench-request.json"
+PROGRESS = "bench-progress.json"
+RESULT = "bench-result.json"
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Passes a request to the workers through a file in the run directory."""
+    """Passes a request to the workers through a file in the run directory; by itself it requests the preflight."""
 
     def write(self, run: RunDirectory) -> None:
         write_json(run.path / REQUEST, asdict(self))
@@ -100,47 +99,6 @@ def read_result(run: RunDirectory) -> dict[str, Any]:
     return run.json(run.path / RESULT)
 
 
-BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2", "zero3": "zero3"}  # kind -> its loop in ``bare_loop.py``
-BARE_PIPELINES = {"1f1b": "pp", "interleaved_1f1b": "pp"}  # and for each pipeline schedule
-
-
-def bare_loop(config: Config, layout: Layout) -> str:
-    """Returns the kind of bare loop (see ``bare_loop.py``) that is equivalent to ``config`` in ``layout``.
-
-    Raises:
-        UserError: there is no equivalent bare loop.
-    """
-    if config.precision.name == "fp16":
-        raise UserError(
-            "precision=fp16 needs loss scaling, which the bare loops do not have",
-            where="precision, --against",
-            fix="precision=bf16 or precision=fp32, or drop --against",
-        )
-    if layout.pp > 1 and getattr(config.data, "packing", False):
-        raise UserError(
-            "the bare pipeline loop does not support data.packing=true",
-            where="data.packing, --against",
-            fix="data.packing=false, or drop --against",
-        )
-    if layout.pp > 1 and config.train.loss_chunks not in (1, "auto"):
-        raise UserError(
-            "the bare pipeline loop computes the loss in one piece",
-            where="train.loss_chunks, --against",
-            fix="train.loss_chunks=1, or drop --against",
-        )
-    if layout.world_size == 1:
-        return "single"
-    if layout.dp == layout.world_size and layout.shard in (1, layout.dp) and layout.data_parallel in BARE_REPLICAS:
-        return BARE_REPLICAS[layout.data_parallel]
-    if layout.pp == layout.world_size and layout.schedule in BARE_PIPELINES:
-        return BARE_PIPELINES[layout.schedule]
-    raise UserError(
-        f"there is no bare loop for {layout}",
-        where="strategy, --against",
-        fix="+strategy=single, dp, zero2, zero3, or pp with schedule 1f1b or interleaved_1f1b; or drop --against",
-    )
-
-
 @dataclass(frozen=True)
 class Spread:
     """Holds the median of measurements with their 5 % and 95 % quantiles."""
@@ -153,6 +111,9 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         ordered = sorted(values)
         return cls(median(ordered), _quantile(ordered, 0.05), _quantile(ordered, 0.95))
+
+    def as_quantiles(self) -> dict[str, float]:
+        return {"median": self.median, "p05": self.low, "p95": self.high}
 
 
 def paired_ratio(first: Sequence[float], second: Sequence[float], resamples: int = 5000, seed: int = 0) -> Spread:

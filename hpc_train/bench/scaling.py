@@ -15,14 +15,22 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.job import submit, wait
-from hpc_train.bench.measuring import check_here, config_of, run_benchmark
+from hpc_train.bench.measuring import (
+    add_blocks,
+    bench_parser,
+    check_here,
+    config_of,
+    refuse_below_one,
+    run_benchmark,
+    submit,
+    wait,
+)
 from hpc_train.bench.request import StepRequest
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
-from hpc_train.launch.job import Job
 from hpc_train.launch.request import check_job, compose_job, parse_line
 from hpc_train.machine.allocation import workers_per_node
 from hpc_train.report.plots import check_plot
@@ -32,25 +40,19 @@ from hpc_train.units import GIB
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps before the first block
-NODES, WORKERS = "nodes", "workers"
+NODES = "nodes"
+WORKERS = "workers"
 
-_EPILOG = """\
-examples:
-  python -m hpc_train bench scaling +strategy=dp workers=1,2,4
-  python -m hpc_train bench scaling +strategy=hybrid model=gpt_124m nodes=1,2,4 cluster.time=00:20:00 -m --plot s.png
-"""
+STRONG = "strong"
+WEAK = "weak"
+KINDS = (STRONG, WEAK)
 
 
 def main(arguments: list[str]) -> int:
     """Measures, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     unit, sizes, overrides = _sizes(rest)
-    if min(options.steps, options.pairs) < 1:
-        raise UserError(
-            "--steps and --pairs must be at least 1",
-            where="--steps, --pairs",
-            fix="a positive number, or omit the option",
-        )
+    refuse_below_one(options, "steps", "pairs")
     if options.plot is not None:
         check_plot(options.plot, "--plot")
     if unit == NODES and not options.multirun:
@@ -62,20 +64,20 @@ def main(arguments: list[str]) -> int:
     points = [(kind, size, _overrides(overrides, unit, kind, size, sizes)) for kind in KINDS for size in sizes]
     if unit == NODES:
         step = ["--steps", str(options.steps), "--pairs", str(options.pairs), "--json"]
-        results = measure_on_slurm([[*step, *words] for _, _, words in points], [size for _, size, _ in points])
+        results = measure_on_slurm([(size, [*step, *words]) for _, size, words in points])
     else:
         results = _measure_locally([words for _, _, words in points], options)
     if results is None:
         return Exit.FAILED
-    rows = [
-        row
-        for kind in KINDS
-        for row in scaling_rows(
-            kind, [(size, result) for (k, size, _), result in zip(points, results, strict=True) if k == kind]
-        )
-    ]
+    rows = []
+    for kind in KINDS:
+        of_kind = [(size, result) for (k, size, _), result in zip(points, results, strict=True) if k == kind]
+        rows += scaling_rows(kind, of_kind)
     if options.csv is not None:
-        write_csv(rows, options.csv)
+        with options.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(ScalingRow)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
     if options.plot is not None:
         write_plot(rows, unit, options.plot)
     prose = paragraph(rows, results[0], unit)
@@ -87,23 +89,21 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_train bench scaling",
-        usage="python -m hpc_train bench scaling nodes=1,2,4 -m | workers=1,2,4 [overrides] [--csv FILE] [--plot FILE]"
-        " [--steps N] [--pairs N] [--json]",
-        description="Measures strong and weak scaling of training steps and prints a paragraph for a proposal. It takes"
-        " the same overrides as a training; batch.global_size is fixed in strong scaling and applies to the smallest"
-        " size in weak scaling.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = bench_parser(
+        "scaling",
+        "nodes=1,2,4 -m | workers=1,2,4 [overrides] [--csv FILE] [--plot FILE] [--steps N] [--pairs N]",
+        "Measures strong and weak scaling of training steps and prints a paragraph for a proposal. batch.global_size is"
+        " fixed in strong scaling and applies to the smallest size in weak scaling.",
+        [
+            "python -m hpc_train bench scaling +strategy=dp workers=1,2,4",
+            "python -m hpc_train bench scaling +strategy=hybrid model=gpt_124m nodes=1,2,4 cluster.time=00:20:00 -m"
+            " --plot s.png",
+        ],
     )
     parser.add_argument("-m", "--multirun", action="store_true", help="submit one Slurm job per measurement")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps per block (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="number of blocks (default: %(default)s)")
+    add_blocks(parser, 10, 5)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speed-up and efficiency (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -137,8 +137,10 @@ def _overrides(rest: Sequence[str], unit: str, kind: str, size: int, sizes: Sequ
         point_overrides.append(f"cluster.cpu_workers={size}")
         if config.train.threads == "auto":  # otherwise every size would use all cores, and nothing would scale
             point_overrides.append(f"train.threads={max(1, len(os.sched_getaffinity(0)) // sizes[-1])}")
-    growth = 1 if kind == STRONG else size / sizes[0]
-    return [*point_overrides, f"batch.global_size={round(config.batch.global_size * growth)}"]
+    samples: float = config.batch.global_size
+    if kind == WEAK:
+        samples *= size / sizes[0]
+    return [*point_overrides, f"batch.global_size={round(samples)}"]
 
 
 def _measure_locally(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[dict[str, Any]] | None:
@@ -151,10 +153,6 @@ def _measure_locally(points: Sequence[Sequence[str]], options: argparse.Namespac
             return None
         results.append(result)
     return results
-
-
-STRONG, WEAK = "strong", "weak"
-KINDS = (STRONG, WEAK)
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,11 @@ def scaling_rows(kind: str, results: Sequence[tuple[int, dict[str, Any]]]) -> li
     for size, result in results:
         speed = result["samples_per_s"]["median"]
         ranks = result["world_size"]
-        speed_up = speed / rows[0].samples_per_s if rows else 1.0
+        speed_up = 1.0
+        growth = 1.0  # of the ranks
+        if rows:
+            speed_up = speed / rows[0].samples_per_s
+            growth = ranks / rows[0].ranks
         memory = max(result["memory"]["device_peak_bytes"] or result["memory"]["host_peak_bytes"])
         shares = result["communication_share"]
         rows.append(
@@ -199,10 +201,10 @@ def scaling_rows(kind: str, results: Sequence[tuple[int, dict[str, Any]]]) -> li
                 step_s=result["step_s"]["median"],
                 samples_per_s=speed,
                 speed_up=speed_up,
-                efficiency=speed_up * (rows[0].ranks if rows else ranks) / ranks,
+                efficiency=speed_up / growth,
                 epoch_s=result["samples"] / speed,
                 memory_gib=memory / GIB,
-                communication_share=None if shares is None else sum(shares) / len(shares),
+                communication_share=shares and fmean(shares),
             )
         )
     return rows
@@ -230,7 +232,8 @@ def paragraph(rows: Sequence[ScalingRow], result: dict[str, Any], unit: str) -> 
         result: the result of any of the measurements, which share the model and the software versions.
     """
     strong, weak = ([row for row in rows if row.kind == kind] for kind in KINDS)
-    first, last = strong[0], strong[-1]
+    first = strong[0]
+    last = strong[-1]
     shares = [row.communication_share for row in strong if row.communication_share is not None]
     text = (
         f"We measured the scaling of our training (a model of {result['parameters']:,} parameters in "
@@ -251,13 +254,6 @@ def paragraph(rows: Sequence[ScalingRow], result: dict[str, Any], unit: str) -> 
         f"medians of {result['blocks']} blocks of {result['steps_per_block']} steps."
     )
     return text
-
-
-def write_csv(rows: Sequence[ScalingRow], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(ScalingRow)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def write_plot(rows: Sequence[ScalingRow], unit: str, path: Path) -> None:
@@ -289,26 +285,24 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h"
 
 
-def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> list[dict[str, Any]] | None:
-    """Submits ``bench step WORDS`` for each of ``words``; returns the results in order, or None if one failed.
+def measure_on_slurm(steps: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]] | None:
+    """Submits a ``bench step`` for each number of nodes with its arguments; returns the results in order, or None if
+    one failed.
 
     Raises:
         UserError: a job cannot run on the cluster, or Slurm rejects it.
     """
     executor = SlurmJobExecutor()
-    jobs = [_job(step_words) for step_words in words]
+    jobs = []
+    for _, words in steps:
+        composed = compose_job(parse_line([word for word in words if "=" in word]), "bench measures one job")
+        jobs.append(check_job(composed.config, RunDirectory(Path("scaling")), overrides=composed.overrides))
     folder = Path(jobs[0].config.run.root).absolute() / f"scaling-{secrets.token_hex(3)}"
     folder.mkdir(parents=True)
     submitted = []
-    for number, (job, step_words) in enumerate(zip(jobs, words, strict=True)):
-        submitted.append(submit(job, ["step", *step_words], folder / f"{number}", executor))
-        print(f"Slurm job {submitted[-1].job_id}: {nodes[number]} nodes, output in {submitted[-1].log}", flush=True)
+    for number, (job, (nodes, words)) in enumerate(zip(jobs, steps, strict=True)):
+        submitted.append(submit(job, ["step", *words], folder / f"{number}", executor))
+        print(f"Slurm job {submitted[-1].job_id}: {nodes} nodes, output in {submitted[-1].log}", flush=True)
     results = [wait(measurement) for measurement in submitted]
-    if any(result is None for result in results):
-        return None
-    return [result for result in results if result is not None]
-
-
-def _job(words: Sequence[str]) -> Job:
-    composed = compose_job(parse_line([word for word in words if "=" in word]), "bench measures one job")
-    return check_job(composed.config, RunDirectory(Path("scaling")), overrides=composed.overrides)
+    present = [result for result in results if result is not None]
+    return present if len(present) == len(results) else None

@@ -2,50 +2,51 @@
 
 ``bench step`` alternates blocks of the trainer's steps with a bare loop. A timed step includes everything that the
 trainer does in each step (the agreement of all ranks, the next batch, forward, backward, clipping and update) but not
-saves, evaluation and logging.
+saves, evaluation and logging. It then measures which bucket size and which gradient compression are the fastest.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
+from itertools import islice
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hpc_train.bench.advice import advice
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
-from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio, write_progress, write_result
+from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio
+from hpc_train.bench.worker import BenchRank, Training, measure_on_ranks
 from hpc_train.config.schema import Config
-from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.data.dataset import Dataset, StepBatch
+from hpc_train.data.feed import TrainFeed
+from hpc_train.errors import UserError
+from hpc_train.layout.compatibility import OF_LAYOUT, OF_RUN, check_compatibility
 from hpc_train.layout.loss_chunks import loss_form
 from hpc_train.layout.recomputation import recomputation_of
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.collectives import gather_plain
-from hpc_train.parallel.mesh import Mesh, synchronize_ranks
-from hpc_train.parallel.pipeline.balance import plan_split
+from hpc_train.parallel.compression import make_exchange
+from hpc_train.parallel.mesh import Mesh, largest, synchronize, synchronize_ranks
 from hpc_train.parallel.precision.dtypes import compute_dtype, parameter_dtype
+from hpc_train.parallel.reduction import GradientReduction
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.optimizers.optimizer import Optimizer
-from hpc_train.train.processes import join, leave
 from hpc_train.train.step import Control, StepOutcome, TrainStep
 from hpc_train.train.watch import step_gap
 from hpc_train.train.watch.measures import Measures
 from hpc_train.train.watch.pipeline_watch import bubble_share
 from hpc_train.train.watch.profiler import communication_share
-from hpc_train.train.watch.step_gap import losses, mean_of_ranks, profiled
 from hpc_train.train.watch.utilization import (
     count_flops,
     describe_utilization,
@@ -55,30 +56,32 @@ from hpc_train.train.watch.utilization import (
 )
 
 HORIZON = 1_000_000  # steps of the learning rate's schedule
+SIZES_MB = (1.0, 5.0, 25.0, 100.0)
+WARM_UP = 2  # untimed steps with each bucket size, since DDP rebuilds its buckets after the first
+COUNTED = 3  # timed steps with each bucket size
+TECHNIQUES = ("none", "bf16", "powersgd", "topk")  # from the largest to the smallest message
+PAYS = 2 / 3  # a technique is advised if it takes less than this share of the time of the previous choice
+SAMPLE_BYTES = 16 * 2**20  # bytes of gradients that are compressed, which take 1.3 s at 100 Mbit/s
+ROUNDS = 3  # measured sums with each technique, of which the first is not counted
 
 Loop = Callable[[], object]
 
 
 def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
-    run = RunDirectory(Path(spec.run_dir))
-    config = load(run)
-    request = StepRequest.read(run)
-    mesh = join(spec, config)
-    bench = StepBench(config, mesh, stop)
-    result = _measure(bench, request, run)
+    """Runs what ``bench-request.json`` requests; rank 0 writes ``bench-result.json``."""
+    return measure_on_ranks(spec, stop, StepRequest, _measure_steps)
+
+
+def _measure_steps(rank: BenchRank, request: StepRequest) -> dict[str, Any] | None:
+    bench = StepBench(rank.config, rank.mesh, rank.stop)
+    result = _measure_blocks(bench, request, rank)
     bench.close()
-    if result is not None:
-        layers = bench.layers
-        example = bench.example
-        del bench  # the advice builds engines of its own, which need its memory
-        result["advice"] = advice(config, mesh, layers, example)
-    if result is not None and mesh.rank == 0:
-        write_result(run, result)
-    leave(mesh)
     if result is None:
-        return Exit.STOPPED
-    return Exit.DONE
+        return None
+    layers = bench.layers
+    example = bench.example
+    del bench  # the advice builds other engines, which need its memory
+    return result | {"advice": advice(rank.config, rank.mesh, layers, example)}
 
 
 class StepBench:
@@ -91,18 +94,18 @@ class StepBench:
     def __init__(self, config: Config, mesh: Mesh, stop: StopFlag) -> None:
         self.config = config
         self.mesh = mesh
-        dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
-        plan = plan_split(config, mesh, dataset)
-        self.layers = None if plan is None else plan.layers
-        self.engine = build_engine(config, mesh, self.layers)
-        optimizer = Optimizer(config.optim, self.engine.named_parameters(), config.strategy.offload == "optimizer")
-        self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
-        self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
-        self.samples = len(dataset)
-        self._dataset = dataset
+        training = Training.build(config, mesh)
+        self.layers = training.layers
+        self.engine = training.engine
+        self._take_step = TrainStep(config, mesh, self.engine, training.optimizer, HORIZON)
+        self._feed = _feed_of(training.dataset, config, mesh)
+        self._dataset = training.dataset
+        self.samples = len(training.dataset)
         self._control = Control(mesh)
         self._stop = stop
-        self.example = self._with_target_count(next(self._feed))
+        first = next(self._feed)
+        self._control.post(False, first.local_count)
+        self.example = StepBatch(first.micro_batches, self._control.read().target_count)
         self._following = next(self._feed)
         self._control.post(False, self._following.local_count)
         self._step = 0
@@ -141,122 +144,102 @@ class StepBench:
         self._control.read()  # completes the last all-reduce before any rank exits
         self._feed.close()
 
-    def _with_target_count(self, batch: LocalBatch) -> StepBatch:
-        self._control.post(False, batch.local_count)
-        return StepBatch(batch.micro_batches, self._control.read().target_count)
+
+def _feed_of(dataset: Dataset, config: Config, mesh: Mesh) -> TrainFeed:
+    return TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
 
 
-def _measure(bench: StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
+def _measure_blocks(bench: StepBench, request: StepRequest, rank: BenchRank) -> dict[str, Any] | None:
     """Measures all blocks and returns the result; None if a stop was requested before the last block."""
     config = bench.config
     mesh = bench.mesh
+    layout = mesh.layout
     loops: list[Loop] = [bench.step]
-    _repeat(bench.step, request.warmup)
-    memory = peak_host_memory(), peak_device_memory(mesh.device)
+    for _ in range(request.warmup):
+        bench.step()
+    peaks = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
         bare = build_bare_loop(request.raw, config, mesh, bench.layers)
-        loops.append(_loop_over(bare.step, bare_batches(config, mesh)))
-        _repeat(loops[1], request.warmup)
-    seconds: list[list[float]] = [[] for _ in loops]
+        batches = bare_batches(config, mesh)
+
+        def bare_step() -> None:
+            batch = next(batches)
+            bare.step(batch.micro_batches, batch.target_count)
+
+        loops.append(bare_step)
+        for _ in range(request.warmup):
+            bare_step()
+    seconds: list[list[float]] = [[] for _ in loops]  # of a step, from all ranks ready to the slowest rank finished
     for block in range(request.pairs * len(loops)):
-        if mesh.rank == 0:
-            write_progress(run, block, request.pairs * len(loops))
+        rank.write_progress(block, request.pairs * len(loops))
         turn = block % len(loops)
-        seconds[turn].append(_timed(loops[turn], request.steps, mesh) / request.steps)
+        synchronize_ranks(mesh)
+        began = time.perf_counter()
+        for _ in range(request.steps):
+            loops[turn]()
+        synchronize_ranks(mesh)
+        seconds[turn].append((time.perf_counter() - began) / request.steps)
         if bench.stopped:
             return None
-    speeds = [[config.batch.global_size / value for value in values] for values in seconds]
-    ratio = paired_ratio(speeds[0], speeds[1]) if request.raw is not None else None
-    utilization = _utilization(bench, Spread.of(speeds[0]).median)
+    step_s = Spread.of(seconds[0]).median
+    against = None
+    if request.raw is not None:
+        speeds = [[config.batch.global_size / value for value in values] for values in seconds]
+        ratio = paired_ratio(speeds[0], speeds[1])
+        against = {
+            "loop": request.raw,
+            "ratio": ratio.median,
+            "ci95_low": ratio.low,
+            "ci95_high": ratio.high,
+            **_rates(seconds[1], bench),
+        }
+    rates = _rates(seconds[0], bench)
+    utilization = _utilization(bench, rates["samples_per_s"]["median"])
+    host, device = zip(*_gather(peaks, mesh), strict=True)
+    bubble = None
+    if layout.pp > 1:
+        bubble = _gather(bubble_share(bench.gradients, mesh.device), mesh)
+    communication = None
+    if layout.stage_ranks > 1:
+        communication = _gather(communication_share(bench.gradients, mesh.device, layout.pp > 1), mesh)
     return {
-        **_setting(config, mesh),
-        "samples": bench.samples,
-        "blocks": request.pairs,
-        "steps_per_block": request.steps,
-        **_rates(seconds[0], bench),
-        "memory": _memory(memory, mesh),
-        "bubble_share": _gather(bubble_share(bench.gradients, mesh.device), mesh) if mesh.layout.pp > 1 else None,
-        "ideal_bubble_share": mesh.layout.bubble_share if mesh.layout.pp > 1 else None,
-        "communication_share": _communication(bench),
-        "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
-        "mfu": utilization,
-        "gap": _gap(bench, Spread.of(seconds[0]).median, utilization) if request.profile_gap else None,
-        "against": ratio and {"loop": request.raw, **_ratio(ratio), **_rates(seconds[1], bench)},
-    }
-
-
-def _loop_over(step: Callable[[Sequence[Batch], int], None], batches: Iterator[StepBatch]) -> Loop:
-    def loop() -> None:
-        batch = next(batches)
-        step(batch.micro_batches, batch.target_count)
-
-    return loop
-
-
-def _repeat(loop: Loop, times: int) -> None:
-    for _ in range(times):
-        loop()
-
-
-def _timed(loop: Loop, steps: int, mesh: Mesh) -> float:
-    """Returns the seconds from the moment all ranks are ready until the slowest has finished."""
-    synchronize_ranks(mesh)
-    begin = time.perf_counter()
-    _repeat(loop, steps)
-    synchronize_ranks(mesh)
-    return time.perf_counter() - begin
-
-
-def _setting(config: Config, mesh: Mesh) -> dict[str, Any]:
-    cuda = mesh.device.type == "cuda"
-    return {
+        **rank.setting(),
         "strategy": config.strategy.name,
-        "layout": str(mesh.layout),
-        "world_size": mesh.layout.world_size,
-        "device": torch.cuda.get_device_name(mesh.device) if cuda else "cpu",
+        "layout": str(layout),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "precision": config.precision.name,
         "compression": config.strategy.compression,
         "compile": config.train.compile,
         "parameters": sum(p.numel() for p in build_model(config.model, config.train.seed).parameters()),
         "global_batch": config.batch.global_size,
+        "samples": bench.samples,
+        "blocks": request.pairs,
+        "steps_per_block": request.steps,
+        **rates,
+        "memory": {"host_peak_bytes": [*host], "device_peak_bytes": None if device[0] is None else [*device]},
+        "bubble_share": bubble,
+        "ideal_bubble_share": layout.bubble_share if layout.pp > 1 else None,
+        "communication_share": communication,
+        "measurement": _measurement_cost(bench, step_s),
+        "mfu": utilization,
+        "gap": _gap(bench, step_s, utilization) if request.profile_gap else None,
+        "against": against,
     }
 
 
 def _rates(seconds: Sequence[float], bench: StepBench) -> dict[str, Any]:
     """Returns time and throughput; ``tokens_per_s`` counts targets and is None for inputs other than tokens."""
     samples = bench.config.batch.global_size
-    first = bench.example
-    inputs = first.micro_batches[0].inputs
-    has_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
-    tokens = first.target_count if has_tokens else None
-    return {
-        "step_s": _spread([*seconds]),
-        "samples_per_s": _spread([samples / value for value in seconds]),
-        "tokens_per_s": tokens and _spread([tokens / value for value in seconds]),
+    rates: dict[str, Any] = {
+        "step_s": Spread.of(seconds).as_quantiles(),
+        "samples_per_s": Spread.of([samples / value for value in seconds]).as_quantiles(),
+        "tokens_per_s": None,
     }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    spread = Spread.of(values)
-    return {"median": spread.median, "p05": spread.low, "p95": spread.high}
-
-
-def _ratio(ratio: Spread) -> dict[str, float]:
-    return {"ratio": ratio.median, "ci95_low": ratio.low, "ci95_high": ratio.high}
-
-
-def _memory(peaks: tuple[int, int | None], mesh: Mesh) -> dict[str, Any]:
-    host, device = zip(*_gather(peaks, mesh), strict=True)
-    return {"host_peak_bytes": [*host], "device_peak_bytes": None if device[0] is None else [*device]}
-
-
-def _communication(bench: StepBench) -> list[float] | None:
-    layout = bench.mesh.layout
-    if layout.stage_ranks == 1:
-        return None
-    return _gather(communication_share(bench.gradients, bench.mesh.device, layout.pp > 1), bench.mesh)
+    inputs = bench.example.micro_batches[0].inputs
+    tokens = bench.example.target_count
+    if isinstance(inputs, Tensor) and not inputs.is_floating_point() and tokens:
+        rates["tokens_per_s"] = Spread.of([tokens / value for value in seconds]).as_quantiles()
+    return rates
 
 
 def _measurement_cost(bench: StepBench, step_s: float) -> dict[str, float]:
@@ -273,17 +256,21 @@ def _utilization(bench: StepBench, samples_per_s: float) -> dict[str, Any] | Non
     mesh = bench.mesh
     model = build_model(config.model, config.train.seed)
     precision = config.precision.name
-    cuda = mesh.device.type == "cuda"
-    peak = device_peak(mesh.device, precision, config.precision.tf32) if cuda else None
+    size = 1024
+    peak = None
+    if mesh.device.type == "cuda":
+        size = 8192
+        peak = device_peak(mesh.device, precision, config.precision.tf32)
     source = "data sheet"
     if peak is None:
         synchronize_ranks(mesh)
-        dtype = compute_dtype(precision) or parameter_dtype(precision)
-        peak = measured_gemm_flops(mesh.device, dtype, 8192 if cuda else 1024)
+        peak = measured_gemm_flops(mesh.device, compute_dtype(precision) or parameter_dtype(precision), size)
         source = "measured matrix product"
     peaks: list[float] = _gather(peak, mesh)
-    shape = bench.inputs_shape() if isinstance(model, Model) else None
-    if not isinstance(model, Model) or shape is None:
+    if not isinstance(model, Model):
+        return None
+    shape = bench.inputs_shape()
+    if shape is None:
         return None
     inputs = torch.empty((1, *shape), device="meta")
     count = count_flops(model, inputs, recomputation_of(config, mesh.layout), loss_form(config, mesh.layout))
@@ -297,12 +284,14 @@ def _gap(bench: StepBench, step_s: float, utilization: dict[str, Any] | None) ->
         return None
     ideal_s = utilization["value"] * step_s
     recomputed_s = max(0.0, utilization.get("hfu", utilization["value"]) * step_s - ideal_s)
-    own = profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
-    found = losses(mean_of_ranks(_gather(own, bench.mesh)), step_s, ideal_s, recomputed_s)
+    profile = step_gap.profiled(bench.step, bench.mesh.device, bench.mesh.layout.pp > 1)
+    mean = step_gap.mean_of_ranks(_gather(profile, bench.mesh))
+    losses = step_gap.losses(mean, step_s, ideal_s, recomputed_s)
     rows = [
-        {"kind": kind, "seconds": value, "advice": step_gap.advice(kind, bench.config)} for kind, value in found.items()
+        {"kind": kind, "seconds": value, "advice": step_gap.advice(kind, bench.config)}
+        for kind, value in losses.items()
     ]
-    return {"step_s": step_s, "ideal_s": step_s - sum(found.values()), "losses": rows}
+    return {"step_s": step_s, "ideal_s": step_s - sum(losses.values()), "losses": rows}
 
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:
@@ -316,49 +305,157 @@ def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:
     Each estimate takes the gradient norms of some global batches and of their union, as the engine computes them. A
     training step on the union follows, so the estimates cover the first steps of a training.
     """
-    run = RunDirectory(Path(spec.run_dir))
-    config = load(run)
-    request = NoiseRequest.read(run)
-    config = replace(config, optim=replace(config.optim, in_backward=False))  # gradients add up over several batches
-    mesh = join(spec, config)
-    dataset = build_dataset(config.data, "train", config.train.seed, config.precision.name)
-    plan = plan_split(config, mesh, dataset)
-    engine = build_engine(config, mesh, None if plan is None else plan.layers)
-    optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
-    take_step = TrainStep(config, mesh, engine, optimizer, request.estimates)
-    feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
+    return measure_on_ranks(spec, stop, NoiseRequest, _measure_noise)
+
+
+def _measure_noise(rank: BenchRank, request: NoiseRequest) -> dict[str, Any] | None:
+    mesh = rank.mesh
+    # gradients add up over several batches
+    config = replace(rank.config, optim=replace(rank.config.optim, in_backward=False))
+    training = Training.build(config, mesh)
+    engine = training.engine
+    take_step = TrainStep(config, mesh, engine, training.optimizer, request.estimates)
     control = Control(mesh)
-    stopped = False
+    small: list[float] = []
+    big: list[float] = []
+    with closing(_feed_of(training.dataset, config, mesh)) as feed:
+        for step in range(request.estimates):
+            rank.write_progress(step, request.estimates)
+            batches = []
+            stopped = False
+            for local in islice(feed, request.times):
+                control.post(rank.stop.requested, local.local_count)
+                agreement = control.read()
+                stopped = stopped or agreement.stop
+                batches.append(StepBatch(local.micro_batches, agreement.target_count))
+            if stopped:
+                return None
+            for batch in batches:
+                scale = None if take_step.loss_scale is None else take_step.loss_scale.value
+                engine.train_step(step, batch, scale)
+                small.append(float(engine.clip_grad_norm_(0.0, scale)) ** 2)
+            union = tuple(micro for batch in batches for micro in batch.micro_batches)
+            outcome = take_step(step, StepBatch(union, sum(batch.target_count for batch in batches)))
+            big.append(float(outcome.grad_norm) ** 2)
+    sizes = {"small_size": config.batch.global_size, "big_size": config.batch.global_size * request.times}
+    return {"small": small, "big": big, **sizes}
 
-    def next_batch() -> StepBatch:
-        nonlocal stopped
-        local = next(feed)
-        control.post(stop.requested, local.local_count)
-        agreement = control.read()
-        stopped = stopped or agreement.stop
-        return StepBatch(local.micro_batches, agreement.target_count)
 
-    def squared_norm(step: int, batch: StepBatch) -> float:
-        scale = None if take_step.loss_scale is None else take_step.loss_scale.value
-        engine.train_step(step, batch, scale)
-        return float(engine.clip_grad_norm_(0.0, scale)) ** 2
+def bucket_seconds(
+    config: Config, mesh: Mesh, layers: Sequence[range] | None, batch: StepBatch
+) -> dict[float, float] | None:
+    """Measures forward, backward and reduction of ``batch`` with several bucket sizes. Collective.
 
-    small, big = [], []
-    for step in range(request.estimates):
-        if mesh.rank == 0:
-            write_progress(run, step, request.estimates)
-        batches = [next_batch() for _ in range(request.times)]
-        if stopped:
+    Args:
+        layers: those of each pipeline stage, as for ``build_engine``.
+
+    Returns:
+        Size in MB -> median seconds on the slowest rank; None if this layout does not reduce gradients in buckets.
+    """
+    if mesh.layout.dp_cp == 1 or not mesh.layout.kind.buckets:
+        return None
+    seconds: dict[float, float] = {}
+    for size in SIZES_MB:
+        strategy = replace(config.strategy, bucket_cap_mb=size)
+        engine = build_engine(replace(config, strategy=strategy), mesh, layers)
+        steps: list[float] = []
+        for step in range(WARM_UP + COUNTED):
+            synchronize_ranks(mesh)
+            began = time.perf_counter()
+            if engine.updates is not None:
+                engine.updates.begin(lambda parameters, finite: None)
+            engine.train_step(step, batch)
+            synchronize(mesh.device)
+            steps.append(time.perf_counter() - began)
+        seconds[size] = largest(median(steps[WARM_UP:]), mesh)
+        gradients = sum(p.numel() * p.element_size() for p in engine.named_parameters().values() if p.requires_grad)
+        if size * 2**20 >= largest(gradients / mesh.layout.tp, mesh):
+            break  # all gradients are in one bucket
+        del engine
+        gc.collect()  # DDP is in reference cycles
+    return seconds
+
+
+def compression_seconds(config: Config, mesh: Mesh) -> dict[str, float] | None:
+    """Measures the sum of one step's gradients with each technique of ``strategy.compression``. Collective.
+
+    The sum is measured by itself, though in training it overlaps with the backward pass.
+
+    Returns:
+        Technique -> seconds on the slowest rank; None if this layout does not compress gradients before they are sent.
+    """
+    if mesh.layout.dp_cp == 1 or not mesh.layout.kind.buckets:
+        return None
+    parameters, share = _sample(config, mesh)
+    seconds: dict[str, float] = {}
+    for name in TECHNIQUES:
+        compressed = replace(config, strategy=replace(config.strategy, compression=name))
+        try:
+            check_compatibility((*OF_LAYOUT, *OF_RUN), compressed, mesh.layout)
+        except UserError:
+            continue
+        seconds[name] = largest(_seconds_of_sum(name, config, mesh, parameters) / share, mesh)
+    return seconds
+
+
+def advised(seconds: Mapping[str, float]) -> str:
+    """Returns the technique that pays. A lossy one must win by a margin.
+
+    Args:
+        seconds: technique -> seconds, from the least lossy one.
+    """
+    chosen, *others = seconds
+    for technique in others:
+        if seconds[technique] < PAYS * seconds[chosen]:
+            chosen = technique
+    return chosen
+
+
+def advice(config: Config, mesh: Mesh, layers: Sequence[range] | None, batch: StepBatch) -> dict[str, Any]:
+    """Returns for each key its best value and the measured seconds by value; empty for other layouts. Collective."""
+    result: dict[str, Any] = {}
+    sizes = bucket_seconds(config, mesh, layers, batch)
+    if sizes is not None:
+        best = min(sizes, key=lambda size: sizes[size])
+        result["strategy.bucket_cap_mb"] = {"best": best, "seconds": {f"{size:g}": sizes[size] for size in sizes}}
+    techniques = compression_seconds(config, mesh)
+    if techniques is not None:
+        result["strategy.compression"] = {"best": advised(techniques), "seconds": techniques}
+    return result
+
+
+def _sample(config: Config, mesh: Mesh) -> tuple[dict[str, nn.Parameter], float]:
+    """Returns parameters with the shapes of the model's, and their share of the parameters of one rank."""
+    dtype = parameter_dtype(config.precision.name)
+    capacity = SAMPLE_BYTES // dtype.itemsize
+    model = build_model(config.model, config.train.seed, values=False)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    total = sum(map(math.prod, shapes.values())) / mesh.layout.pp
+    sample: dict[str, nn.Parameter] = {}
+    taken = 0
+    for name, (length, *rest) in reversed([(name, shape) for name, shape in shapes.items() if shape]):
+        rows = min(length, max(1, (capacity - taken) // math.prod(rest)))
+        sample[name] = nn.Parameter(torch.zeros(rows, *rest, dtype=dtype, device=mesh.device))
+        taken += rows * math.prod(rest)
+        if taken >= min(capacity, total):
             break
-        small += [squared_norm(step, batch) for batch in batches]
-        union = tuple(micro for batch in batches for micro in batch.micro_batches)
-        outcome = take_step(step, StepBatch(union, sum(batch.target_count for batch in batches)))
-        big.append(float(outcome.grad_norm) ** 2)
-    feed.close()
-    if not stopped and mesh.rank == 0:
-        sizes = {"small_size": config.batch.global_size, "big_size": config.batch.global_size * request.times}
-        write_result(run, {"small": small, "big": big, **sizes})
-    leave(mesh)
-    if stopped:
-        return Exit.STOPPED
-    return Exit.DONE
+    return sample, min(1.0, taken / total)
+
+
+def _seconds_of_sum(technique: str, config: Config, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> float:
+    """Returns the shortest time of a few sums over the data-parallel ranks, as measured on this rank."""
+    group = mesh.group("dp_cp")
+    exchange = make_exchange(technique, config.strategy, parameters, group)
+    reduction = GradientReduction(parameters.values(), group, config.strategy.bucket_cap_mb)
+    rounds: list[float] = []
+    for _ in range(ROUNDS):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        synchronize_ranks(mesh)
+        began = time.perf_counter()
+        reduction.begin(1, exchange)
+        reduction.reduce()
+        exchange.commit(torch.ones((), dtype=torch.bool, device=mesh.device))
+        synchronize(mesh.device)
+        rounds.append(time.perf_counter() - began)
+    return min(rounds[1:])

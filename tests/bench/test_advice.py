@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.bench.advice import SIZES_MB, advice, advised
 from hpc_train.bench.step import MEASURED, describe_advice
+from hpc_train.bench.step_worker import SIZES_MB, advice, advised
 from tests.parallel.cells import Cell
 from tests.parallel.oracle import local_batch, mesh_of
 from tests.ranks import run_on_world

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.bench.machine_figures import fit_rate, machine_of, same_device
+from hpc_train.bench.machine import fit_rate, machine_of, same_device
 from hpc_train.bench.machine_worker import _MachineBench
 from hpc_train.planner.machine import read_machine
 from tests.doors.command import hpc_train

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.bench.request import bare_loop
+from hpc_train.bench.step import bare_loop
 from hpc_train.config.schema import (
     BatchConfig,
     Config,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.bench import job as bench_job
+from hpc_train.bench import measuring
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import command_job
@@ -94,7 +94,7 @@ def scripts(job: Job) -> list[str]:
     return [
         *map(render, (submitted, printed, array)),
         command_job._script(["checkpoint", "verify", str(run)], config, run / "code"),
-        bench_job._script(job, ["step", *job.overrides], run / "result"),
+        measuring._script(job, ["step", *job.overrides], run / "result"),
     ]
 
 

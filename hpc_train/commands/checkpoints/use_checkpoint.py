@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import BenchRequest, check_here, run_benchmark
+from hpc_train.bench.measuring import check_here, run_benchmark
+from hpc_train.bench.request import WorkerRequest
 from hpc_train.checkpoint.listing import NEWEST, choose_by_name, find_run
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.config.evaluation import LOWEST_LOSS, best_metric
@@ -16,7 +17,6 @@ from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
 from hpc_train.launch.command_job import follow, submit, without_submission
 from hpc_train.launch.request import register_launcher
-from hpc_train.machine.allocation import current_allocation
 from hpc_train.run.code import frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
@@ -78,7 +78,7 @@ class UsedCheckpoint:
         extra = [*_gpus(self.config), *shlex.split(self.options.sbatch)]
         return follow(submit(words, self.config, output_directory(self.run.path) / "logs" / "slurm", extra))
 
-    def run_workers(self, config: Config, request: BenchRequest, entry: str) -> tuple[int, dict[str, Any] | None]:
+    def run_workers(self, config: Config, request: WorkerRequest, entry: str) -> tuple[int, dict[str, Any] | None]:
         """Runs workers with the entry function ``entry``; returns the exit code, and the result with the checkpoint.
 
         Raises:
@@ -89,8 +89,7 @@ class UsedCheckpoint:
         if self.options.code == "run":
             check_copy(self.run)
             code = frozen_code(self.run)
-        root = Path(config.run.root) if current_allocation().nodes > 1 else None
-        exit_code, result = run_benchmark(config, request, entry, root, code=code, trust_owner=self.options.trust_owner)
+        exit_code, result = run_benchmark(config, request, entry, code=code, trust_owner=self.options.trust_owner)
         if result is None:
             return exit_code, None
         return exit_code, {
