@@ -21,7 +21,6 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event
 from hpc_train.run.rows import Line, seconds
 
-NUMBERS = (int, float)
 
 
 class Interval(NamedTuple):
@@ -315,10 +314,10 @@ def _kept_at_end(attempts: Sequence[Attempt], now: float | None) -> float:
     """Returns the step up to which work is kept: infinity for all of it, or the step of the newest checkpoint."""
     if not attempts or attempts[-1].closed or (now is not None and attempts[-1].failed_at is None):
         return math.inf
-    return _newest_checkpoint_step(event for attempt in attempts for event in attempt.events)
+    return newest_checkpoint_step(event for attempt in attempts for event in attempt.events)
 
 
-def _newest_checkpoint_step(events: Iterable[Event]) -> int:
+def newest_checkpoint_step(events: Iterable[Event]) -> int:
     """Returns the step of the newest checkpoint; 0 if there is none."""
     saved = [event for event in events if event.name == "checkpoint_saved"]
     return max(saved, key=lambda event: (event.attempt, event.time))["step"] if saved else 0
@@ -424,6 +423,6 @@ class _Accounting:
         useful = 0.0
         if line is not None and line.last > line.first:
             pace = line.steps_s / (line.last - line.first)
-            useful = min(rest, max(0.0, min(_newest_checkpoint_step(attempt.events), kept) - line.last) * pace)
+            useful = min(rest, max(0.0, min(newest_checkpoint_step(attempt.events), kept) - line.last) * pace)
         self._add("steps_s", useful)
         self._add("lost_s", rest - useful)

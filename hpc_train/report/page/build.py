@@ -19,7 +19,6 @@ from hpc_train.report.page.settings import reproduce, settings, trained
 from hpc_train.report.page.sweep import (
     SweepFacts,
     coordinates,
-    failures_of,
     reproduce_one,
     sweep_failed,
     sweep_table,
@@ -30,6 +29,7 @@ from hpc_train.run.directory import PAGE, RunDirectory
 from hpc_train.run.files import BackgroundCall, write_text
 from hpc_train.run.owner import is_own, output_directory
 from hpc_train.runs.comparison import Comparison, best_metric_of
+from hpc_train.runs.diagnosis import sweep_failures
 from hpc_train.runs.job_status import PRESENT, JobStatus, SlurmStatuses, View
 from hpc_train.runs.lookup import RunHandle, find_runs, statuses_of
 from hpc_train.version import __version__
@@ -61,10 +61,9 @@ def page_of_run(found: RunHandle, statuses: dict[str, JobStatus] | None = None) 
         settings(facts),
         reproduce(facts),
     ]
-    name = found.run.path.name
-    above = found.run.path.parent.name
-    title = f"{above}/{name}" if name.isdigit() else name
-    return _page(f"Run {title}", found.run.path, sections, [found])
+    path = found.run.path
+    title = f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
+    return _page(f"Run {title}", path, sections, found)
 
 
 def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = None) -> str:
@@ -77,32 +76,30 @@ def page_of_sweep(found: Sequence[RunHandle], views: Sequence[View] | None = Non
         statuses = statuses_of(found, SlurmStatuses())
         views = [item.view(statuses) for item in found]
     metric = best_metric_of(found[0].plain_config)
-    of_sweep = SweepFacts(found, views, Comparison.of((item.run for item in found), metric))
-    failures = failures_of(of_sweep)
+    sweep = SweepFacts(found, views, Comparison.of((item.run for item in found), metric))
+    failures = sweep_failures(found, views)
     sections = [
-        sweep_verdict(of_sweep, failures),
-        sweep_table(of_sweep),
-        coordinates(of_sweep),
-        sweep_failed(of_sweep, failures),
-        reproduce_one(of_sweep),
+        sweep_verdict(sweep, failures),
+        sweep_table(sweep),
+        coordinates(sweep),
+        sweep_failed(sweep, failures),
+        reproduce_one(sweep),
     ]
     folder = found[0].run.path.parent
-    return _page(f"Sweep {folder.name}", folder, sections, found)
+    return _page(f"Sweep {folder.name}", folder, sections, found[0])
 
 
-def _page(title: str, path: Path, sections: Sequence[Html | None], found: Sequence[RunHandle]) -> str:
-    page = (
-        environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            path=path,
-            sections=[section for section in sections if section is not None],
-            version=__version__,
-            written=time.strftime("%Y-%m-%d %H:%M %Z"),
-        )
+def _page(title: str, path: Path, sections: Sequence[Html | None], run: RunHandle) -> str:
+    """Returns the page without the secrets that are in the config of ``run``."""
+    template = environment().get_template("page.html")
+    page = template.render(
+        title=title,
+        path=path,
+        sections=[section for section in sections if section is not None],
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M %Z"),
     )
-    for secret in dict.fromkeys(secret for item in found[:1] for secret in secrets_of(item)):
+    for secret in secrets_of(run):
         page = page.replace(text(secret), HIDDEN)
     return page
 
@@ -138,7 +135,7 @@ def write_at_end(run: RunDirectory) -> None:
     It also records how far off the prediction was, if there is one. It neither raises nor waits long, and asks Slurm
     nothing, for the job still holds its nodes.
     """
-    _tell(lambda: _write_run(run, in_job=True))
+    _print_path(lambda: _write_run(run, in_job=True))
 
 
 def write_after(run: RunDirectory) -> None:
@@ -146,9 +143,8 @@ def write_after(run: RunDirectory) -> None:
 
     Agents that were killed have not. Nothing is written for a run of another user.
     """
-    if not is_own(run.path):
-        return
-    _tell(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
+    if is_own(run.path):
+        _print_path(lambda: run.path / PAGE if _is_current(run) else _write_run(run, in_job=False))
 
 
 def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
@@ -157,9 +153,8 @@ def write_sweep_at_end(sweep: Path, known: Mapping[Path, View]) -> None:
     Args:
         known: the states of its runs by their directories; those of the others are read.
     """
-    if not is_own(sweep):
-        return
-    _tell(lambda: _write_sweep(sweep, known))
+    if is_own(sweep):
+        _print_path(lambda: _write_sweep(sweep, known))
 
 
 def _is_current(run: RunDirectory) -> bool:
@@ -191,7 +186,7 @@ def _write_sweep(sweep: Path, known: Mapping[Path, View]) -> Path:
     return sweep / PAGE
 
 
-def _tell(write: Callable[[], Path]) -> None:
+def _print_path(write: Callable[[], Path]) -> None:
     """Writes in another thread, for a file system may hang, and prints one line about it."""
     try:
         print(f"report: {BackgroundCall(write).result(END_S)}", flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.config.secrets import ASSIGNMENT, SECRET_NAME, SHORTEST
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import Event
-from hpc_train.run.ledger import NUMBERS, Attempt, Ledger, account_for, attempts_of, read_frozen
+from hpc_train.run.ledger import Attempt, Ledger, account_for, attempts_of, newest_checkpoint_step, read_frozen
 from hpc_train.run.rows import Line
 from hpc_train.runs.diagnosis import Diagnosis, diagnose
 from hpc_train.runs.job_status import JobStatus, SlurmStatuses
@@ -58,24 +58,21 @@ class RunFacts:
 
     @classmethod
     def read(cls, found: RunHandle, statuses: dict[str, JobStatus] | None = None) -> RunFacts:
-        """Reads the run.
-
-        Args:
-            statuses: the states of Slurm jobs; None asks Slurm.
-        """
+        """Reads the run; ``statuses`` are the states of Slurm jobs, None asks Slurm."""
         found = replace(found, run=_ReadOnce(found.run.path))
-        known = statuses_of([found], SlurmStatuses()) if statuses is None else statuses
-        over = found.view(known).exit is not None
-        events, lines, record = found.run.read_events(), _lines(found.run), found.run.record()
+        asks_slurm = statuses is None
+        if statuses is None:
+            statuses = statuses_of([found], SlurmStatuses())
+        over = found.view(statuses).exit is not None
+        events = found.run.read_events()
+        intact = (line for line in found.run.read_all_metrics() if "time" in line and "attempt" in line)
+        lines = sorted(intact, key=attrgetter("time"))
+        record = found.run.record()
         attempts = attempts_of(events, lines, read_frozen(found.run))
         submitted = [entry["time"] for entry in record.get("submissions", []) if "time" in entry]
         ledger = account_for(attempts, submitted, None if over else time.time())
-        diagnosis = diagnose(found, known, asks_slurm=statuses is None, spent=ledger.total)
+        diagnosis = diagnose(found, statuses, asks_slurm=asks_slurm, spent=ledger.total)
         return cls(found, diagnosis, record, events, lines, attempts, ledger)
-
-    @property
-    def run(self) -> RunDirectory:
-        return self.found.run
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -91,7 +88,7 @@ class RunFacts:
         """Tells whether the work of each of ``lines`` was done again, or has to be."""
         begins = [(stretch.time, stretch.step) for attempt in self.attempts for stretch in attempt.stretches]
         if self.diagnosis.exit_code is not None and not (self.attempts and self.attempts[-1].closed):
-            begins.append((float("inf"), self._newest_checkpoint()))
+            begins.append((float("inf"), newest_checkpoint_step(self.events)))
         lost, least = [False] * len(self.lines), float("inf")
         upcoming = sorted(begins)
         for index in reversed(range(len(self.lines))):
@@ -101,15 +98,11 @@ class RunFacts:
             lost[index] = line.step > least
         return lost
 
-    def _newest_checkpoint(self) -> int:
-        saved = self.of_event("checkpoint_saved")
-        return int(max(saved, key=attrgetter("time"))["step"]) if saved else 0
-
     @cached_property
     def newest_attempt(self) -> Mapping[str, Any]:
         """Returns the record of the newest attempt, with its layout; empty if the run has not started."""
         with suppress(OSError):
-            return self.run.attempt_record(self.run.newest_attempt())
+            return self.found.run.attempt_record(self.found.run.newest_attempt())
         return {}
 
     def of_event(self, *names: str) -> list[Event]:
@@ -127,17 +120,9 @@ class RunFacts:
     def values(self, key: str) -> list[tuple[float, float]]:
         """Returns (step, value) of the metric in the lines that are shown."""
         if key not in self._values:
-            found = [line.get(key) for line in self.shown]
-            pairs: list[tuple[float, Any]] = list(zip(self._steps, found, strict=True))
-            whole = {*map(type, found)} <= {*NUMBERS}
-            self._values[key] = pairs if whole else [pair for pair in pairs if isinstance(pair[1], NUMBERS)]
+            pairs = zip(self._steps, (line.get(key) for line in self.shown), strict=True)
+            self._values[key] = [pair for pair in pairs if isinstance(pair[1], int | float)]
         return self._values[key]
-
-
-def _lines(run: RunDirectory) -> list[Line]:
-    """Returns the metrics of all attempts by time, without damaged lines."""
-    whole = (line for line in run.read_all_metrics() if "time" in line and "attempt" in line)
-    return sorted(whole, key=attrgetter("time"))
 
 
 def secrets_of(found: RunHandle) -> Iterator[str]:

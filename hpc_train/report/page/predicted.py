@@ -14,7 +14,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.layout.layout import Layout
-from hpc_train.planner.calibration import FILE, Values, as_line, key_of, measured_values, predicted_values
+from hpc_train.planner.calibration import FILE, as_line, key_of, measured_values, predicted_values
 from hpc_train.planner.machine import Machine, read_machine, recognized
 from hpc_train.planner.prediction import predict_step
 from hpc_train.report.page.facts import RunFacts
@@ -60,12 +60,16 @@ def compare(run: RunDirectory, machine: Machine | None = None) -> dict[str, Any]
         return None
     lines = [line for line in run.read_all_metrics() if line.attempt == attempt]
     measured = measured_values(lines, layout.cp * layout.tp, on_gpu=meeting.get("gpus_per_node", 0) > 0)
-    predicted = _predicted(config, layout, machine, meeting)
-    if measured is None or predicted is None:
+    if measured is None:
         return None
-    found = as_line(key_of(config, machine), run.path, str(layout), predicted, measured)
-    run.update_record(prediction=found)
-    return found
+    try:
+        step = predict_step(config, layout, machine.with_devices(meeting.get("workers_per_node", 1)))
+    except UserError:  # a model of unknown size
+        return None
+    predicted = predicted_values(step)
+    comparison = as_line(key_of(config, machine), run.path, str(layout), predicted, measured)
+    run.update_record(prediction=comparison)
+    return comparison
 
 
 def remember(config: Config, comparison: Mapping[str, Any]) -> None:
@@ -94,33 +98,22 @@ def _machine_of(run: RunDirectory, config: Config, meeting: Mapping[str, Any]) -
     return recognized(str(models.pop())) if len(models) == 1 else None
 
 
-def _predicted(config: Config, layout: Layout, machine: Machine, meeting: Mapping[str, Any]) -> Values | None:
-    """Returns the prediction for as many devices per node as the run had; None for a model of unknown size."""
-    try:
-        return predicted_values(predict_step(config, layout, machine.with_devices(meeting.get("workers_per_node", 1))))
-    except UserError:
-        return None
-
-
 def prediction(facts: RunFacts) -> Html | None:
     """Returns the section that compares the prediction with the measurement; None if there is none."""
-    found = facts.record.get("prediction")
-    if not found:
+    comparison = facts.record.get("prediction")
+    if not comparison:
         return None
-    rows = [
-        [name, _shown(key, found["predicted"][key]), _shown(key, found["measured"][key]), _ratio(found, key)]
-        for key, name in NAMES.items()
-        if found["predicted"].get(key) is not None and found["measured"].get(key) is not None
-    ]
-    words = f"Per step, as predicted for the machine {found['machine']} without what earlier runs have taught."
+    rows = []
+    for key, name in NAMES.items():
+        predicted = comparison["predicted"].get(key)
+        measured = comparison["measured"].get(key)
+        if predicted is not None and measured is not None:
+            ratio = f"{measured / predicted:.2f}" if predicted else ""
+            rows.append([name, _shown(key, predicted), _shown(key, measured), ratio])
+    words = f"Per step, as predicted for the machine {comparison['machine']} without what earlier runs have taught."
     columns = ("", "predicted", "measured", "measured / predicted")
     return section("Prediction", block("paragraph", words), table("Predicted and measured", columns, rows, numbers=3))
 
 
 def _shown(key: str, value: float) -> str:
     return format_bytes(value) if key == "memory_bytes" else f"{value:.3g} s"
-
-
-def _ratio(found: Mapping[str, Any], key: str) -> str:
-    predicted = found["predicted"][key]
-    return f"{found['measured'][key] / predicted:.2f}" if predicted else ""

@@ -16,28 +16,31 @@ from hpc_train.report.page.markup import Html, block, commands, paragraphs, sect
 from hpc_train.run.directory import RunDirectory
 from hpc_train.runs.comparison import UNCOMPARED
 from hpc_train.runs.diagnosis import shown as shown_path
-from hpc_train.runs.lookup import RunHandle
 
 SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "image_size", "patch_size", "sequence_length", "n_classes")
 
 
-def trained(of_run: RunFacts) -> Html | None:
+def trained(facts: RunFacts) -> Html | None:
     """Returns the section that says what the run trains: model, data, batch, optimizer, length and code."""
-    config = of_run.config
+    config = facts.config
     if not config:
         return None
     optimizer = _group(config, "optim")
     train = _group(config, "train")
-    project = _project(of_run.record)
-    commit = str(project.get("commit") or "")
-    changed = project.get("diff") or project.get("dirty")
+    parameters = None
+    with suppress(Exception):  # a config of another version, or of a model that must be built to be counted
+        parameters = parameter_count(facts.found.config.model)
+    project = _project(facts.record)
+    commit = str(project.get("commit") or "")[:12]
+    if commit and (project.get("diff") or project.get("dirty")):
+        commit += ", with uncommitted changes"
     return section(
         "What it trains",
         block(
             "facts",
             (
                 ("model", _described(_group(config, "model"))),
-                ("parameters", _parameters(of_run)),
+                ("parameters", None if parameters is None else f"{parameters:,}"),
                 ("data", _described(_group(config, "data"))),
                 ("samples per optimizer step", _group(config, "batch").get("global_size")),
                 ("optimizer", optimizer.get("_target_") or optimizer.get("name")),
@@ -47,7 +50,7 @@ def trained(of_run: RunFacts) -> Html | None:
                 ("steps", None if train.get("epochs") else train.get("steps")),
                 ("seed", train.get("seed")),
                 ("precision", _group(config, "precision").get("name")),
-                ("commit", f"{commit[:12]}, with uncommitted changes" if commit and changed else commit[:12]),
+                ("commit", commit),
             ),
         ),
     )
@@ -60,30 +63,22 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _described(group: Mapping[str, Any]) -> str:
     """Returns the class or kind of a model or data set, and its sizes or place."""
-    name = group.get("_target_") or group.get("name_or_path") or group.get("kind") or group.get("name") or ""
-    sizes = [f"{key} {group[key]}" for key in SIZES if group.get(key) is not None]
-    place = [str(group["path"])] if group.get("path") else []
-    return ", ".join([str(name), *place, *sizes])
+    words = [str(group.get("_target_") or group.get("name_or_path") or group.get("kind") or group.get("name") or "")]
+    if group.get("path"):
+        words.append(str(group["path"]))
+    return ", ".join(words + [f"{key} {group[key]}" for key in SIZES if group.get(key) is not None])
 
 
-def _parameters(of_run: RunFacts) -> str | None:
-    """Returns the number of parameters of a model whose config tells it."""
-    with suppress(Exception):  # a config of another version, or of a model that must be built to be counted
-        count = parameter_count(of_run.found.config.model)
-        return None if count is None else f"{count:,}"
-    return None
-
-
-def settings(of_run: RunFacts) -> Html | None:
+def settings(facts: RunFacts) -> Html | None:
     """Returns the section with the differences to the parent of a fork, and to earlier submissions; None without."""
     parts = []
-    parent = of_run.record.get("forked_from")
+    parent = facts.record.get("forked_from")
     if parent:
-        before = RunHandle(RunDirectory(Path(parent)), 0, {}).plain_config
-        parts.append(_differences(f"the run {Path(parent).name}", before, of_run.config))
+        before = RunDirectory(Path(parent)).plain_config()
+        parts.append(_differences(f"the run {Path(parent).name}", before, facts.config))
     changed = [
         event.message
-        for event in of_run.of_event("warning")
+        for event in facts.of_event("warning")
         if event.message.startswith(("continues with changed settings", "continues with other code"))
     ]
     if changed:
@@ -106,14 +101,13 @@ def _value(key: str, values: Mapping[str, Any]) -> str:
     return str(shown(key, values[key])) if key in values else "absent"
 
 
-def reproduce(of_run: RunFacts) -> Html:
+def reproduce(facts: RunFacts) -> Html:
     """Returns the section with the commands that start the same training again."""
-    record = of_run.record
+    record = facts.record
+    run = facts.found.run
     lines = training_again(record)
-    where = shown_path(of_run.run.path)
-    lines += [f"python -m hpc_train resume {shlex.quote(where)}   continues this run itself"]
-    versions = ((name, version) for name, version in (record.get("versions") or {}).items())
-    notes = [f"The whole config is in {shown_path(of_run.run.config)} (SHA-256 {record.get('config_hash')})."]
+    lines.append(f"python -m hpc_train resume {shlex.quote(shown_path(run.path))}   continues this run itself")
+    notes = [f"The whole config is in {shown_path(run.config)} (SHA-256 {record.get('config_hash')})."]
     project = _project(record)
     if project.get("dirty") and not project.get("diff"):
         notes.append("The work tree had changes that are not in the commit.")
@@ -121,7 +115,7 @@ def reproduce(of_run: RunFacts) -> Html:
         "Reproduce",
         commands(lines, "commands that reproduce the run"),
         paragraphs(notes),
-        block("facts", versions),
+        block("facts", (record.get("versions") or {}).items()),
     )
 
 
@@ -135,7 +129,12 @@ def training_again(record: Mapping[str, Any]) -> list[str]:
     if project.get("diff"):
         lines.append(f"git apply {shlex.quote(project['diff'])}   changes that were not committed")
     if record.get("overrides") is not None:
-        lines.append(_training(record))
+        overrides = [text for text in record["overrides"] if not text.startswith(("run.name=", "run.fork="))]
+        names = ["run.name=NEW"]
+        parent = record.get("forked_from")
+        if parent is not None:  # a fork starts from its parent again
+            names = [f"run.name={Path(parent).name}", "run.fork=NEW"]
+        lines.append(shlex.join(["python", "-m", "hpc_train", *names, *overrides]))
     return lines
 
 
@@ -144,16 +143,5 @@ def _project(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Records of earlier versions have no work tree beside the commit: theirs is the commit of hpc_train.
     """
-    snapshot = record.get("snapshot")
-    if snapshot:
-        return snapshot
-    code = record.get("code") or {}
+    code: Mapping[str, Any] = record.get("snapshot") or record.get("code") or {}
     return code if code.get("work_tree") else {}
-
-
-def _training(record: Mapping[str, Any]) -> str:
-    """Returns the command of a run under another name; a fork starts from its parent again."""
-    given = [each for each in record["overrides"] if not each.startswith(("run.name=", "run.fork="))]
-    parent = record.get("forked_from")
-    names = ["run.name=NEW"] if parent is None else [f"run.name={Path(parent).name}", "run.fork=NEW"]
-    return shlex.join(["python", "-m", "hpc_train", *names, *given])

@@ -14,7 +14,6 @@ from hpc_train.report.page.markup import (
     block,
     commands,
     joined,
-    paragraphs,
     picture,
     section,
     short,
@@ -25,7 +24,7 @@ from hpc_train.report.page.verdict import clock
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import Account, ledger, read_frozen
 from hpc_train.runs.comparison import DEFAULT, Comparison
-from hpc_train.runs.diagnosis import SweepFailure, find_cause, shown, sweep_failures
+from hpc_train.runs.diagnosis import SweepFailure, find_cause, shown
 from hpc_train.runs.job_status import View
 from hpc_train.runs.job_table import common_directory, is_unfinished, retry_lines, rows_of
 from hpc_train.runs.lookup import RunHandle
@@ -43,7 +42,7 @@ LEAST_WIDTH, AXIS = 560.0, 150.0
 class SweepFacts:
     """Holds the runs of a sweep with their states, and what tells them apart."""
 
-    found: Sequence[RunHandle]
+    handles: Sequence[RunHandle]
     views: Sequence[View]
     compared: Comparison
 
@@ -52,77 +51,77 @@ class SweepFacts:
         return self.compared.best(self.views)
 
 
-def sweep_verdict(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
+def sweep_verdict(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html:
     """Returns the first section: the states of the runs, the best one, and what to do."""
-    views, best = of_sweep.views, of_sweep.best
+    views = sweep.views
     states = Counter(view.state for view in views)
     head = f"{len(views)} runs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
-    level = "bad" if failures else "good" if all(view.exit == Exit.DONE for view in views) else ""
-    metric, values = of_sweep.compared.ranked_by(views), of_sweep.compared.values(views)
-    words = None
-    if best is not None:
-        run = of_sweep.found[best].run
-        how = "highest" if metric.highest else "lowest"
-        named = f"{run.path.name} ({of_sweep.compared.words(run)})".removesuffix(" ()")
-        words = block("paragraph", f"The best by {metric.name}, the {how}: run {named} with {values[best]:.4f}.")
-    where = common_directory([item.run.path.parent for item in of_sweep.found])
-    todo = retry_lines(where, of_sweep.found[0].run, views) if any(map(is_unfinished, views)) else []
+    level = ""
+    todo: list[str] = []
     if failures:
-        first = shown(of_sweep.found[failures[0].runs[0]].run.path)
-        todo = [f"python -m hpc_train why {first}   shows all about the first failure", *todo]
+        level = "bad"
+        first = shown(sweep.handles[failures[0].runs[0]].run.path)
+        todo.append(f"python -m hpc_train why {first}   shows all about the first failure")
+    elif all(view.exit == Exit.DONE for view in views):
+        level = "good"
+    if any(map(is_unfinished, views)):
+        where = common_directory([item.run.path.parent for item in sweep.handles])
+        todo += retry_lines(where, sweep.handles[0].run, views)
+    words = None
+    best = sweep.best
+    if best is not None:
+        run = sweep.handles[best].run
+        metric = sweep.compared.ranked_by(views)
+        how = "highest" if metric.highest else "lowest"
+        name = f"{run.path.name} ({sweep.compared.words(run)})".removesuffix(" ()")
+        value = sweep.compared.values(views)[best]
+        words = block("paragraph", f"The best by {metric.name}, the {how}: run {name} with {value:.4f}.")
     box = block("todo", "What to do", commands(todo, "commands that help")) if todo else None
-    return section("Verdict", block("paragraph", head, f"verdict {level}"), _cost(of_sweep), words, box)
+    return section("Verdict", block("paragraph", head, f"verdict {level}"), _cost(sweep), words, box)
 
 
-def sweep_table(of_sweep: SweepFacts) -> Html:
+def sweep_table(sweep: SweepFacts) -> Html:
     """Returns the section with the table of the runs, which ``wait`` and a submission print as well."""
-    count, best = len(of_sweep.found), of_sweep.best
-    order = sorted(range(count), key=lambda index: index != best)[:ROWS]
-    shown_rows = sorted(order)
-    over = all(view.exit is not None for view in of_sweep.views)
-    found = rows_of(of_sweep.found, of_sweep.views, of_sweep.compared, shown_rows, ended=over)
-    title = f"{counted(count, 'run', 'runs')}" + (f", of which {ROWS} are listed" if count > ROWS else "")
-    marked = shown_rows.index(best) if best is not None else None
-    columns = (*found.names, *found.numbers)
-    return section("Runs", table(title, columns, found.rows, marked, len(found.numbers)))
+    count = len(sweep.handles)
+    best = sweep.best
+    indices = sorted(sorted(range(count), key=lambda index: index != best)[:ROWS])
+    over = all(view.exit is not None for view in sweep.views)
+    jobs = rows_of(sweep.handles, sweep.views, sweep.compared, indices, ended=over)
+    title = counted(count, "run", "runs")
+    if count > ROWS:
+        title += f", of which {ROWS} are listed"
+    best_row = indices.index(best) if best is not None else None
+    return section("Runs", table(title, (*jobs.names, *jobs.numbers), jobs.rows, best_row, len(jobs.numbers)))
 
 
-def sweep_failed(of_sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | None:
+def sweep_failed(sweep: SweepFacts, failures: Sequence[SweepFailure]) -> Html | None:
     """Returns the section with the causes, each with the runs that failed from it; None without failures."""
-    causes = [_failure(of_sweep, each, number) for number, each in enumerate(failures, 1)]
-    return section("Failures and causes", *causes) if causes else None
+    blocks: list[Html] = []
+    for number, failure in enumerate(failures, 1):
+        blocks.append(block("heading", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"))
+        if failure.message:
+            blocks.append(block("preformatted", failure.message, f"message of cause {number}"))
+        names = []
+        for index in failure.runs[:NAMED]:  # what tells it apart, and where and when it failed
+            run = sweep.handles[index].run
+            names.append(f"{run.path.name}  {sweep.compared.words(run)}".rstrip())
+            cause = find_cause(run.read_events())
+            if cause is not None:
+                names[-1] += f": {cause.who}, {clock(cause.time)}"
+        if len(failure.runs) > NAMED:
+            names.append(f"and {len(failure.runs) - NAMED} more")
+        blocks.append(block("bullets", names))
+        if failure.place:
+            blocks.append(block("paragraph", f"at {failure.place}"))
+        if failure.advice:
+            blocks.append(block("paragraph", f"What to do: {failure.advice}"))
+    return section("Failures and causes", *blocks) if blocks else None
 
 
-def failures_of(of_sweep: SweepFacts) -> list[SweepFailure]:
-    return sweep_failures(of_sweep.found, of_sweep.views)
-
-
-def _failure(of_sweep: SweepFacts, failure: SweepFailure, number: int) -> Html:
-    names = [_failed_run(of_sweep, index) for index in failure.runs[:NAMED]]
-    names += [f"and {len(failure.runs) - NAMED} more"] * (len(failure.runs) > NAMED)
-    return joined(
-        [
-            block("heading", f"{failure.kind} in {counted(len(failure.runs), 'run', 'runs')}"),
-            block("preformatted", failure.message, f"message of cause {number}") if failure.message else None,
-            block("bullets", names),
-            paragraphs([f"at {failure.place}"] if failure.place else []),
-            paragraphs([f"What to do: {failure.advice}"] if failure.advice else []),
-        ]
-    )
-
-
-def _failed_run(of_sweep: SweepFacts, index: int) -> str:
-    """Returns the name of a run, what tells it apart, and where and when it failed."""
-    run = of_sweep.found[index].run
-    cause = find_cause(run.read_events())
-    where = [] if cause is None else [f"{cause.who}, {clock(cause.time)}"]
-    return ": ".join([f"{run.path.name}  {of_sweep.compared.words(run)}".rstrip(), *where])
-
-
-def _cost(of_sweep: SweepFacts) -> Html:
+def _cost(sweep: SweepFacts) -> Html:
     """Returns what all runs together have held, from their events alone: those of many runs are read at once."""
     spent = Account()
-    for item, view in zip(of_sweep.found, of_sweep.views, strict=True):
+    for item, view in zip(sweep.handles, sweep.views, strict=True):
         now = None if view.exit is not None else time.time()
         spent += ledger(item.run.read_events(), (), (), now, read_frozen(item.run)).total
     return block(
@@ -135,51 +134,54 @@ def _cost(of_sweep: SweepFacts) -> Html:
     )
 
 
-def reproduce_one(of_sweep: SweepFacts) -> Html:
+def reproduce_one(sweep: SweepFacts) -> Html:
     """Returns the section with the commands that start the best run again, or the first one if none is the best."""
-    index = of_sweep.best or 0
-    run = of_sweep.found[index].run
-    which = "the best run" if of_sweep.best is not None else "the first run"
+    run = sweep.handles[sweep.best or 0].run
+    which = "the best run" if sweep.best is not None else "the first run"
     words = f"These commands start {which}, {run.path.name}, again. The page of each run has those of its own."
     again = commands(training_again(run.record()), "commands that reproduce a run")
     return section("Reproduce", block("paragraph", words), again)
 
 
-def coordinates(of_sweep: SweepFacts) -> Html | None:
+def coordinates(sweep: SweepFacts) -> Html | None:
     """Returns the section with parallel coordinates; None if the runs do not differ in a key."""
-    compared, views = of_sweep.compared, of_sweep.views
-    keys, metric, best = compared.keys, compared.ranked_by(of_sweep.views), of_sweep.best
+    compared = sweep.compared
+    views = sweep.views
+    keys = compared.keys
+    best = sweep.best
     if not keys:
         return None
-    settings = [compared.of_run(item.run) for item in of_sweep.found]
-    values = compared.values(views)
-    known = [value for value in values if value is not None]
+    metric = compared.ranked_by(views).name
+    words = f"Each line is a run; it crosses the axes of {', '.join(keys)} and of {metric} at its values."
+    if any(view.exit != Exit.DONE for view in views):
+        words += " Dashed lines are runs that are not done."
+    if best is not None:
+        words += f" The thick line is the best: {compared.words(sweep.handles[best].run)}."
+
+    settings = [compared.of_run(item.run) for item in sweep.handles]
+    values = [None if value is None else repr(value) for value in compared.values(views)]
     width = max(LEAST_WIDTH, LEFT + RIGHT + AXIS * len(keys))
     places = [LEFT + (width - LEFT - RIGHT) * number / len(keys) for number in range(len(keys) + 1)]
-    axes = [_Axis.of(key, [own[key] for own in settings], at) for key, at in zip(keys, places, strict=False)]
-    last = _Axis.of(metric.name, [repr(value) for value in known], places[-1]) if known else None
-    lines = []
+    axes = [_Axis.of(key, [row[key] for row in settings], at) for key, at in zip(keys, places, strict=False)]
+    last = _Axis.of(metric, [value for value in values if value is not None], places[-1])
+    shapes = []
     for index in sorted(range(len(views)), key=lambda index: (index == best, values[index] is not None))[-LINES:]:
         points = [axis.at(settings[index][axis.name]) for axis in axes]
         value = values[index]
-        if value is not None and last is not None:
-            points.append(last.at(repr(value)))
-        words = compared.words(of_sweep.found[index].run)
-        lines.append(_line(points, index == best, views[index].exit != Exit.DONE, words))
-    drawn = [*lines, *(axis.drawn() for axis in [*axes, *([last] if last else [])])]
-    words = _words(of_sweep, keys, metric.name)
+        if value is not None:
+            points.append(last.at(value))
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        unfinished = views[index].exit != Exit.DONE
+        label = compared.words(sweep.handles[index].run)
+        if index == best:
+            shapes.append(block("line", path, "c1", 4, unfinished, 1, label))
+        else:
+            shapes.append(block("line", path, "lost" if unfinished else "c0", 1.5, unfinished, 0.7, label))
+    if any(value is not None for value in values):
+        axes.append(last)
+    shapes += [axis.drawn() for axis in axes]
     title = "Parallel coordinates"
-    return section(title, block("paragraph", words), block("figure", picture(title, words, width, HEIGHT, *drawn)))
-
-
-def _words(of_sweep: SweepFacts, keys: Sequence[str], metric: str) -> str:
-    best = of_sweep.best
-    text = f"Each line is a run; it crosses the axes of {', '.join(keys)} and of {metric} at its values."
-    unfinished = any(view.exit != Exit.DONE for view in of_sweep.views)
-    text += " Dashed lines are runs that are not done." if unfinished else ""
-    if best is None:
-        return text
-    return f"{text} The thick line is the best: {of_sweep.compared.words(of_sweep.found[best].run)}."
+    return section(title, block("paragraph", words), block("figure", picture(title, words, width, HEIGHT, *shapes)))
 
 
 @dataclass(frozen=True)
@@ -195,20 +197,19 @@ class _Axis:
     @classmethod
     def of(cls, name: str, values: Sequence[str], x: float) -> _Axis:
         words = list(dict.fromkeys(values))
-        numbers = [_number(value) for value in words if value != DEFAULT]
-        finite = [number for number in numbers if number is not None]
-        low, high = HEIGHT - BOTTOM, TOP
-        if len(finite) == len(words) and len(set(finite)) > 1:
-            wide = min(finite) > 0 and max(finite) / min(finite) >= 10
-            scale = Scale(min(finite), max(finite), low, high, log=wide)
-            return cls(name, x, scale, {}, sorted(set(finite)))
-        step = (low - high) / max(1, len(words) - 1)
-        middle = (low + high) / 2
-        places = {word: low - index * step if len(words) > 1 else middle for index, word in enumerate(words)}
-        return cls(name, x, None, places)
+        numbers = {number for word in words if word != DEFAULT and (number := _number(word)) is not None}
+        low = HEIGHT - BOTTOM
+        if len(numbers) > 1 and all(word != DEFAULT and _number(word) is not None for word in words):
+            wide = min(numbers) > 0 and max(numbers) / min(numbers) >= 10
+            return cls(name, x, Scale(min(numbers), max(numbers), low, TOP, log=wide), {}, sorted(numbers))
+        if len(words) == 1:
+            return cls(name, x, None, {words[0]: (low + TOP) / 2})
+        step = (low - TOP) / max(1, len(words) - 1)
+        return cls(name, x, None, {word: low - index * step for index, word in enumerate(words)})
 
     def at(self, value: str) -> tuple[float, float]:
-        return self.x, self.places[value] if self.scale is None else self.scale.at(float(value))
+        up = self.places[value] if self.scale is None else self.scale.at(float(value))
+        return self.x, up
 
     def drawn(self) -> Html:
         parts = [block("line", f"M{self.x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}", "text", 1.2)]
@@ -236,9 +237,3 @@ def _number(value: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _line(points: Sequence[tuple[float, float]], best: bool, unfinished: bool, words: str) -> Html:
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    color, width = ("c1", 4) if best else ("lost", 1.5) if unfinished else ("c0", 1.5)
-    return block("line", path, color, width, unfinished, 1 if best else 0.7, words)
