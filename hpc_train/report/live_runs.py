@@ -7,7 +7,7 @@ twice a minute, whatever the interval of the view.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -15,9 +15,8 @@ from typing import Any
 
 from hpc_train.run.events import Event
 from hpc_train.run.files import NewLines
-from hpc_train.run.rows import Line
 from hpc_train.runs.job_status import SlurmStatuses, View, time_left
-from hpc_train.runs.lookup import Overview, RunHandle, find_all_runs, find_runs, statuses_of, unreadable
+from hpc_train.runs.lookup import RunHandle, find_all_runs, find_runs, statuses_of, unreadable
 from hpc_train.telemetry.pipeline_step import NAMES, rows_of, stage_times
 from hpc_train.telemetry.progress import speed
 from hpc_train.units import format_bytes, format_duration, milliseconds
@@ -43,20 +42,22 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """Returns the texts of name, state, progress, loss, speed, GPU use, time left and restarts."""
-        line, steps = self.view.metrics, self.view.steps
-        step = line.get("step")
-        progress = "" if step is None else f"{step}/{steps or '?'}" + (f" {100 * step // steps} %" if steps else "")
-        loss, gpu, left = line.get("loss"), line.get("gpu_util"), time_left(self.view)
-        return (
-            self.name,
-            self.view.state,
-            progress,
-            "" if loss is None else f"{loss:.4f}",
-            next(iter(speed(line)), ""),
-            "" if gpu is None else f"{100 * gpu:.0f} %",
-            "" if left is None else format_duration(left),
-            str(self.view.restarts or ""),
-        )
+        line = self.view.metrics
+        steps = self.view.steps
+        progress = loss = gpu = left = ""
+        if line.get("step") is not None:
+            progress = f"{line['step']}/{steps or '?'}"
+            if steps:
+                progress += f" {100 * line['step'] // steps} %"
+        if line.get("loss") is not None:
+            loss = f"{line['loss']:.4f}"
+        if line.get("gpu_util") is not None:
+            gpu = f"{100 * line['gpu_util']:.0f} %"
+        seconds = time_left(self.view)
+        if seconds is not None:
+            left = format_duration(seconds)
+        rate = next(iter(speed(line)), "")
+        return self.name, self.view.state, progress, loss, rate, gpu, left, str(self.view.restarts or "")
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Runs:
     clock: Callable[[], float] = time.monotonic
     note: str = ""
     _slurm: SlurmStatuses = field(default_factory=SlurmStatuses)
-    _found: list[RunHandle] = field(default_factory=list)
+    _handles: list[RunHandle] = field(default_factory=list)
     _listed: float = float("-inf")
     _ended: dict[tuple[Path, str], View] = field(default_factory=dict)
 
@@ -77,38 +78,34 @@ class Runs:
         """Returns the runs, the newest first."""
         if self.clock() - self._listed >= LIST_S:
             self._listed = self.clock()
-            self._found = self._list()
-        live = [item for item in self._found if _key(item) not in self._ended]
+            self._handles = self._list()
+        live = [item for item in self._handles if _key(item) not in self._ended]
         statuses = statuses_of(live, self._slurm)
         rows = []
-        for item in self._found:
+        for item in self._handles:
             try:
                 view = self._ended.get(_key(item)) or item.view(statuses)
             except Exception as error:
                 view = View("unreadable", {}, message=unreadable(item.run, error).what)
             if view.exit is not None:
                 self._ended[_key(item)] = view
-            rows.append(Row(item, _name(item), view))
+            path = item.run.path
+            rows.append(Row(item, f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name, view))
         return rows
 
     def _list(self) -> list[RunHandle]:
         if self.targets:
-            found = [item for target in self.targets for item in find_runs(target, "top", unreadable=True)]
+            runs = [item for target in self.targets for item in find_runs(target, "top", unreadable=True)]
         else:
-            overview: Overview = find_all_runs(self.root, self.newest)
-            found = overview.runs[::-1]
+            overview = find_all_runs(self.root, self.newest)
+            runs = overview.runs[::-1]
             self.note = "Slurm does not respond" if overview.silent else ""
-        return [item for item in found if item.error is None]
+        return [item for item in runs if item.error is None]
 
 
 def _key(item: RunHandle) -> tuple[Path, str]:
     """Identifies a submission of a run: one that was resumed has not ended any more."""
     return item.run.path, str(item.submission.get("first_attempt", ""))
-
-
-def _name(item: RunHandle) -> str:
-    path = item.run.path
-    return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
 
 
 @dataclass
@@ -132,44 +129,46 @@ class Details:
         """Reads what is new."""
         for path in sorted(self.run.run.metrics.glob("attempt-*.jsonl")):
             for line in self._new(path):
-                self._add(line)
+                for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):
+                    while values and line.step <= next(reversed(values)):  # a rollback or restart repeats steps
+                        values.popitem()
+                    if isinstance(line.get(key), float):
+                        values[line.step] = line[key]
         new: list[Event] = [event for path in self.run.run.events.glob("*.jsonl") for event in self._new(path)]
-        pipeline = [event for event in new if event.name == "pipeline_step"]
-        self.stages = _stages(pipeline[-1]) if pipeline else self.stages
+        for event in new:
+            if event.name == "pipeline_step":
+                self.stages = _stages(event)
         shown = [event for event in new if event.kind.in_top]
         self.events = sorted([*self.events, *shown], key=attrgetter("time"))[-EVENTS:]
 
     def lines(self, view: View) -> list[str]:
         """Returns what the newest step says about time and memory, a line each."""
         newest = view.metrics or self.run.run.newest_metrics(max(0, self.run.run.newest_attempt()))
-        shares = [f"{word} {100 * newest[key]:.0f} %" for key, word in SHARES.items() if newest.get(key) is not None]
-        memory, step_s = newest.get("peak_memory_bytes"), newest.get("step_s")
-        facts = [
-            "" if step_s is None else f"step: {step_s:.3g} s",
-            f"waiting: {', '.join(shares)}" if shares else "",
-            "" if memory is None else f"peak memory: {format_bytes(memory)}",
-            "" if newest.get("mfu") is None else f"MFU: {100 * newest['mfu']:.1f} %",
-            "" if newest.get("val_loss") is None else f"validation loss: {newest['val_loss']:.4f}",
-        ]
-        return [self.run.run.path.as_posix(), *filter(None, facts), *view.message.splitlines()[-3:]]
+        values = {key: value for key, value in newest.items() if value is not None}
+        shares = [f"{word} {100 * values[key]:.0f} %" for key, word in SHARES.items() if key in values]
+        lines = [self.run.run.path.as_posix()]
+        if "step_s" in values:
+            lines.append(f"step: {values['step_s']:.3g} s")
+        if shares:
+            lines.append(f"waiting: {', '.join(shares)}")
+        if "peak_memory_bytes" in values:
+            lines.append(f"peak memory: {format_bytes(values['peak_memory_bytes'])}")
+        if "mfu" in values:
+            lines.append(f"MFU: {100 * values['mfu']:.1f} %")
+        if "val_loss" in values:
+            lines.append(f"validation loss: {values['val_loss']:.4f}")
+        return [*lines, *view.message.splitlines()[-3:]]
 
-    def _new(self, path: Path) -> list[Any]:
-        return list(self._readers.setdefault(path, self.run.run.follow(path)).read())
-
-    def _add(self, line: Line) -> None:
-        step = line.step
-        for values, key in ((self.losses, "loss"), (self.rates, "samples_per_s")):
-            while values and step <= next(reversed(values)):  # a rollback or restart repeats steps
-                values.popitem()
-            if isinstance(line.get(key), float):
-                values[step] = line[key]
+    def _new(self, path: Path) -> Iterator[Any]:
+        yield from self._readers.setdefault(path, self.run.run.follow(path)).read()
 
 
 def _stages(event: Event) -> list[str]:
     """Returns lines such as ``stage 0, rank 0: forward 1.5 ms, backward 3 ms, waiting 25 %``."""
     lines = []
-    for of in stage_times(rows_of(event), event.seconds):
-        means = ", ".join(f"{NAMES[kind]} {milliseconds(seconds)}" for kind, seconds in of.means.items())
-        lines.append(f"stage {of.stage}, rank {of.rank}: {means}, waiting {100 * of.waited:.0f} %")
-    more = [f"and {len(lines) - STAGES} more"] if len(lines) > STAGES else []
-    return [f"a step under {event['schedule']}, per micro-batch:", *lines[:STAGES], *more]
+    for stage in stage_times(rows_of(event), event.seconds):
+        means = ", ".join(f"{NAMES[kind]} {milliseconds(seconds)}" for kind, seconds in stage.means.items())
+        lines.append(f"stage {stage.stage}, rank {stage.rank}: {means}, waiting {100 * stage.waited:.0f} %")
+    if len(lines) > STAGES:
+        lines[STAGES:] = [f"and {len(lines) - STAGES} more"]
+    return [f"a step under {event.schedule}, per micro-batch:", *lines]

@@ -7,6 +7,8 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +29,6 @@ from hpc_train.report.registry import (
     REGISTRIES,
     MlflowRegistry,
     Model,
-    Promoted,
     Registry,
     WandbRegistry,
     lineage,
@@ -75,43 +76,30 @@ def promote(
         UserError: there is no such checkpoint, it is damaged, or the registry does not accept it.
     """
     registry = registry_of(to, config)
-    found = choose_by_name(run, choice, metric)
-    with bar("verifying", sum(file.stat().st_size for file in found.path.iterdir())) as advance:
-        manifest = verified_manifest(found, advance)
-    aliases = list(dict.fromkeys([*also, *_earned(run, found, metric)]))
+    checkpoint = choose_by_name(run, choice, metric)
+    with bar("verifying", sum(file.stat().st_size for file in checkpoint.path.iterdir())) as advance:
+        manifest = verified_manifest(checkpoint, advance)
+    aliases = list(dict.fromkeys(also))
+    for alias, its_choice in ((BEST, BEST), (LAST, NEWEST)):
+        with suppress(UserError):  # no checkpoint was evaluated
+            if alias not in aliases and choose_by_name(run, its_choice, metric) == checkpoint:
+                aliases.append(alias)
     about = lineage(run, config, manifest)
     with TemporaryDirectory() as folder:
         notes = Path(folder)
         (notes / CONFIG).write_text(shared_config(config), encoding="utf-8")
         (notes / LINEAGE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        promoted = _upload(registry, Model(run, config, name, found.path, notes, about, aliases), found)
-    shown = {"version": promoted.version, "reference": promoted.reference, "url": promoted.url}
-    return {"step": found.step, "name": name, "aliases": aliases} | shown
-
-
-def _upload(registry: Registry, model: Model, found: Checkpoint) -> Promoted:
-    try:
-        return registry.promote(model)
-    except UserError:
-        raise
-    except Exception as error:  # errors of clients have no common base
-        raise UserError(
-            f"{registry.name} did not accept the checkpoint of step {found.step}: {type(error).__name__}: {error}",
-            where=f"checkpoint promote --to {registry.name}",
-            fix="repeat the command when the service responds; a running job may also have removed the checkpoint",
-        ) from error
-
-
-def _earned(run: RunDirectory, found: Checkpoint, metric: BestMetric) -> list[str]:
-    """Returns the aliases that a checkpoint has by itself."""
-    aliases = []
-    for alias, choice in ((BEST, BEST), (LAST, NEWEST)):
         try:
-            if choose_by_name(run, choice, metric) == found:
-                aliases.append(alias)
-        except UserError:  # no checkpoint was evaluated
-            continue
-    return aliases
+            promoted = registry.promote(Model(run, config, name, checkpoint.path, notes, about, aliases))
+        except UserError:
+            raise
+        except Exception as error:  # errors of clients have no common base
+            raise UserError(
+                f"{to} did not accept the checkpoint of step {checkpoint.step}: {type(error).__name__}: {error}",
+                where=f"checkpoint promote --to {to}",
+                fix="repeat the command when the service responds; a running job may also have removed the checkpoint",
+            ) from error
+    return {"step": checkpoint.step, "name": name, "aliases": aliases} | asdict(promoted)
 
 
 def is_reference(source: str) -> bool:

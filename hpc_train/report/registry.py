@@ -125,8 +125,9 @@ class MlflowRegistry:
 
     def promote(self, model: Model) -> Promoted:
         client = self._client()
-        found = _version_of(client, model)
-        version = self._create(client, model) if found is None else found
+        versions = client.search_model_versions(f"name='{model.name}'")
+        same = [item for item in versions if item.tags.get(f"hpc_train.{MANIFEST}") == model.about[MANIFEST]]
+        version = str(same[0].version) if same else self._create(client, model)
         for alias in model.aliases:
             client.set_registered_model_alias(model.name, alias, version)
         reference = f"mlflow:{model.name}@{model.aliases[0]}" if model.aliases else f"mlflow:{model.name}/{version}"
@@ -169,23 +170,13 @@ class MlflowRegistry:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         source = f"{run.info.artifact_uri}/{folder}"
-        created = client.create_model_version(model.name, source, run_id, tags=_tags(model), await_creation_for=0)
+        tags = {
+            f"hpc_train.{key}": (value if isinstance(value, str) else json.dumps(value))[:TAG_CHARACTERS]
+            for key, value in model.about.items()
+            if value is not None
+        }
+        created = client.create_model_version(model.name, source, run_id, tags=tags, await_creation_for=0)
         return str(created.version)
-
-
-def _tags(model: Model) -> dict[str, str]:
-    return {
-        f"hpc_train.{key}": (value if isinstance(value, str) else json.dumps(value))[:TAG_CHARACTERS]
-        for key, value in model.about.items()
-        if value is not None
-    }
-
-
-def _version_of(client: Any, model: Model) -> str | None:
-    """Returns the version that holds this checkpoint; None if there is none."""
-    versions = client.search_model_versions(f"name='{model.name}'")
-    same = [each for each in versions if each.tags.get(f"hpc_train.{MANIFEST}") == model.about[MANIFEST]]
-    return str(same[0].version) if same else None
 
 
 WANDB_REFERENCE = re.compile(r"([^/:]+/)?[^/:]+/[^/:]+:[^/:]+")

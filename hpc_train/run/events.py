@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 from hpc_train.run.rows import (
@@ -346,9 +347,12 @@ class Event(dict[str, Any]):
     seconds = Field("seconds", 0.0)
     began = Field[float | None]("began", None)
     nodes = Field[Sequence[str]]("nodes", ())
-    gpus = Field[Any]("gpus", ())  # their number in ``started``, otherwise texts
+    gpus = Field[Any]("gpus", None)  # their number in ``started``, otherwise texts
     world_size = Field("world_size", 0)
     layout = Field("layout", "")
+    bytes = Field[int | None]("bytes", None)
+    steps = Field("steps", 1)
+    bus_gb_per_s = Field[Mapping[str, Any]]("bus_gb_per_s", MappingProxyType({}))
     schedule = Field("schedule", "")
     micro_batches = Field("micro_batches", 0)
 

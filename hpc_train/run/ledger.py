@@ -22,7 +22,6 @@ from hpc_train.run.events import Event
 from hpc_train.run.rows import Line, seconds
 
 
-
 class Interval(NamedTuple):
     """Holds the time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
 

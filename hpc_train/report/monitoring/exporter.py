@@ -67,9 +67,9 @@ def monitored(run: RunDirectory, config: TelemetryConfig, allocation: Allocation
 
 def identity_of(run: RunDirectory, allocation: Allocation) -> Identity:
     """Returns the labels of ``run`` in this job."""
-    values = (name_of(run), str(run.record().get("run_id") or run.path.name), own_name())
+    run_id = str(run.record().get("run_id") or run.path.name)
+    labels = dict(zip(RUN_LABELS, (name_of(run), run_id, own_name()), strict=True))
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
-    labels = dict(zip(RUN_LABELS, values, strict=True))
     return Identity(labels, allocation.job_id or "", partition, allocation.node_name)
 
 
@@ -78,25 +78,16 @@ def _openers(
 ) -> Iterator[Opener]:
     run_id = identity.labels["run_id"]
     settings = config.prometheus
+    if settings.file is None and settings.port is None and not config.otlp:
+        return
+    from hpc_train.report.monitoring.exits import MetricsFile, Otlp  # with an HTTP server, which other runs do not need
+
     if settings.file is not None:
-        where = settings.file
-        yield lambda: _file(where, run, run_id)
+        yield partial(MetricsFile, settings.file, run, run_id)
     if settings.port is not None:
-        yield lambda: _Recorded(run, config, allocation, events, run_id)
+        yield partial(_Recorded, run, config, allocation, events, run_id)
     if config.otlp:
-        yield lambda: _otlp(identity, events)
-
-
-def _file(where: str, run: RunDirectory, run_id: str) -> Exit:
-    from hpc_train.report.monitoring.exits import MetricsFile
-
-    return MetricsFile(where, run, run_id)
-
-
-def _otlp(identity: Identity, events: EventLog) -> Exit:
-    from hpc_train.report.monitoring.exits import Otlp
-
-    return Otlp(identity.labels, partial(_tell, events))
+        yield partial(Otlp, identity.labels, partial(_tell, events))
 
 
 class _Recorded:
@@ -107,11 +98,12 @@ class _Recorded:
     ) -> None:
         from hpc_train.report.monitoring.exits import Endpoint
 
-        self._run, self._events = run, events
+        self._run = run
+        self._events = events
         self._endpoint = Endpoint(config.prometheus, allocation, run_id)
-        token_file = None if self._endpoint.token_file is None else str(self._endpoint.token_file)
-        found = {"url": f"http://{self._endpoint.address}/metrics", "token_file": token_file}
-        events.record(run, prometheus=found)
+        token = self._endpoint.token_file
+        token_file = None if token is None else str(token)
+        events.record(run, prometheus={"url": f"http://{self._endpoint.address}/metrics", "token_file": token_file})
         self.publish = self._endpoint.publish
 
     def close(self) -> None:
@@ -157,14 +149,14 @@ class Exporter:
         while not self._end.wait(self._interval_s):
             self._publish()
         self._publish()
-        for each in self._exits:
-            self._try(each, each.close)
+        for exit in self._exits:
+            self._try(exit, exit.close)
 
     def _publish(self) -> None:
         snapshot = self._try(self._reader, self._reader.read)
         if snapshot is not None:
-            for each in self._exits:
-                self._try(each, partial(each.publish, snapshot))
+            for exit in self._exits:
+                self._try(exit, partial(exit.publish, snapshot))
 
     def _try(self, owner: object, call: Callable[[], Result]) -> Result | None:
         """Returns the result of ``call``; None after an error, of which the first in a row is told."""

@@ -40,6 +40,7 @@ INFO_LABELS = ("job_id", "partition", "node", "version")
 STATES = ("starting", "training", "evaluating", "restarting", "requeued", "finished", "stopped", "failed")
 ACCOUNTS = tuple(field.name.removesuffix("_s") for field in fields(Account) if field.name not in ("gpu_s", "rank_s"))
 FABRIC_PARTS = ("node", "rail", "world")
+FAILURE_CLASSES = tuple(map(str, Failure))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ METRICS = (
     Metric("requeues", "The requeues of the job.", kind=COUNTER),
     Metric(
         "failures", "The failures of workers and nodes by class.", kind=COUNTER,
-        labels=("class",), choices=tuple(str(each) for each in Failure),
+        labels=("class",), choices=FAILURE_CLASSES,
     ),
     # checkpoints
     Metric("checkpoint_saves", "The checkpoints saved.", kind=COUNTER),
@@ -247,7 +248,7 @@ class RunReader:
         if kind.counter == FAILURES:
             self._failures[str(event.failure)] += 1
         if name == "step_skipped":
-            self._counts["skipped_steps"] += event.get("steps", 1)
+            self._counts["skipped_steps"] += event.steps
         elif name == "checkpoint_saved":
             self._failed_saves = 0
         elif name == "checkpoint_failed":
@@ -270,54 +271,49 @@ class RunReader:
 
     def _single(self, now: float) -> dict[str, float | None]:
         """Returns the values of the metrics without own labels."""
-        started, saved = self._events.get("started", Event()), self._events.get("checkpoint_saved", Event())
-        from_lines = {metric.name: self._line.get(metric.key) for metric in METRICS if metric.key is not None}
+        values = {metric.name: self._line.get(metric.key) for metric in METRICS if metric.key is not None}
+        started = self._events.get("started")
+        if started is not None:
+            values |= {"attempt": started.attempt, "allocated_gpus": started.gpus}
+            values["nodes"] = len(started.nodes) or None
+        saved = self._events.get("checkpoint_saved")
+        if saved is not None:
+            values["last_checkpoint_step"] = saved.step
+            values["last_checkpoint_timestamp_seconds"] = saved.time
+            values["last_checkpoint_bytes"] = saved.bytes
+            values["last_checkpoint_duration_seconds"] = saved.seconds
         return {
-            **from_lines,
+            **values,
             "stalled": self._is_stalled(now),
             "last_progress_timestamp_seconds": self._progress or None,
-            "attempt": started.get("attempt"),
-            "nodes": len(started["nodes"]) if "nodes" in started else None,
-            "allocated_gpus": started.get("gpus"),
             "planned_steps": self.run.record().get("total_steps"),
             **{name: self._counts[name] for name in {*COUNTERS, "skipped_steps"}},
             "checkpoint_failures_in_a_row": self._failed_saves,
-            "last_checkpoint_step": saved.get("step"),
-            "last_checkpoint_timestamp_seconds": saved.get("time"),
-            "last_checkpoint_bytes": saved.get("bytes"),
-            "last_checkpoint_duration_seconds": saved.get("seconds"),
         }
 
     def _labeled(self) -> dict[str, Samples]:
-        who = self.identity
+        job = self.identity
         step_s = self._line.get("step_s") or 0.0
-        found: dict[str, Samples] = {
-            "run_info": {(who.job_id, who.partition, who.node, __version__): 1.0},
+        samples: dict[str, Samples] = {
+            "run_info": {(job.job_id, job.partition, job.node, __version__): 1.0},
             "run_state": {(state,): float(state == self._state) for state in STATES},
-            "failures": {
-                (name,): float(self._failures[name])
-                for metric in METRICS
-                if metric.name == "failures"
-                for name in metric.choices
-            },
-            "preflight_bandwidth_bytes_per_second": self._preflight(),
+            "failures": {(failure,): float(self._failures[failure]) for failure in FAILURE_CLASSES},
         }
-        for name, way in (("transmit", "tx"), ("receive", "rx")):
-            per_step = {network: self._line.get(f"{network}_{way}_bytes") for network in ("rdma", "net")}
-            found[f"network_{name}_bytes_per_second"] = {
+        for name, direction in (("transmit", "tx"), ("receive", "rx")):
+            per_step = {network: self._line.get(f"{network}_{direction}_bytes") for network in ("rdma", "net")}
+            samples[f"network_{name}_bytes_per_second"] = {
                 (network,): value / step_s for network, value in per_step.items() if value is not None and step_s
             }
-        return found
-
-    def _preflight(self) -> Samples:
-        measured = self._events.get("preflight", Event()).get("bus_gb_per_s") or {}
-        parts = (measured.get("nodes", {}).values(), measured.get("rails", ()), (measured.get("world"),))
-        slowest = {
-            part: min(rates)
-            for part, found in zip(FABRIC_PARTS, parts, strict=True)
-            if (rates := [rate for rate in found if rate is not None])
-        }
-        return {(part,): 1e9 * rate for part, rate in slowest.items()}
+        measured = self._events.get("preflight", Event()).bus_gb_per_s
+        if measured:
+            parts = (measured["nodes"].values(), measured["rails"], [measured["world"]])
+            slowest: Samples = {}
+            for part, rates in zip(FABRIC_PARTS, parts, strict=True):
+                measured_rates = [rate for rate in rates if rate is not None]
+                if measured_rates:
+                    slowest[part,] = 1e9 * min(measured_rates)
+            samples["preflight_bandwidth_bytes_per_second"] = slowest
+        return samples
 
     def _is_stalled(self, now: float) -> bool:
         if self._state not in WORKING or not self._progress:

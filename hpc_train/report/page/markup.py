@@ -101,7 +101,6 @@ def _name(title: str) -> str:
 
 
 Point = tuple[float, float]
-HEIGHT_OF = itemgetter(1)  # of a point
 
 WIDTH, HEIGHT = 640.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 14.0, 12.0, 52.0
@@ -145,24 +144,20 @@ class Scale:
     def ticks(self, most: int = 6) -> list[float]:
         """Returns round values within the scale."""
         if self.log:
-            found = [float(f"{digit}e{power}") for power in _powers(self) for digit in (1, 2, 5)]
-            inside = [value for value in found if self.low <= value <= self.high]
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            values = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+            inside = [value for value in values if self.low <= value <= self.high]
+            if len(inside) <= most + 2:
+                return inside
             decades = [value for value in inside if f"{value:e}".startswith("1.0")]
-            return inside if len(inside) <= most + 2 else decades[:: math.ceil(len(decades) / most) or 1]
-        step = _round_step((self.high - self.low) / most)
+            return decades[:: math.ceil(len(decades) / most) or 1]
+        least = (self.high - self.low) / most
+        step = 1.0
+        if least > 0 and math.isfinite(least):
+            power = 10.0 ** math.floor(math.log10(least))
+            step = next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power >= least * (1 - 1e-9))
         first = math.ceil(self.low / step - 1e-9)
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def _powers(scale: Scale) -> range:
-    return range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
-
-
-def _round_step(least: float) -> float:
-    if least <= 0 or not math.isfinite(least):
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power >= least * (1 - 1e-9))
 
 
 def short(value: float) -> str:
@@ -192,51 +187,44 @@ def line_chart(
         from_zero: whether the vertical axis begins at 0.
         percent: whether the values are shares of 1.
     """
-    drawn = [replace(one, points=thinned(one.points)) for one in series if one.points]
-    points = [point for one in drawn for point in one.points]
-    x = _horizontal([at for at, _ in points])
-    y = _vertical([value for _, value in points], from_zero, height)
-    marks = joined(_draw(one, x, y) for one in drawn)
-    axes = _axes(x, y, across, percent, height)
-    return block("figure", picture(title, description, WIDTH, height, axes, marks), legend(drawn))
+    lines = [replace(line, points=thinned(line.points)) for line in series if line.points]
+    steps = [at for line in lines for at, _ in line.points]
+    x = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
+    if x.high == x.low:
+        x = replace(x, high=x.low + 1)
+    y = _vertical([value for line in lines for _, value in line.points], from_zero, height)
 
+    axes = []
+    for value in y.ticks():
+        up = y.at(value)
+        words = f"{100 * value:.3g} %" if percent else short(value)
+        axes.append(block("line", f"M{LEFT:g} {up:.1f}H{WIDTH - RIGHT:g}", "line", 1))
+        axes.append(block("label", words, f"{LEFT - 8:g}", f"{up + 4:.1f}", "end"))
+    for value in x.ticks():
+        axes.append(block("label", short(value), f"{x.at(value):.1f}", f"{height - BOTTOM + 20:g}", "middle"))
+    axes.append(block("label", across, f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft"))
 
-def _horizontal(values: Sequence[float]) -> Scale:
-    low, high = min(values), max(values)
-    return Scale(low, high if high > low else low + 1, LEFT, WIDTH - RIGHT)
+    shapes = []
+    for line in lines:
+        points = [(x.at(at), y.at(value)) for at, value in line.points]
+        if line.dots or len(points) == 1:
+            shapes.append(block("dots", points, line.color))
+        else:
+            path = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in points)
+            shapes.append(block("line", path, line.color, WIDE if line.wide else 1.8, line.dashed))
+    return block("figure", picture(title, description, WIDTH, height, joined(axes), joined(shapes)), legend(lines))
 
 
 def _vertical(values: Sequence[float], from_zero: bool, height: float) -> Scale:
-    low, high = min(values), max(values)
-    ends = height - BOTTOM, TOP
+    low = min(values)
+    high = max(values)
+    scale = Scale(low, high, height - BOTTOM, TOP)
     if from_zero:
-        return Scale(0.0, 1.08 * high if high > 0 else 1.0, *ends)
+        return replace(scale, low=0.0, high=1.08 * high if high > 0 else 1.0)
     if low > 0 and high / low >= LOG_FROM:
-        return Scale(low / 1.1, high * 1.1, *ends, log=True)
+        return replace(scale, low=low / 1.1, high=high * 1.1, log=True)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return Scale(low - margin, high + margin, *ends)
-
-
-def _axes(x: Scale, y: Scale, across: str, percent: bool, height: float) -> Html:
-    bottom = height - BOTTOM
-    parts = []
-    for value in y.ticks():
-        at = y.at(value)
-        words = f"{100 * value:.3g} %" if percent else short(value)
-        parts.append(block("line", f"M{LEFT:g} {at:.1f}H{WIDTH - RIGHT:g}", "line", 1))
-        parts.append(block("label", words, f"{LEFT - 8:g}", f"{at + 4:.1f}", "end"))
-    for value in x.ticks():
-        parts.append(block("label", short(value), f"{x.at(value):.1f}", f"{bottom + 20:g}", "middle"))
-    name = block("label", across, f"{WIDTH - RIGHT:g}", f"{height - 6:g}", "end", "soft")
-    return joined([*parts, name])
-
-
-def _draw(one: Series, x: Scale, y: Scale) -> Html:
-    placed = [(x.at(at), y.at(value)) for at, value in one.points]
-    if one.dots or len(placed) == 1:
-        return block("dots", placed, one.color)
-    line = "M" + "L".join(f"{at:.1f} {up:.1f}" for at, up in placed)
-    return block("line", line, one.color, WIDE if one.wide else 1.8, one.dashed)
+    return replace(scale, low=low - margin, high=high + margin)
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -244,23 +232,20 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     parts = most // 2 - 1
-    kept = [points[0]]
+    extremes = [points[0]]
     for part in range(parts):
-        own = points[part * len(points) // parts : (part + 1) * len(points) // parts]
-        kept += sorted({min(own, key=HEIGHT_OF), max(own, key=HEIGHT_OF)})
-    return list(dict.fromkeys([*kept, points[-1]]))
+        chunk = points[part * len(points) // parts : (part + 1) * len(points) // parts]
+        extremes += sorted({min(chunk, key=itemgetter(1)), max(chunk, key=itemgetter(1))})
+    return list(dict.fromkeys([*extremes, points[-1]]))
 
 
 def legend(series: Sequence[Series]) -> Html:
     """Returns the names of the lines with a sample of each; one entry per name."""
-    by_name = {one.name: one for one in series}
-    return block(
-        "legend",
-        [
-            (one.name, "dots" if one.dots else "line", one.color, WIDE if one.wide else 3, one.dashed)
-            for one in by_name.values()
-        ],
-    )
+    samples = {
+        line.name: (line.name, "dots" if line.dots else "line", line.color, WIDE if line.wide else 3, line.dashed)
+        for line in series
+    }
+    return block("legend", list(samples.values()))
 
 
 def color_key(names: Sequence[tuple[str, str]]) -> Html:
